@@ -1,0 +1,49 @@
+"""The oracle: eager attention with the whole [T, T] mask, by the book. Slow, any device, differentiable.
+
+Computes in float64 for float64 inputs and in float32 otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows: tuple[int, ...],
+    log_utility: Tensor | None,
+    keep: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """See ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    length, group = q.shape[2], q.shape[1] // k.shape[1]
+    keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.to(dtype) @ keys.mT * scale
+    bias = _bias(windows, length, log_utility, keep, dtype, q.device).repeat_interleave(group, dim=1)
+    return (torch.softmax(scores + bias, dim=-1) @ values).to(q.dtype)
+
+
+def _bias(
+    windows: tuple[int, ...],
+    length: int,
+    log_utility: Tensor | None,
+    keep: Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """[B or 1, Hkv, T, T]: 0 in the window, the gate outside, -inf for the future."""
+    age = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    limit = torch.tensor(windows, device=device)[None, :, None, None]
+    outside = torch.full((), -torch.inf, dtype=dtype, device=device)
+    if log_utility is not None:
+        gate = log_utility.to(dtype)[:, :, None, :]
+    elif keep is not None:
+        gate = torch.where(keep[:, :, None, :], 0.0, outside)
+    else:
+        gate = outside.expand(1, 1, 1, 1)
+    zero = torch.zeros((), dtype=dtype, device=device)
+    return torch.where(age < 0, outside, torch.where(age < limit, zero, gate))

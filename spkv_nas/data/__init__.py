@@ -1,0 +1,1 @@
+"""Floor 1: text sources, tokenizers, and the token blocks that training and probing read."""

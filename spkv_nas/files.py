@@ -1,0 +1,148 @@
+"""Reading and writing the project's files: atomic writes, strict YAML, strict schemas.
+
+Every file is written to a temporary name in the same folder, flushed to disk, then renamed: a killed run leaves the
+old file or the new one, never half of one. YAML is parsed strictly, because the default parser lets a duplicate key
+win silently and lets aliases explode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from spkv_nas.errors import UserError
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` so that a reader sees the old file or the new one.
+
+    Creates the parent folder. Raises ``UserError`` if the place cannot be written.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}\nchoose a writable folder with --workspace"
+        ) from error
+
+
+def read_text(path: Path, what: str) -> str:
+    """Text of ``path``; ``what`` names the kind of file in the error ("recipe", "layout", ...)."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{what} not found: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {what} {path}: {error}") from error
+
+
+def sha256_file(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without aliases and duplicate keys, and with ``2e-5`` read as a number."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases are not allowed", event.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if not isinstance(key, Hashable) or key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate or unusable key {key!r}", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_FLOAT = r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"
+_StrictLoader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+    "tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789.")
+)
+
+
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """Parse a YAML mapping strictly. Raises ``UserError`` naming the file and, where known, line and column."""
+    text = read_text(path, what)
+    try:
+        data = yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        raise UserError(
+            f"{what} {path} is not valid YAML:{where} {getattr(error, 'problem', error)}"
+        ) from error
+    if not isinstance(data, dict):
+        raise UserError(f"{what} {path}: expected a mapping of keys to values, found {type(data).__name__}")
+    return data
+
+
+def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
+    """``data`` as a ``schema`` object. ``where`` (kind and file) starts the error message.
+
+    Raises ``UserError`` that names the key, what was expected and what was found; for an unknown key it offers the
+    nearest known one.
+    """
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(schema, dict(problem)) for problem in error.errors()[:3]]
+        raise UserError("\n".join(f"{where}: {line}" for line in lines)) from error
+
+
+def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
+    location = problem["loc"]
+    key = ".".join(str(part) for part in location)
+    if problem["type"] == "missing":
+        return f"key '{key}' is missing"
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(schema, location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key '{key}'; {hint}"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"key '{key}': {message}; found {problem['input']!r}"
+
+
+def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Keys of the (sub-)schema at ``location``; an empty list where the path leads through a list or union."""
+    current: Any = schema
+    for part in location:
+        field = getattr(current, "model_fields", {}).get(part)
+        current = field.annotation if field else None
+    return sorted(getattr(current, "model_fields", {}))

@@ -1,0 +1,1 @@
+"""Floor 2: gates, attention hook and layouts on Hugging Face models, and their checkpoints."""

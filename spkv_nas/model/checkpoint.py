@@ -1,0 +1,190 @@
+"""Checkpoints: ordinary Hugging Face folders, with an ``spkv`` section in ``config.json`` and a manifest of hashes.
+
+safetensors carries no checksum, so a flipped bit would load silently: folders that this package writes hold
+``spkv-manifest.json`` (SHA-256 of every file, written last), and ``load`` checks it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from spkv_nas.errors import UserError
+from spkv_nas.files import read_text, sha256_file, write_atomic
+from spkv_nas.layout import Layout
+from spkv_nas.model.gates import GateConfig, UtilityPredictor
+from spkv_nas.model.hook import (
+    LayerState,
+    apply_layout,
+    attention_layers,
+    dry_run,
+    install,
+    layer_state,
+    prepare,
+)
+
+MANIFEST = "spkv-manifest.json"
+ASSETS = Path(__file__).parent.parent / "assets" / "stdlib-21x3"
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write a checkpoint folder: weights (safetensors), config with its ``spkv`` section, tokenizer, manifest."""
+    try:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise UserError(f"cannot write checkpoint {folder}: {error}") from error
+    write_manifest(folder)
+
+
+def write_manifest(folder: Path) -> None:
+    """Record the SHA-256 of every file of ``folder``; the last file to be written, so it marks completeness."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    hashes = {str(p.relative_to(folder)): sha256_file(p) for p in files}
+    write_atomic(folder / MANIFEST, json.dumps({"sha256": hashes}, indent=1) + "\n")
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise ``UserError`` if a file of ``folder`` is missing or differs from its manifest. No manifest: no check."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return
+    try:
+        hashes: dict[str, str] = json.loads(read_text(path, "manifest"))["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read") from error
+    for name, expected in hashes.items():
+        if not (folder / name).is_file():
+            raise UserError(f"checkpoint {folder} is damaged: {name} is missing")
+        if sha256_file(folder / name) != expected:
+            raise UserError(f"checkpoint {folder} is damaged: {name} differs from its recorded SHA-256")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``folder`` holds a checkpoint that was written to the end."""
+    return (folder / MANIFEST).is_file()
+
+
+def load(
+    path_or_id: str | Path, *, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A Hugging Face decoder and its tokenizer; gates and layout are restored if the checkpoint has them.
+
+    Args:
+        path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub.
+        dtype: of the weights; None keeps the checkpoint's own. Predictors keep the dtype they were saved in.
+
+    Raises:
+        UserError: nothing there, a damaged or truncated file, an unsupported class.
+    """
+    folder = resolve(path_or_id)
+    if folder.is_dir():
+        check_manifest(folder)
+    source = str(folder if folder.is_dir() else path_or_id)
+    options: dict[str, Any] = {"trust_remote_code": False}
+    with _as_user_error(f"model {source}"):
+        config = AutoConfig.from_pretrained(source, **options)
+        section = getattr(config, "spkv", None)
+        weights: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, **options}
+        if section is None:
+            return AutoModelForCausalLM.from_pretrained(source, config=config, **weights), load_tokenizer(
+                source
+            )
+        model = _restoring_class(config, section).from_pretrained(
+            source, config=config, attn_implementation="spkv", **weights
+        )
+    tokenizer = load_tokenizer(source)
+    prepare(model, "sdpa")
+    if section.get("layout"):
+        apply_layout(
+            model, Layout(heads=tuple(section["layout"]["heads"]), window=section["layout"]["window"])
+        )
+    dry_run(model)
+    return model, tokenizer
+
+
+def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or id, or of a name like ``embedded:dense``."""
+    source = str(resolve(path_or_id))
+    with _as_user_error(f"tokenizer {source}"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    return tokenizer
+
+
+def resolve(path_or_id: str | Path) -> Path:
+    """A path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
+    text = str(path_or_id)
+    if not text.startswith("embedded:"):
+        return Path(text)
+    folder = ASSETS / text.removeprefix("embedded:")
+    if not folder.is_dir():
+        known = sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file())
+        raise UserError(
+            f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in known)}"
+        )
+    return folder
+
+
+@contextmanager
+def _as_user_error(what: str) -> Iterator[None]:
+    """Say in one line that ``what`` cannot be loaded: transformers and safetensors raise many kinds of error."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = str(error).strip()
+        raise UserError(
+            f"cannot load {what}: {text.splitlines()[0] if text else type(error).__name__}"
+        ) from error
+
+
+def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedModel]:
+    """The model's own class, with hooks and empty predictors put in place before the weights are read."""
+    base: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
+    gates = GateConfig(**section["gates"]) if section.get("gates") else None
+
+    class Restored(base):  # type: ignore[misc, valid-type]
+        _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            size = config.get_text_config().hidden_size
+            kinds = getattr(config.get_text_config(), "layer_types", None) or []
+            for index, (name, saved) in enumerate(section["layers"].items()):
+                layer = self.get_submodule(name)
+                install(layer, LayerState(saved["num_kv_heads"], saved["native_window"]))
+                if gates is not None and kinds[index : index + 1] != ["sliding_attention"]:
+                    state = layer_state(layer)
+                    state.gate_window, state.tau = gates.window, gates.tau
+                    layer.utility_predictor = UtilityPredictor(size, saved["num_kv_heads"], gates)
+
+    Restored.__name__ = base.__name__
+    Restored.__qualname__ = base.__qualname__
+    Restored.__module__ = base.__module__
+    return Restored
+
+
+def gate_config(model: PreTrainedModel) -> GateConfig | None:
+    """The gates' configuration of a model, or None if it has no gates."""
+    section = getattr(model.config, "spkv", None) or {}
+    return GateConfig(**section["gates"]) if section.get("gates") else None
+
+
+def grid(model: PreTrainedModel) -> tuple[int, int]:
+    """(number of attention layers, KV heads per layer) of a hooked model."""
+    states = [layer_state(layer) for layer in attention_layers(model).values()]
+    return len(states), states[0].num_kv_heads

@@ -1,0 +1,394 @@
+"""Gates and per-head windows on any Hugging Face decoder that uses the attention interface.
+
+``attach_gates`` and ``apply_layout`` switch a model to the attention function ``spkv``, find its attention layers by
+watching which modules reach that function, and put a forward pre-hook on each. The hook computes the layer's gate
+from the layer's own (normalised) input and hands it on by keyword, which keeps ``torch.compile`` and activation
+checkpointing working. ``detach`` undoes all of it.
+
+What would change the maths without anybody noticing is refused with a ``UserError``: soft-capping, learned sinks,
+attention dropout, padding, packed position ids, a key-value cache, requests for attention weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from spkv_kernels import attention
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.model.gates import MODES, GateConfig, UtilityPredictor, gate_from_logits
+
+GLOBAL_WINDOW = 1 << 30  # a window no sequence outgrows
+
+_REFUSED_KEYWORDS = {
+    "softcap": "soft-capping of attention scores",
+    "s_aux": "learned attention sinks",
+    "position_bias": "a position bias",
+}
+
+
+@dataclass
+class LayerState:
+    """What the hook of one attention layer knows. Lives on the layer, so that copies of the model keep it."""
+
+    num_kv_heads: int
+    native_window: int | None  # the checkpoint's own sliding window on this layer
+    windows: tuple[int, ...] | None = None  # per KV head, from a layout
+    gate_window: int | None = None  # w of the gates; None: no gates
+    mode: str = "soft"
+    tau: float = 0.5
+    anneal: float = 0.0
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The hooked attention layers of a model by module name, in layer order."""
+    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
+
+
+def layer_state(layer: nn.Module) -> LayerState:
+    """The hook state of a layer that ``attention_layers`` gave."""
+    state = layer.spkv
+    assert isinstance(state, LayerState)
+    return state
+
+
+# ---------------------------------------------------------------- what runs in a forward pass
+
+
+def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    state = layer_state(layer)
+    extra: dict[str, Any] = {"spkv_state": state}
+    predictor = getattr(layer, "utility_predictor", None)
+    if predictor is not None and state.mode != "open":
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        extra["spkv_gate"] = gate_from_logits(predictor(hidden_states), state.mode, state.tau, state.anneal)
+    return args, {**kwargs, **extra}
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function registered as ``spkv``: q [B, Hq, T, D], k and v [B, Hkv, T, D] to ([B, T, Hq, D], None)."""
+    watcher = _watchers[-1] if _watchers else None
+    if watcher is not None:
+        watcher.append(_Call(module, key.shape[1], kwargs))
+    _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
+    state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
+    gate = kwargs.get("spkv_gate")
+    out = attention(
+        query,
+        key,
+        value,
+        window=_window(state, query),
+        log_utility=gate.log_utility if gate else None,
+        keep=gate.keep if gate else None,
+        scale=scaling,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _window(state: LayerState, query: Tensor) -> int | Tensor:
+    num_tokens = query.shape[2]
+    if state.windows is not None:
+        if len(set(state.windows)) == 1:
+            return state.windows[0]
+        return torch.tensor(state.windows, device=query.device)
+    if state.gate_window is not None and state.mode != "open":
+        if state.native_window is not None and num_tokens > state.native_window:
+            raise UserError(
+                f"the model's own sliding window of {state.native_window} keys is shorter than the sequence of "
+                f"{num_tokens} tokens, so gates beyond it would have no effect\n"
+                "set sliding_window to null in the model's config, or use shorter blocks"
+            )
+        return state.gate_window
+    return state.native_window or GLOBAL_WINDOW
+
+
+def _native_window(kwargs: dict[str, Any]) -> int | None:
+    window = kwargs.get("sliding_window")
+    return int(window) if window is not None else None
+
+
+def _refuse_unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
+    for keyword, what in _REFUSED_KEYWORDS.items():
+        if kwargs.get(keyword) is not None:
+            raise UserError(f"this model uses {what} ('{keyword}'), which SP-KV attention does not compute")
+    if attention_mask is not None:
+        raise UserError("SP-KV attention takes no attention mask: give full blocks without padding")
+    if dropout:
+        raise UserError(
+            f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UserError(
+            "SP-KV attention got a key-value cache; it computes whole sequences only: generate with use_cache=False"
+        )
+    if query.shape[3] != value.shape[3]:
+        raise UserError(
+            f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]} "
+            "(multi-head latent attention), which SP-KV attention does not compute"
+        )
+
+
+def _mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> None:
+    """Refuses padding and packing; a causal mask is the operator's own business, so nothing is returned."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError(
+            "this batch has padding, which SP-KV attention would ignore: give full blocks instead"
+        )
+    if not allow_is_causal_skip:
+        raise UserError(
+            "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
+            "ignore: leave position_ids out"
+        )
+
+
+AttentionInterface.register("spkv", _attention_function)
+AttentionMaskInterface.register("spkv", _mask_function)
+
+
+def _refuse_attention_weights(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
+        raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
+
+
+# ---------------------------------------------------------------- finding the layers
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    num_kv_heads: int
+    kwargs: dict[str, Any]
+
+
+_watchers: list[list[_Call]] = []  # stack of dry runs in progress
+
+
+@contextmanager
+def _watch() -> Iterator[list[_Call]]:
+    calls: list[_Call] = []
+    _watchers.append(calls)
+    try:
+        yield calls
+    finally:
+        _watchers.pop()
+
+
+@torch.no_grad()
+def dry_run(model: PreTrainedModel) -> list[_Call]:
+    """One forward pass of 2 tokens through ``spkv``; the calls in order.
+
+    Raises ``UserError`` unless every one of the model's attention layers reached the function exactly once.
+    """
+    was_training = model.training
+    model.eval()
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    try:
+        with _watch() as calls:
+            model(input_ids=tokens, use_cache=False)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
+    finally:
+        model.train(was_training)
+    num_layers = model.config.get_text_config().num_hidden_layers
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    expected = sum("linear" not in kind and kind != "conv" for kind in layer_types) or num_layers
+    reached = len({id(call.module) for call in calls})
+    if reached != expected or len(calls) != expected:
+        raise UserError(
+            f"{type(model).__name__}: {reached} of {expected} attention layers reached the attention function, in "
+            f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
+            "the class does not use the attention interface of transformers, so gates would have no effect"
+        )
+    return calls
+
+
+def _hook_layers(model: PreTrainedModel) -> None:
+    """Switch ``model`` to ``spkv`` and hook its attention layers. Does nothing on a model that is hooked already."""
+    if attention_layers(model):
+        return
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}")
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("spkv")
+        calls = dry_run(model)
+    except Exception:
+        model.set_attn_implementation(before)
+        raise
+    for call in calls:
+        install(call.module, LayerState(call.num_kv_heads, _native_window(call.kwargs)))
+    prepare(model, before)
+
+
+def install(layer: nn.Module, state: LayerState) -> None:
+    """Put the hook and its state on one attention layer."""
+    layer.spkv = state
+    layer._spkv_handle = layer.register_forward_pre_hook(_pre_hook, with_kwargs=True)
+
+
+def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
+    """Model-wide part of attaching: refuse attention weights, generate without a cache, remember what was there."""
+    handle = model.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
+    generation = getattr(model, "generation_config", None)
+    caches = (model.config.use_cache, generation.use_cache if generation else None)
+    model._spkv_before = (attn_implementation, handle, caches)
+    model.config.use_cache = False
+    if generation:
+        generation.use_cache = False
+
+
+# ---------------------------------------------------------------- public
+
+
+def attach_gates(
+    model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None
+) -> None:
+    """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
+
+    Layers with a sliding window of their own by design (``layer_types``) stay as they are: nothing outside their
+    window is ever visible, so there is nothing to keep. Gates start in mode ``soft``, nearly open (``config.bias``).
+
+    Args:
+        model: any Hugging Face decoder that uses the attention interface.
+        config: window and predictor; the defaults are the paper's.
+        seed: makes the predictors' initial weights repeatable; None draws from torch's global generator.
+
+    Raises:
+        UserError: the model has gates, or its class or settings cannot be gated (see the module's docstring).
+    """
+    config = config or GateConfig()
+    if any(layer_state(layer).gate_window is not None for layer in attention_layers(model).values()):
+        raise UserError("this model has gates already: call detach(model) first")
+    _hook_layers(model)
+    local = _local_by_design(model)
+    size = model.config.get_text_config().hidden_size
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        for index, layer in enumerate(attention_layers(model).values()):
+            state = layer_state(layer)
+            if index in local:
+                continue
+            state.gate_window, state.mode, state.tau = config.window, "soft", config.tau
+            layer.utility_predictor = UtilityPredictor(size, state.num_kv_heads, config).to(model.device)
+    _describe(model, gates=config.model_dump())
+    dry_run(model)
+
+
+def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0) -> None:
+    """Set the mode of all gates: ``open`` (no gate), ``soft`` (bias ``log u``) or ``hard`` (keep ``u >= tau``).
+
+    Args:
+        model: a model with gates.
+        mode: one of "open", "soft", "hard".
+        tau: threshold in [0, 1]; None leaves it as it is.
+        anneal: with "soft", the share ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
+    """
+    if mode not in MODES:
+        raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(MODES)}")
+    if tau is not None and not 0.0 <= tau <= 1.0:
+        raise UserError(f"tau must lie in [0, 1]; found {tau}")
+    gated = [
+        layer_state(x) for x in attention_layers(model).values() if layer_state(x).gate_window is not None
+    ]
+    if not gated:
+        raise UserError("this model has no gates: call attach_gates(model) first")
+    for state in gated:
+        state.mode, state.anneal = mode, anneal
+        state.tau = state.tau if tau is None else tau
+
+
+def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:
+    """Give every KV head of ``model`` the window that ``layout`` says, in place.
+
+    A local head sees ``window`` keys (the layout's own by default), a global head all of them. Gates, if the model
+    has any, are removed: a hybrid has none.
+
+    Raises:
+        UserError: the layout is for another number of layers or KV heads.
+    """
+    if any(layer_state(layer).gate_window is not None for layer in attention_layers(model).values()):
+        detach(model)
+    _hook_layers(model)
+    layers = list(attention_layers(model).values())
+    heads = {layer_state(layer).num_kv_heads for layer in layers}
+    if len(layers) != layout.num_layers or heads != {layout.num_kv_heads}:
+        detach(model)
+        raise UserError(
+            f"the layout is for {layout.num_layers} layers x {layout.num_kv_heads} KV heads, the model has "
+            f"{len(layers)} layers x {'/'.join(str(h) for h in sorted(heads))} KV heads"
+        )
+    window = window or layout.window
+    for layer, row in zip(layers, layout.heads, strict=True):
+        layer_state(layer).windows = tuple(GLOBAL_WINDOW if head == "G" else window for head in row)
+    _describe(model, layout={"heads": list(layout.heads), "window": window})
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Remove gates, windows and hooks: the model is what it was before ``attach_gates`` or ``apply_layout``."""
+    for layer in attention_layers(model).values():
+        layer._spkv_handle.remove()
+        del layer.spkv, layer._spkv_handle
+        if hasattr(layer, "utility_predictor"):
+            del layer.utility_predictor
+    before = getattr(model, "_spkv_before", None)
+    if before is not None:
+        attn_implementation, handle, caches = before
+        handle.remove()
+        model.set_attn_implementation(attn_implementation or "sdpa")
+        model.config.use_cache = caches[0]
+        if getattr(model, "generation_config", None):
+            model.generation_config.use_cache = caches[1]
+        del model._spkv_before
+    if hasattr(model.config, "spkv"):
+        del model.config.spkv
+
+
+def _local_by_design(model: PreTrainedModel) -> set[int]:
+    """Indices of the attention layers that the model's ``layer_types`` call sliding."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return {i for i, kind in enumerate(kinds) if kind == "sliding_attention"}
+
+
+def _describe(model: PreTrainedModel, **section: Any) -> None:
+    """Write the ``spkv`` section of the model's config: what ``load`` needs to rebuild the hooks."""
+    layers = {
+        name: {
+            "num_kv_heads": layer_state(layer).num_kv_heads,
+            "native_window": layer_state(layer).native_window,
+        }
+        for name, layer in attention_layers(model).items()
+    }
+    model.config.spkv = {"version": 1, "layers": layers, **section}

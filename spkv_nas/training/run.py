@@ -1,0 +1,252 @@
+"""The runs of a recipe: the dense checkpoint, and the branches that start from it.
+
+SP-KV paper, "Overall protocol": one dense model up to the decay, then branches that differ in attention alone and
+share data order, number of steps, learning rates and optimizer state.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+    set_seed,
+)
+
+from spkv_nas.data.blocks import TokenBlocks, load_split, train_tokenizer
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.nll import DocumentNLL, document_nll
+from spkv_nas.files import write_atomic
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import is_complete, load, load_tokenizer, save, write_manifest
+from spkv_nas.model.gates import GateConfig, predictors
+from spkv_nas.model.hook import apply_layout, attach_gates, set_gate_mode
+from spkv_nas.recipe import Recipe
+from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.trainer import (
+    BlockDataset,
+    SPKVTrainer,
+    TokenProgressCallback,
+    newest_complete_checkpoint,
+    save_optimizer_state,
+)
+from spkv_nas.workspace import environment
+
+OPTIMIZER_STATE = "optimizer-state.safetensors"
+FULL_ATTENTION = "full-attention"
+SP_KV = "sp-kv"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A recipe's text as token blocks, and the tokenizer that made them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train: TokenBlocks
+    heldout: TokenBlocks
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A finished branch: its checkpoint, and its held-out NLL by document."""
+
+    checkpoint: Path
+    nll: DocumentNLL
+    steps: int
+
+
+def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
+    """The recipe's text as blocks, tokenised once under ``folder``; a BPE is trained there if the recipe asks for it.
+
+    Args:
+        base: folder that the recipe's relative paths start from.
+    """
+    source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
+    if source is not None:
+        tokenizer = load_tokenizer(source)
+    else:
+        assert recipe.tokenizer is not None
+        assert recipe.tokenizer.vocab_size is not None
+        saved = folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
+        if not is_complete(saved):
+            train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base).save_pretrained(saved)
+            write_manifest(saved)
+        tokenizer = load_tokenizer(saved)
+    train, heldout = load_split(recipe.data, tokenizer, folder / "blocks", base)
+    return Corpus(tokenizer, train, heldout)
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The recipe's model with fresh weights (``model.config``), its vocabulary taken from the tokenizer."""
+    options = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
+    options |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    options |= dict(recipe.model.config or {})
+    try:
+        config = AutoConfig.for_model(**options)
+        set_seed(recipe.seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"recipe {recipe.name}: model.config cannot be built: {error}") from error
+    return model
+
+
+def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None) -> Path:
+    """Train the recipe's dense model up to the decay; the finished checkpoint's folder. Resumes, or returns at once."""
+    final = folder / "final"
+    if is_complete(final):
+        return final
+    assert recipe.dense is not None
+    phase = recipe.dense
+    trainer = SPKVTrainer(
+        model=new_model(recipe, corpus.tokenizer),
+        args=_arguments(recipe, phase, folder, device),
+        train_dataset=BlockDataset(corpus.train),
+        schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
+        callbacks=[_progress("dense", recipe, phase, folder)],
+    )
+    _train(trainer, folder)
+    shutil.rmtree(final, ignore_errors=True)
+    save(trainer.model, corpus.tokenizer, final)
+    save_optimizer_state(trainer.optimizer, trainer.model, final / OPTIMIZER_STATE)
+    write_manifest(final)
+    return final
+
+
+def train_branch(
+    recipe: Recipe,
+    corpus: Corpus,
+    dense: Path | str,
+    folder: Path,
+    variant: str | Layout,
+    *,
+    seed: int | None = None,
+    device: str | None = None,
+) -> Branch:
+    """Train one branch of the dense checkpoint and evaluate it. Resumes, or returns the finished run.
+
+    Args:
+        variant: ``full-attention``, ``sp-kv``, or a layout (a hybrid).
+        seed: of the data order (and of new predictors); the recipe's by default.
+    """
+    final = folder / "final"
+    phase = recipe.branch
+    if is_complete(final):
+        return Branch(final, DocumentNLL.read(final / "heldout-nll.npz"), phase.steps)
+    seed = recipe.seed if seed is None else seed
+    model, _ = load(dense, dtype=torch.float32)
+    gates = _dress(model, recipe, variant, seed)
+    state = Path(dense) / OPTIMIZER_STATE
+    trainer = SPKVTrainer(
+        model=model,
+        args=_arguments(recipe, phase, folder, device, seed=seed + 1),
+        train_dataset=BlockDataset(corpus.train),
+        schedule=LearningRateSchedule(
+            phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
+        ),
+        gates=gates,
+        predictor_learning_rate_multiplier=recipe.gates.learning_rate_multiplier,
+        predictor_weight_decay=recipe.gates.weight_decay,
+        tau=recipe.gates.tau,
+        optimizer_state=state if state.is_file() else None,
+        callbacks=[
+            _progress(variant if isinstance(variant, str) else variant.strategy, recipe, phase, folder)
+        ],
+    )
+    _train(trainer, folder)
+    if gates is not None:
+        set_gate_mode(model, "hard", recipe.gates.tau)
+    nll = document_nll(model, corpus.heldout, batch_size=recipe.evaluation.batch_size)
+    shutil.rmtree(final, ignore_errors=True)
+    save(model, corpus.tokenizer, final)
+    nll.save(final / "heldout-nll.npz")
+    record = {
+        "variant": variant if isinstance(variant, str) else variant.strategy,
+        "heldout_nll": nll.mean,
+        "heldout_tokens": int(nll.num_tokens.sum()),
+        "steps": phase.steps,
+        "seed": seed,
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": environment(),
+    }
+    write_atomic(final / "run.json", json.dumps(record, indent=1) + "\n")
+    write_manifest(final)
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return Branch(final, nll, phase.steps)
+
+
+def _dress(model: PreTrainedModel, recipe: Recipe, variant: str | Layout, seed: int) -> GateSchedule | None:
+    """Turn the dense model into the branch's; the gate schedule of an SP-KV branch."""
+    if isinstance(variant, Layout):
+        apply_layout(model, variant)
+        return None
+    if variant == FULL_ATTENTION:
+        return None
+    if variant != SP_KV:
+        raise UserError(f"unknown branch '{variant}'; expected {FULL_ATTENTION}, {SP_KV} or a layout")
+    gates = recipe.gates
+    config = GateConfig(window=gates.window, hidden_size=gates.hidden_size, bias=gates.bias, tau=gates.tau)
+    attach_gates(model, config, seed=seed)
+    if gates.start_from is not None:
+        _copy_predictors(gates.start_from, model)
+    return GateSchedule(recipe.branch.steps, gates.soft_fraction, gates.anneal_steps)
+
+
+def _copy_predictors(source: str, model: PreTrainedModel) -> None:
+    reference, _ = load(source, dtype=torch.float32)
+    trained = predictors(reference)
+    try:
+        for name, module in predictors(model).items():
+            module.load_state_dict(trained[name].state_dict())
+    except (KeyError, RuntimeError) as error:
+        raise UserError(
+            f"the predictors of gates.start_from ({source}) do not fit this model: {error}"
+        ) from error
+
+
+def _arguments(
+    recipe: Recipe, phase: Any, folder: Path, device: str | None, *, seed: int | None = None
+) -> Any:
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=phase.steps,
+        per_device_train_batch_size=phase.batch_size,
+        learning_rate=phase.learning_rate,
+        weight_decay=phase.weight_decay,
+        max_grad_norm=phase.max_grad_norm,
+        save_strategy="steps",
+        save_steps=recipe.checkpoint_every,
+        save_total_limit=2,
+        logging_steps=10,
+        logging_nan_inf_filter=False,
+        dataloader_drop_last=True,
+        seed=recipe.seed if seed is None else seed,
+        use_cpu=device == "cpu" or not torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available() and device != "cpu",
+        bf16=recipe.precision == "bfloat16",
+        report_to=[],
+    )
+
+
+def _progress(title: str, recipe: Recipe, phase: Any, folder: Path) -> TokenProgressCallback:
+    return TokenProgressCallback(title, phase.batch_size * recipe.data.block_size, folder / "train-log.csv")
+
+
+def _train(trainer: SPKVTrainer, folder: Path) -> None:
+    batch = trainer.args.per_device_train_batch_size
+    if len(trainer.train_dataset) < batch:
+        raise UserError(
+            f"the training text gives {len(trainer.train_dataset)} blocks, fewer than one batch of {batch}\n"
+            "give more text, a smaller block_size or a smaller batch_size"
+        )
+    newest = newest_complete_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=str(newest) if newest else None)

@@ -1,0 +1,194 @@
+"""The attention operator: every backend against the eager float64 oracle, outputs and all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spkv_kernels import attention, cpu
+from torch import Tensor
+
+SHAPES = [
+    pytest.param((1, 1, 1, 1, 8), 1, id="T1"),
+    pytest.param((2, 2, 1, 5, 8), 8, id="T<w"),
+    pytest.param((1, 3, 1, 7, 16), 7, id="T=w"),
+    pytest.param((1, 2, 2, 8, 16), 7, id="T=w+1"),
+    pytest.param((2, 6, 3, 67, 16), 1, id="w1"),
+    pytest.param((2, 6, 3, 131, 16), 32, id="G2-odd"),
+    pytest.param((1, 3, 1, 200, 24), 48, id="G3"),
+    pytest.param((2, 8, 2, 97, 16), 5, id="G4"),
+    pytest.param((1, 6, 1, 300, 8), 290, id="G6-wide"),
+    pytest.param((1, 4, 4, 512, 16), 300, id="G1-block<w"),
+]
+GATES = ["none", "soft", "tiny", "hard", "all", "nothing"]
+
+
+def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> dict[str, Tensor | None]:
+    batch, query_heads, heads, length, size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*dims: int) -> Tensor:
+        return torch.randn(*dims, generator=generator, dtype=torch.float64)
+
+    given: dict[str, Tensor | None] = {
+        "q": normal(batch, query_heads, length, size),
+        "k": normal(batch, heads, length, size),
+        "v": normal(batch, heads, length, size),
+    }
+    log_utility = keep = None
+    if gate == "soft":
+        log_utility = torch.nn.functional.logsigmoid(2 * normal(batch, heads, length))
+    elif gate == "tiny":
+        log_utility = torch.log(torch.full((batch, heads, length), 1e-30, dtype=torch.float64))
+    elif gate == "hard":
+        keep = torch.rand(batch, heads, length, generator=generator) < 0.2
+    elif gate in ("all", "nothing"):
+        keep = torch.full((batch, heads, length), gate == "all")
+    return given | {"log_utility": log_utility, "keep": keep}
+
+
+def run(given: dict[str, Tensor | None], dtype: torch.dtype, **options: object) -> dict[str, Tensor]:
+    """Output and gradients of a weighted sum of it."""
+    leaves = {
+        name: x.detach()
+        .to(torch.promote_types(dtype, torch.float32) if name == "log_utility" else dtype, copy=True)
+        .requires_grad_()
+        for name, x in given.items()
+        if x is not None and name != "keep"
+    }
+    out = attention(**{**given, **leaves}, **options)  # type: ignore[arg-type]
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
+        out.dtype
+    )
+    (out * weight).sum().backward()
+    return {"out": out.detach()} | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest error over the largest value; gradients that are zero by nature (w = 1) count from 0.01."""
+    return float((found.double() - expected).abs().max() / expected.abs().max().clamp_min(0.01))
+
+
+def check(given: dict[str, Tensor | None], window: int | Tensor) -> None:
+    expected = run(given, torch.float64, window=window, backend="reference")
+    found = run(given, torch.float32, window=window, backend="cpu")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_error(found[name], value) <= (2e-5 if name == "out" else 1e-4), name
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("shape", "window"), SHAPES)
+def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
+    check(inputs(shape, gate), window)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_compacted_hard_gates_agree(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_COMPACT_FROM", 1)
+    monkeypatch.setattr(cpu, "_CHUNK", 32)
+    check(inputs((2, 6, 2, 150, 16), gate), 20)
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_windows_per_head(gate: str) -> None:
+    check(inputs((2, 8, 4, 130, 16), gate), torch.tensor([16, 1 << 30, 1, 16]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes(seed: int) -> None:
+    pick = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=pick))
+
+    heads, group = integer(1, 4), integer(1, 5)
+    shape = (integer(1, 3), heads * group, heads, integer(1, 400), 8 * integer(1, 5))
+    check(inputs(shape, GATES[seed % len(GATES)], seed), integer(1, 200))
+
+
+@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+def test_bfloat16_is_as_good_as_eager_bfloat16(gate: str) -> None:
+    given = inputs((2, 6, 3, 160, 16), gate)
+    expected = run(given, torch.float64, window=32, backend="reference")
+    found = run(given, torch.bfloat16, window=32, backend="cpu")
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 0.03, name
+
+
+def test_strided_inputs() -> None:
+    given = inputs((2, 4, 2, 90, 16), "soft")
+    strided = {
+        k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None for k, x in given.items()
+    }
+    check(strided, 16)
+
+
+def test_unwritten_memory_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def poisoned(x: Tensor, **options: object) -> Tensor:
+        return torch.full_like(x, torch.nan)
+
+    given = inputs((2, 4, 2, 90, 16), "soft")
+    expected = run(given, torch.float64, window=16, backend="reference")
+    monkeypatch.setattr(torch, "empty_like", poisoned)
+    found = run(given, torch.float32, window=16, backend="cpu")
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 1e-4, name
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+class TestLaws:
+    shape = (2, 4, 2, 100, 16)
+
+    def out(self, given: dict[str, Tensor | None], backend: str, window: int) -> Tensor:
+        return run(given, torch.float32, window=window, backend=backend)["out"]
+
+    def test_open_gates_are_causal_attention(self, backend: str) -> None:
+        open_ = self.out(inputs(self.shape, "all"), backend, 10)
+        causal = self.out(inputs(self.shape, "none"), backend, 100)
+        assert torch.allclose(open_, causal, atol=1e-5)
+
+    def test_closed_gates_are_the_window(self, backend: str) -> None:
+        closed = self.out(inputs(self.shape, "nothing"), backend, 10)
+        window = self.out(inputs(self.shape, "none"), backend, 10)
+        assert torch.allclose(closed, window, atol=1e-5)
+
+    def test_a_window_of_everything_ignores_the_gate(self, backend: str) -> None:
+        given = inputs(self.shape, "soft")
+        result = run(given, torch.float32, window=100, backend=backend)
+        assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), backend, 100), atol=1e-5)
+        assert not result["dlog_utility"].any()
+
+    def test_hard_is_soft_at_zero_and_one(self, backend: str) -> None:
+        hard = inputs(self.shape, "hard")
+        keep = hard["keep"]
+        assert keep is not None
+        soft = {**hard, "keep": None, "log_utility": torch.where(keep, 0.0, -1e4).double()}
+        assert torch.allclose(self.out(hard, backend, 10), self.out(soft, backend, 10), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window: expected 1 or more"),
+        ({"window": torch.tensor([1])}, r"window: expected an int tensor \[2\]"),
+        ({"window": torch.tensor([1.0, 2.0])}, "window: expected an int tensor"),
+        ({"k": torch.zeros(1, 2, 5, 8)}, r"k: expected \[1, Hkv, 6, 8\]"),
+        ({"v": torch.zeros(1, 1, 6, 8)}, "v: expected the shape of k"),
+        ({"q": torch.zeros(1, 3, 6, 8)}, "q: expected a multiple of k's 2 heads"),
+        ({"q": torch.zeros(1, 4, 0, 8)}, "T = 0"),
+        ({"v": torch.zeros(1, 2, 6, 8).bfloat16()}, "v: expected torch.float32"),
+        ({"keep": torch.zeros(1, 2, 6)}, "keep: expected bool"),
+        ({"log_utility": torch.zeros(1, 2, 7)}, "log_utility: expected floating point"),
+        ({"log_utility": torch.zeros(1, 2, 6), "keep": torch.ones(1, 2, 6).bool()}, "not both"),
+        ({"backend": "triton"}, "backend: expected 'auto', 'reference', 'cpu'"),
+    ],
+)
+def test_errors_name_the_argument(change: dict[str, object], message: str) -> None:
+    given = {
+        "q": torch.zeros(1, 4, 6, 8),
+        "k": torch.zeros(1, 2, 6, 8),
+        "v": torch.zeros(1, 2, 6, 8),
+        "window": 2,
+    }
+    with pytest.raises(ValueError, match=message):
+        attention(**{**given, **change})  # type: ignore[arg-type]
