@@ -48,7 +48,7 @@ _HOMES = {
     "save": "spkv_nas.model.checkpoint",
     "set_gate_mode": "spkv_nas.model.hook",
 }
-__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

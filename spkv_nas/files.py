@@ -104,9 +104,7 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        raise UserError(
-            f"{what} {path} is not valid YAML:{where} {getattr(error, 'problem', error)}"
-        ) from error
+        raise UserError(f"{what} {path} is not valid YAML:{where} {getattr(error, 'problem', error)}") from error
     if not isinstance(data, dict):
         raise UserError(f"{what} {path}: expected a mapping of keys to values, found {type(data).__name__}")
     return data

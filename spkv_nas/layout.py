@@ -1,7 +1,7 @@
 """A layout: for every KV head, whether it attends globally or only within a local window.
 
-The layout is the hand-over between the stages: ``propose`` writes layouts, ``train-hybrid`` trains them, ``export``
-puts one on a model. It is a small YAML file whose grid of letters can be read and edited by hand.
+The layout is the hand-over between the stages: ``propose`` writes layouts, ``train-hybrid`` trains them,
+``export`` puts one on a model. It is a small YAML file whose grid of letters can be read and edited by hand.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ provenance: {provenance}
 class Layout:
     """Which KV heads are global (SP-KV paper, section "Designing Stronger Hybrids").
 
-    ``heads`` has one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local. ``window`` is the number of
-    recent keys a local head sees, its own token's key included. ``provenance`` says where the layout comes from and
-    changes nothing about it. Raises ``UserError`` for an empty or ragged grid, another letter, or a window below 1.
+    ``heads`` has one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local. ``window`` is the
+    number of recent keys a local head sees, the query's own included. ``provenance`` says where the layout comes
+    from and changes nothing about it. Raises ``UserError`` for an empty or ragged grid, another letter, or a
+    window below 1.
     """
 
     heads: tuple[str, ...]
@@ -48,23 +49,17 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not self.heads or not self.heads[0]:
-            raise UserError(
-                "the grid 'heads' is empty; give one row per layer, one letter (G or L) per KV head"
-            )
+            raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
             if set(row) - {"G", "L"}:
-                raise UserError(
-                    f"layer {layer} is {row!r}; a row holds only the letters G (global) and L (local)"
-                )
+                raise UserError(f"layer {layer} is {row!r}; its letters must be G (global) or L (local)")
             if len(row) != self.num_kv_heads:
                 raise UserError(
                     f"layer {layer} is {row!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
                     "all rows must be equally long"
                 )
         if self.window < 1:
-            raise UserError(
-                f"window is {self.window}; it counts the token's own key, so it must be at least 1"
-            )
+            raise UserError(f"window is {self.window}; it counts the query's own key: at least 1")
 
     @property
     def num_layers(self) -> int:
@@ -103,7 +98,7 @@ class Layout:
 
     @property
     def content_hash(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of grid and window; strategy and provenance do not count."""
+        """First 16 hexadecimal digits of the SHA-256 of grid and window (nothing else counts)."""
         return hashlib.sha256(f"{self.window}\n{'/'.join(self.heads)}".encode()).hexdigest()[:16]
 
     @classmethod
@@ -124,7 +119,7 @@ class Layout:
 
     @classmethod
     def read(cls, path: Path) -> Layout:
-        """The layout in a YAML file. Raises ``UserError`` naming the file, the key or layer, and what was expected."""
+        """The layout in a YAML file. Raises ``UserError`` naming the file, the key or layer, what was expected."""
         where = f"layout {path}"
         data = read_yaml(path, "layout")
         if data.get("format") != FORMAT:
@@ -137,7 +132,7 @@ class Layout:
             raise UserError(f"{where}: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Write the YAML file atomically. ``provenance`` must hold plain values (text, numbers, lists, mappings)."""
+        """Write the YAML file atomically; ``provenance`` holds plain values (text, numbers, lists, mappings)."""
         content = _TEMPLATE.format(
             format=FORMAT,
             window=self.window,

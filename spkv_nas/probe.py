@@ -113,17 +113,13 @@ class _Collector:
         self._stats = _Statistics(
             *zeros,
             bins=torch.zeros(shape + (self._num_bins,), dtype=torch.int64, device=device).flatten(),
-            position=torch.zeros(
-                self._layers, self._heads, self._buckets, dtype=torch.float64, device=device
-            ),
+            position=torch.zeros(self._layers, self._heads, self._buckets, dtype=torch.float64, device=device),
             tokens=np.zeros(len(self._domains), dtype=np.int64),
             tokens_squared=np.zeros(len(self._domains)),
             documents=[set() for _ in self._domains],
         )
         self._open: tuple[int, Tensor, int] | None = None  # last document: number, kept [L, H], tokens
-        self._handles = [
-            layers[i].utility_predictor.register_forward_hook(self._hook(i)) for i in self._gated
-        ]
+        self._handles = [layers[i].utility_predictor.register_forward_hook(self._hook(i)) for i in self._gated]
 
     def begin(self, start: int, stop: int) -> None:
         """Prepare for the blocks ``start:stop``."""
@@ -193,9 +189,7 @@ class _Collector:
             + density**2 * stats.tokens_squared.reshape(-1, 1, 1)
         )
         clusters = num_documents.reshape(-1, 1, 1)
-        error = np.sqrt(np.maximum(spread, 0.0) * clusters / np.maximum(clusters - 1, 1)) / np.maximum(
-            tokens, 1
-        )
+        error = np.sqrt(np.maximum(spread, 0.0) * clusters / np.maximum(clusters - 1, 1)) / np.maximum(tokens, 1)
         rows = [
             {
                 "layer": layer,
@@ -210,9 +204,7 @@ class _Collector:
             for head in range(self._heads)
             for domain in present
         ]
-        counts = (
-            stats.bins.reshape(len(self._domains), self._layers, self._heads, self._num_bins).cpu().numpy()
-        )
+        counts = stats.bins.reshape(len(self._domains), self._layers, self._heads, self._num_bins).cpu().numpy()
         histogram = LogitHistogram(
             edges=np.linspace(-BIN_LIMIT, BIN_LIMIT, self._num_bins - 1),
             counts=counts[present],

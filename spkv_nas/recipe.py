@@ -132,9 +132,7 @@ class Recipe(_Section):
     gates: GatesConfig = GatesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint_every: int = Field(200, ge=1)
-    precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the matrix products in training"
-    )
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -162,7 +160,7 @@ class Recipe(_Section):
         soft_steps = gates.soft_fraction * branch.steps
         # A cosine decay has a mean of about one half; its first 75 % has 0.63.
         reach = gates.learning_rate_multiplier * branch.learning_rate * soft_steps * 0.63
-        if gates.start_from is None and 0 < gates.soft_fraction and reach < gates.bias:
+        if gates.start_from is None and gates.soft_fraction > 0 and reach < gates.bias:
             return [
                 f"gates can hardly close: over {soft_steps:.0f} soft steps a logit travels about {reach:.2f}, less "
                 f"than the bias of {gates.bias}\nmore branch.steps, a larger gates.learning_rate_multiplier or a "

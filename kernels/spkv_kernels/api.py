@@ -51,9 +51,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
         if q.device.type != "cpu":
-            raise ValueError(
-                f"backend 'auto' has none for device {q.device}; ask for backend='reference' by name"
-            )
+            raise ValueError(f"backend 'auto' has none for device {q.device}; ask for backend='reference' by name")
         backend = "cpu"
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {backend!r}")
@@ -82,9 +80,7 @@ def _check(
         raise ValueError(f"q: expected a floating-point dtype; found {q.dtype}")
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name}: expected {q.dtype} on {q.device} as q; found {tensor.dtype} on {tensor.device}"
-            )
+            raise ValueError(f"{name}: expected {q.dtype} on {q.device} as q; found {tensor.dtype} on {tensor.device}")
     if log_utility is not None and keep is not None:
         raise ValueError("give log_utility (soft gate) or keep (hard gate), not both")
     gate_shape = (batch, heads, length)
@@ -100,9 +96,7 @@ def _check(
 def _windows(window: int | Tensor, heads: int, length: int) -> tuple[int, ...]:
     if isinstance(window, Tensor):
         if window.shape != (heads,) or window.is_floating_point() or window.dtype == torch.bool:
-            raise ValueError(
-                f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}"
-            )
+            raise ValueError(f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}")
         values = tuple(int(w) for w in window.tolist())
     else:
         values = (int(window),) * heads

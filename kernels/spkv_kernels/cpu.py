@@ -44,9 +44,7 @@ def attention(
         members = [h for h, w in enumerate(windows) if w == window]
         gate = log_utility[:, members] if log_utility is not None else None
         kept = keep[:, members] if keep is not None else None
-        out = _one_window(
-            q[:, members].flatten(1, 2), k[:, members], v[:, members], window, gate, kept, scale
-        )
+        out = _one_window(q[:, members].flatten(1, 2), k[:, members], v[:, members], window, gate, kept, scale)
         parts.append(out.unflatten(1, (len(members), group)))
         order += members
     inverse = sorted(range(heads), key=order.__getitem__)
@@ -107,14 +105,10 @@ class _Windowed(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        rest = (
-            q.shape[2] - window
-        )  # queries t >= w, and equally the keys that any of them sees outside the window
+        rest = q.shape[2] - window  # queries t >= w, and equally the keys that any of them sees outside the window
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        first, first_lse = _flash(
-            *_grouped(*(x[:, :, :window] for x in (q, k, v))), is_causal=True, scale=scale
-        )
+        first, first_lse = _flash(*_grouped(*(x[:, :, :window] for x in (q, k, v))), is_causal=True, scale=scale)
         out[:, :, :window] = first.reshape(*q.shape[:2], window, -1)
         lse[:, :, :window] = first_lse.reshape(*q.shape[:2], window)
         near, near_lse = _band_forward(q[:, :, window:], k, v, window, scale)
@@ -243,9 +237,7 @@ def _band_backward(
         grad, out = (F.pad(x, (0, 0, 0, padding)) for x in (grad, out))
         lse = F.pad(lse, (0, padding))
     grad, out, lse = (_band_rows(x, heads, block, num_blocks) for x in (grad, out, lse))
-    dq, dk, dv = _flash_backward(
-        grad, folded, keys, values, out, lse, 0.0, False, attn_mask=mask, scale=scale
-    )
+    dq, dk, dv = _flash_backward(grad, folded, keys, values, out, lse, 0.0, False, attn_mask=mask, scale=scale)
     return _unfold_rows(dq, q, block), _overlap_add(dk, k, block, window), _overlap_add(dv, v, block, window)
 
 
@@ -288,9 +280,7 @@ class _BiasedFar(NamedTuple):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
-        out, lse = _flash(
-            *_grouped(q, k, v), is_causal=True, attn_mask=self._mask(q.dtype, group), scale=scale
-        )
+        out, lse = _flash(*_grouped(q, k, v), is_causal=True, attn_mask=self._mask(q.dtype, group), scale=scale)
         out, lse = out.reshape(q.shape), lse.reshape(q.shape[:3])
         if self.hard:  # the kernel's values for rows without any key are not to be used
             some = (self.bias == 0).cumsum(-1).bool().repeat_interleave(group, dim=1)

@@ -159,24 +159,37 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrain
 def load_split(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path
 ) -> tuple[TokenBlocks, TokenBlocks]:
-    """(training, held-out) blocks of a recipe's text. Tokenised once: the result is kept under ``cache``.
-
-    Held-out documents come in the order of their content hash, so that a limit takes an even sample.
-    """
+    """(training, held-out) blocks of a recipe's text. Tokenised once: the result is kept under ``cache``."""
     corpus = list(read_documents(config.sources, base))
+    folder = cache / _key(corpus, config, tokenizer)
+    if not (folder / "train.npz").is_file():
+        rest = (d for d in corpus if not is_heldout(d, config.heldout))
+        _write(folder / "train.npz", build_blocks(rest, tokenizer, config.block_size, None, "training text"))
+    return _read(folder / "train.npz"), _heldout_blocks(corpus, config, tokenizer, folder)
+
+
+def load_heldout(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> TokenBlocks:
+    """The held-out blocks of ``load_split`` alone."""
+    corpus = list(read_documents(config.sources, base))
+    return _heldout_blocks(corpus, config, tokenizer, cache / _key(corpus, config, tokenizer))
+
+
+def _heldout_blocks(
+    corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> TokenBlocks:
+    """Documents come in the order of their content hash, so that a limit takes an even sample."""
+    if not (folder / "heldout.npz").is_file():
+        kept_out = sorted((d for d in corpus if is_heldout(d, config.heldout)), key=lambda d: d.id)
+        limit = config.max_heldout_tokens
+        _write(folder / "heldout.npz", build_blocks(kept_out, tokenizer, config.block_size, limit, "held-out text"))
+    return _read(folder / "heldout.npz")
+
+
+def _key(corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     key = hashlib.sha256()
     for part in (*(d.id + d.domain for d in corpus), _fingerprint(tokenizer), config.model_dump_json()):
         key.update(part.encode())
-    folder = cache / key.hexdigest()[:16]
-    if not (folder / "train.npz").is_file():
-        kept_out = sorted((d for d in corpus if is_heldout(d, config.heldout)), key=lambda d: d.id)
-        _write(
-            folder / "heldout.npz",
-            build_blocks(kept_out, tokenizer, config.block_size, config.max_heldout_tokens, "held-out text"),
-        )
-        rest = (d for d in corpus if not is_heldout(d, config.heldout))
-        _write(folder / "train.npz", build_blocks(rest, tokenizer, config.block_size, None, "training text"))
-    return _read(folder / "train.npz"), _read(folder / "heldout.npz")
+    return key.hexdigest()[:16]
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -121,9 +121,7 @@ def _read_dataset(options: Mapping[str, Any]) -> Iterator[Document]:
 
     name = str(options["dataset"])
     try:
-        rows = datasets.load_dataset(
-            name, options.get("name"), split=options.get("split") or "train", streaming=True
-        )
+        rows = datasets.load_dataset(name, options.get("name"), split=options.get("split") or "train", streaming=True)
     except Exception as error:  # no network, no such data set, no such split: all are the user's to mend
         raise UserError(
             f"cannot load data set '{name}': {_first_line(error)}\n"
@@ -144,9 +142,7 @@ def _rows(
                 "name the field with text_field"
             )
         own = row.get(domain_field)
-        yield Document(
-            row[text_field], options.get("domain") or (str(own) if own else domain), f"{origin}#{number}"
-        )
+        yield Document(row[text_field], options.get("domain") or (str(own) if own else domain), f"{origin}#{number}")
 
 
 def _first_line(error: Exception) -> str:

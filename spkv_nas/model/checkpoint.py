@@ -100,18 +100,14 @@ def load(
         section = getattr(config, "spkv", None)
         weights: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, **options}
         if section is None:
-            return AutoModelForCausalLM.from_pretrained(source, config=config, **weights), load_tokenizer(
-                source
-            )
+            return AutoModelForCausalLM.from_pretrained(source, config=config, **weights), load_tokenizer(source)
         model = _restoring_class(config, section).from_pretrained(
             source, config=config, attn_implementation="spkv", **weights
         )
     tokenizer = load_tokenizer(source)
     prepare(model, "sdpa")
     if section.get("layout"):
-        apply_layout(
-            model, Layout(heads=tuple(section["layout"]["heads"]), window=section["layout"]["window"])
-        )
+        apply_layout(model, Layout(heads=tuple(section["layout"]["heads"]), window=section["layout"]["window"]))
     dry_run(model)
     return model, tokenizer
 
@@ -132,9 +128,7 @@ def resolve(path_or_id: str | Path) -> Path:
     folder = ASSETS / text.removeprefix("embedded:")
     if not folder.is_dir():
         known = sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file())
-        raise UserError(
-            f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in known)}"
-        )
+        raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in known)}")
     return folder
 
 
@@ -147,9 +141,7 @@ def _as_user_error(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error).strip()
-        raise UserError(
-            f"cannot load {what}: {text.splitlines()[0] if text else type(error).__name__}"
-        ) from error
+        raise UserError(f"cannot load {what}: {text.splitlines()[0] if text else type(error).__name__}") from error
 
 
 def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedModel]:

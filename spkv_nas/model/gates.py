@@ -24,9 +24,7 @@ class GateConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     window: int = Field(128, ge=1, description="visible recent keys, the query's own included (paper: 128)")
-    hidden_size: int | None = Field(
-        None, ge=1, description="width of the hidden layer; None: half the model's"
-    )
+    hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; None: half the model's")
     bias: float = Field(5.0, description="initial logit of every gate (paper: 5, so that u = 0.993)")
     tau: float = Field(0.5, ge=0.0, le=1.0, description="keep a key when u >= tau")
 

@@ -137,9 +137,7 @@ def _refuse_unsupported(
     if attention_mask is not None:
         raise UserError("SP-KV attention takes no attention mask: give full blocks without padding")
     if dropout:
-        raise UserError(
-            f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config"
-        )
+        raise UserError(f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config")
     if query.shape[2] != key.shape[2]:
         raise UserError(
             "SP-KV attention got a key-value cache; it computes whole sequences only: generate with use_cache=False"
@@ -161,9 +159,7 @@ def _mask_function(
 ) -> None:
     """Refuses padding and packing; a causal mask is the operator's own business, so nothing is returned."""
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise UserError(
-            "this batch has padding, which SP-KV attention would ignore: give full blocks instead"
-        )
+        raise UserError("this batch has padding, which SP-KV attention would ignore: give full blocks instead")
     if not allow_is_causal_skip:
         raise UserError(
             "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
@@ -272,9 +268,7 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
 # ---------------------------------------------------------------- public
 
 
-def attach_gates(
-    model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None
-) -> None:
+def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
     """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
 
     Layers with a sliding window of their own by design (``layer_types``) stay as they are: nothing outside their
@@ -320,9 +314,7 @@ def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anne
         raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(MODES)}")
     if tau is not None and not 0.0 <= tau <= 1.0:
         raise UserError(f"tau must lie in [0, 1]; found {tau}")
-    gated = [
-        layer_state(x) for x in attention_layers(model).values() if layer_state(x).gate_window is not None
-    ]
+    gated = [layer_state(x) for x in attention_layers(model).values() if layer_state(x).gate_window is not None]
     if not gated:
         raise UserError("this model has no gates: call attach_gates(model) first")
     for state in gated:

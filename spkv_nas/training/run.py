@@ -7,6 +7,7 @@ share data order, number of steps, learning rates and optimizer state.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,12 @@ from spkv_nas.recipe import Recipe
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.trainer import (
     BlockDataset,
+    DensityWatch,
     SPKVTrainer,
     TokenProgressCallback,
     newest_complete_checkpoint,
     save_optimizer_state,
+    write_train_log,
 )
 from spkv_nas.workspace import environment
 
@@ -61,7 +64,7 @@ class Branch:
 
     checkpoint: Path
     nll: DocumentNLL
-    steps: int
+    density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
 
 
 def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
@@ -111,11 +114,12 @@ def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | N
         args=_arguments(recipe, phase, folder, device),
         train_dataset=BlockDataset(corpus.train),
         schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
-        callbacks=[_progress("dense", recipe, phase, folder)],
+        callbacks=[_progress("dense", recipe, phase)],
     )
     _train(trainer, folder)
     shutil.rmtree(final, ignore_errors=True)
     save(trainer.model, corpus.tokenizer, final)
+    write_train_log(trainer.state, final / "train-log.csv")
     save_optimizer_state(trainer.optimizer, trainer.model, final / OPTIMIZER_STATE)
     write_manifest(final)
     return final
@@ -140,7 +144,7 @@ def train_branch(
     final = folder / "final"
     phase = recipe.branch
     if is_complete(final):
-        return Branch(final, DocumentNLL.read(final / "heldout-nll.npz"), phase.steps)
+        return read_branch(final)
     seed = recipe.seed if seed is None else seed
     model, _ = load(dense, dtype=torch.float32)
     gates = _dress(model, recipe, variant, seed)
@@ -157,21 +161,24 @@ def train_branch(
         predictor_weight_decay=recipe.gates.weight_decay,
         tau=recipe.gates.tau,
         optimizer_state=state if state.is_file() else None,
-        callbacks=[
-            _progress(variant if isinstance(variant, str) else variant.strategy, recipe, phase, folder)
-        ],
+        callbacks=[_progress(variant if isinstance(variant, str) else variant.strategy, recipe, phase)],
     )
     _train(trainer, folder)
     if gates is not None:
         set_gate_mode(model, "hard", recipe.gates.tau)
+    watch = DensityWatch(model)
+    watch.start()
     nll = document_nll(model, corpus.heldout, batch_size=recipe.evaluation.batch_size)
+    density = watch.stop()
     shutil.rmtree(final, ignore_errors=True)
     save(model, corpus.tokenizer, final)
     nll.save(final / "heldout-nll.npz")
+    write_train_log(trainer.state, final / "train-log.csv")
     record = {
         "variant": variant if isinstance(variant, str) else variant.strategy,
         "heldout_nll": nll.mean,
         "heldout_tokens": int(nll.num_tokens.sum()),
+        "heldout_density": None if math.isnan(density) else density,
         "steps": phase.steps,
         "seed": seed,
         "recipe": recipe.model_dump(mode="json"),
@@ -181,7 +188,13 @@ def train_branch(
     write_manifest(final)
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    return Branch(final, nll, phase.steps)
+    return read_branch(final)
+
+
+def read_branch(final: Path) -> Branch:
+    """A finished branch from its folder."""
+    record = json.loads((final / "run.json").read_text())
+    return Branch(final, DocumentNLL.read(final / "heldout-nll.npz"), record["heldout_density"])
 
 
 def _dress(model: PreTrainedModel, recipe: Recipe, variant: str | Layout, seed: int) -> GateSchedule | None:
@@ -208,14 +221,10 @@ def _copy_predictors(source: str, model: PreTrainedModel) -> None:
         for name, module in predictors(model).items():
             module.load_state_dict(trained[name].state_dict())
     except (KeyError, RuntimeError) as error:
-        raise UserError(
-            f"the predictors of gates.start_from ({source}) do not fit this model: {error}"
-        ) from error
+        raise UserError(f"the predictors of gates.start_from ({source}) do not fit this model: {error}") from error
 
 
-def _arguments(
-    recipe: Recipe, phase: Any, folder: Path, device: str | None, *, seed: int | None = None
-) -> Any:
+def _arguments(recipe: Recipe, phase: Any, folder: Path, device: str | None, *, seed: int | None = None) -> Any:
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
@@ -234,11 +243,12 @@ def _arguments(
         dataloader_pin_memory=torch.cuda.is_available() and device != "cpu",
         bf16=recipe.precision == "bfloat16",
         report_to=[],
+        disable_tqdm=True,  # of the library's own bar; ours is a callback
     )
 
 
-def _progress(title: str, recipe: Recipe, phase: Any, folder: Path) -> TokenProgressCallback:
-    return TokenProgressCallback(title, phase.batch_size * recipe.data.block_size, folder / "train-log.csv")
+def _progress(title: str, recipe: Recipe, phase: Any) -> TokenProgressCallback:
+    return TokenProgressCallback(title, phase.batch_size * recipe.data.block_size)
 
 
 def _train(trainer: SPKVTrainer, folder: Path) -> None:

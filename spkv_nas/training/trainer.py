@@ -18,16 +18,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.errors import UserError
+from spkv_nas.files import write_atomic
 from spkv_nas.model.gates import predictor_parameters, predictors, threshold_logit
 from spkv_nas.model.hook import attention_layers, layer_state, set_gate_mode
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 
 
-class TrainingStopped(UserError):
+class TrainingStoppedError(UserError):
     """Training met a loss or gradient that is not finite; nothing was updated with it."""
 
 
@@ -73,7 +74,7 @@ class SPKVTrainer(Trainer):
         self._predictor_multiplier = predictor_learning_rate_multiplier
         self._predictor_weight_decay = predictor_weight_decay
         self._optimizer_state = optimizer_state
-        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)  # TokenProgressCallback shows more
         if gates is not None:
             self.add_callback(GatePhaseCallback(gates, tau))
 
@@ -118,7 +119,7 @@ class SPKVTrainer(Trainer):
         result = super().compute_loss(*args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training and not torch.isfinite(loss.detach()):
-            self._stop("loss", float(loss))
+            self._stop("loss", float(loss.detach()))
         return result
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -129,7 +130,7 @@ class SPKVTrainer(Trainer):
 
     def _stop(self, what: str, value: float) -> None:
         good = newest_complete_checkpoint(Path(self.args.output_dir))
-        raise TrainingStopped(
+        raise TrainingStoppedError(
             f"training stopped at step {self.state.global_step}: the {what} is {value}; nothing was updated with it\n"
             f"last good checkpoint: {good or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
@@ -163,11 +164,11 @@ class GatePhaseCallback(TrainerCallback):
 
 
 class TokenProgressCallback(ProgressCallback):
-    """The trainer's progress bar with loss, mean density and tokens per second, and a log for ``train-log.csv``."""
+    """The trainer's progress bar with loss, mean density and tokens per second, which also enter the log history."""
 
-    def __init__(self, title: str, tokens_per_step: int, log: Path) -> None:
+    def __init__(self, title: str, tokens_per_step: int) -> None:
         super().__init__()
-        self._title, self._tokens_per_step, self._log = title, tokens_per_step, log
+        self._title, self._tokens_per_step = title, tokens_per_step
         self._watch: DensityWatch | None = None
         self._mark = (0, 0.0)
 
@@ -183,23 +184,20 @@ class TokenProgressCallback(ProgressCallback):
             self._watch.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or not logs or "loss" not in logs:
+        if not logs or "loss" not in logs:
             return
         step, now = state.global_step, time.perf_counter()
-        rate = (step - self._mark[0]) * self._tokens_per_step / max(now - self._mark[1], 1e-9)
+        entry = {"tokens_per_second": (step - self._mark[0]) * self._tokens_per_step / max(now - self._mark[1], 1e-9)}
         self._mark = (step, now)
         density = self._watch.stop() if self._watch is not None else math.nan
+        if not math.isnan(density):
+            entry["density"] = density
+        state.log_history[-1].update(entry)
         if self.training_bar is not None:
-            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{rate:,.0f}"}
-            if not math.isnan(density):
+            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{entry['tokens_per_second']:,.0f}"}
+            if "density" in entry:
                 shown["density"] = f"{density:.2f}"
             self.training_bar.set_postfix(shown)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        header = "" if self._log.exists() else "step,loss,learning_rate,density,tokens_per_second\n"
-        with self._log.open("a") as file:
-            file.write(
-                f"{header}{step},{float(logs['loss']):.5f},{float(logs['learning_rate']):.3e},{density:.4f},{rate:.0f}\n"
-            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_end(args, state, control, **kwargs)
@@ -242,9 +240,7 @@ class DensityWatch:
 
 def newest_complete_checkpoint(folder: Path) -> Path | None:
     """The newest ``checkpoint-N`` whose last-written file parses; a killed run can leave an incomplete newer one."""
-    steps = {
-        int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()
-    }
+    steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()}
     for step in sorted(steps, reverse=True):
         try:
             json.loads((steps[step] / "trainer_state.json").read_text())
@@ -252,6 +248,14 @@ def newest_complete_checkpoint(folder: Path) -> Path | None:
             continue
         return steps[step]
     return None
+
+
+def write_train_log(state: TrainerState, path: Path) -> None:
+    """Write the log history as CSV: step, loss, learning_rate, density (empty without gates), tokens_per_second."""
+    columns = ("step", "loss", "learning_rate", "density", "tokens_per_second")
+    rows = [entry for entry in state.log_history if "loss" in entry]
+    lines = [",".join(f"{entry[c]:.6g}" if c in entry else "" for c in columns) for entry in rows]
+    write_atomic(path, "\n".join([",".join(columns), *lines]) + "\n")
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:

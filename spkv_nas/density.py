@@ -1,0 +1,302 @@
+"""The density table: what share of the keys each KV head keeps, per domain.
+
+SP-KV paper, "Measuring sparsity": density is the share of tokens whose utility is at least tau; the window, always
+kept, does not count. ``density.csv`` may be made by hand with the columns layer, kv_head, density alone.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from numpy.typing import NDArray
+
+from spkv_nas.errors import UserError
+from spkv_nas.files import read_text, read_yaml, write_atomic
+
+COLUMNS = ("layer", "kv_head", "density", "domain", "num_tokens", "num_documents", "standard_error")
+_UNDIFFERENTIATED = 0.8  # share of heads near 0 or near 1 from which the gates are called undifferentiated
+
+
+@dataclass(frozen=True)
+class LogitHistogram:
+    """Counts of utility logits, from which the density at any threshold follows.
+
+    Attributes:
+        edges: [n + 1] bin edges, ascending.
+        counts: int64 [domains, L, Hkv, n + 2]; the first and last bin hold what lies outside the edges.
+        domains: names of the first axis.
+    """
+
+    edges: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    domains: tuple[str, ...]
+
+    def density(self, tau: float) -> NDArray[np.float64]:
+        """[domains, L, Hkv] share of logits at or above logit(tau); linear within a bin."""
+        total = np.maximum(self.counts.sum(-1), 1)
+        if tau <= 0.0:
+            return np.ones(total.shape)
+        if tau >= 1.0:
+            return np.zeros(total.shape)
+        above = np.concatenate([self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1)
+        at_edge = above[..., : len(self.edges)] / total[..., None]  # share at or above each edge
+        limit = min(max(math.log(tau / (1.0 - tau)), self.edges[0]), self.edges[-1])
+        right = int(np.searchsorted(self.edges, limit))
+        if right == 0:
+            return np.asarray(at_edge[..., 0])
+        share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
+        return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
+
+
+@dataclass(frozen=True)
+class DensityTable:
+    """Density per layer, KV head and domain.
+
+    Attributes:
+        name: of the probe; the same in ``probes/``, ``layouts/`` and ``reports/``.
+        rows: columns ``COLUMNS``; one row per (layer, head, domain), complete.
+        tau: threshold at which ``density`` was counted.
+        window: w of the gates; None when unknown (a table made by hand).
+        positions: density by position in the block: layer, kv_head, start, end, density, num_tokens.
+        histogram: of the logits; None for a table made by hand.
+        metadata: where the table comes from (``probe.yaml``).
+    """
+
+    name: str
+    rows: pd.DataFrame
+    tau: float = 0.5
+    window: int | None = None
+    positions: pd.DataFrame | None = None
+    histogram: LogitHistogram | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Number of layers L."""
+        return int(self.rows["layer"].max()) + 1
+
+    @cached_property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads per layer Hkv."""
+        return int(self.rows["kv_head"].max()) + 1
+
+    @property
+    def num_heads(self) -> int:
+        """L x Hkv."""
+        return self.num_layers * self.num_kv_heads
+
+    @cached_property
+    def domains(self) -> tuple[str, ...]:
+        """Domains, sorted."""
+        return tuple(sorted(self.rows["domain"].unique()))
+
+    @cached_property
+    def density(self) -> NDArray[np.float64]:
+        """[L, Hkv], mean over domains weighted by their tokens."""
+        return self._combine("density", lambda values, share: (values * share).sum(0))
+
+    @cached_property
+    def standard_error(self) -> NDArray[np.float64]:
+        """[L, Hkv], by document; NaN where unknown."""
+        return self._combine("standard_error", lambda values, share: np.sqrt(((values * share) ** 2).sum(0)))
+
+    @property
+    def mean(self) -> float:
+        """rho: mean density over all heads (paper, "Measuring sparsity")."""
+        return float(self.density.mean())
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of density over heads."""
+        return float(self.density.std())
+
+    def domain_density(self, domain: str) -> NDArray[np.float64]:
+        """[L, Hkv] of one domain."""
+        return self._grid(self.rows[self.rows["domain"] == domain], "density")
+
+    def at_tau(self, tau: float) -> DensityTable:
+        """The same table at another threshold, from the histogram. Standard errors are not known there.
+
+        Raises:
+            UserError: ``tau`` is outside [0, 1], or the table has no histogram.
+        """
+        if not 0.0 <= tau <= 1.0:
+            raise UserError(f"tau must lie in [0, 1]; found {tau}")
+        if tau == self.tau:
+            return self
+        histogram = self._need_histogram()
+        grids = dict(zip(histogram.domains, histogram.density(tau), strict=True))
+        rows = self.rows.copy()
+        rows["density"] = [
+            grids[domain][layer, head]
+            for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
+        ]
+        rows["standard_error"] = np.nan
+        return replace(self, rows=rows, tau=tau, positions=None)
+
+    def tau_for_density(self, rho: float) -> float:
+        """The threshold whose mean density is closest to ``rho`` (share of 1). Raises ``UserError``."""
+        self._need_histogram()
+        low, high = 0.0, 1.0
+        for _ in range(60):  # the mean density falls as tau rises
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.at_tau(middle).mean > rho else (low, middle)
+        return min((low, high, (low + high) / 2), key=lambda tau: abs(self.at_tau(tau).mean - rho))
+
+    def diagnosis(self) -> list[str]:
+        """Plain sentences when the gates have not differentiated; empty when they have."""
+        near = {"kept nearly everything (density above 0.95)": (self.density > 0.95).mean()}
+        near["kept nearly nothing (density below 0.05)"] = (self.density < 0.05).mean()
+        help_ = {
+            "kept nearly everything (density above 0.95)": "a larger tau",
+            "kept nearly nothing (density below 0.05)": "a smaller tau",
+        }
+        return [
+            f"{share:.0%} of the KV heads {what}: the gates have not differentiated, so their order says little. "
+            f"What helps: more gated training steps, a larger predictor learning rate, or {help_[what]}."
+            for what, share in near.items()
+            if share > _UNDIFFERENTIATED
+        ]
+
+    @classmethod
+    def read(cls, path: Path) -> DensityTable:
+        """Read ``density.csv`` (or its folder), with ``probe.yaml``, ``positions.csv`` and ``histogram.npz`` if there.
+
+        Raises:
+            UserError: naming the file, and the line where there is one.
+        """
+        file = path / "density.csv" if path.is_dir() else path
+        rows = _read_rows(file)
+        folder = file.parent
+        metadata: dict[str, Any] = {}
+        if file.name == "density.csv" and (folder / "probe.yaml").is_file():
+            metadata = read_yaml(folder / "probe.yaml", "probe")
+        own = bool(metadata)
+        return cls(
+            name=str(metadata.get("name") or (folder.name if file.name == "density.csv" else file.stem)),
+            rows=rows,
+            tau=float(metadata.get("tau", 0.5)),
+            window=metadata.get("window"),
+            positions=pd.read_csv(folder / "positions.csv") if own and (folder / "positions.csv").is_file() else None,
+            histogram=_read_histogram(folder / "histogram.npz") if own else None,
+            metadata=metadata,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write ``density.csv``, ``probe.yaml`` and, where known, ``positions.csv`` and ``histogram.npz``."""
+        write_atomic(folder / "density.csv", self.rows[list(COLUMNS)].to_csv(index=False, float_format="%.6g"))
+        if self.positions is not None:
+            write_atomic(folder / "positions.csv", self.positions.to_csv(index=False, float_format="%.6g"))
+        if self.histogram is not None:
+            buffer = io.BytesIO()
+            np.savez_compressed(
+                buffer,
+                edges=self.histogram.edges,
+                counts=self.histogram.counts,
+                domains=np.array(self.histogram.domains),
+            )
+            write_atomic(folder / "histogram.npz", buffer.getvalue())
+        summary = {
+            "name": self.name,
+            "tau": self.tau,
+            "window": self.window,
+            "num_layers": self.num_layers,
+            "num_kv_heads": self.num_kv_heads,
+            "mean_density": round(self.mean, 4),
+            "std_density": round(self.std, 4),
+        }
+        content = yaml.safe_dump({**self.metadata, **summary}, sort_keys=False, allow_unicode=True)
+        write_atomic(folder / "probe.yaml", content)
+
+    def _need_histogram(self) -> LogitHistogram:
+        if self.histogram is None:
+            raise UserError(
+                f"density table '{self.name}' has no histogram of utilities, so its density is known at "
+                f"tau = {self.tau:g} alone\nprobe the model again to choose another tau"
+            )
+        return self.histogram
+
+    def _grid(self, rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
+        grid = np.full((self.num_layers, self.num_kv_heads), np.nan)
+        grid[rows["layer"].to_numpy(), rows["kv_head"].to_numpy()] = rows[column].to_numpy()
+        return grid
+
+    def _combine(self, column: str, reduce: Any) -> NDArray[np.float64]:
+        parts = [self.rows[self.rows["domain"] == domain] for domain in self.domains]
+        tokens = np.stack([self._grid(part, "num_tokens") for part in parts])
+        values = np.stack([self._grid(part, column) for part in parts])
+        return np.asarray(reduce(values, tokens / tokens.sum(0)))
+
+
+def _read_histogram(path: Path) -> LogitHistogram | None:
+    if not path.is_file():
+        return None
+    with np.load(path) as arrays:
+        return LogitHistogram(arrays["edges"], arrays["counts"], tuple(str(d) for d in arrays["domains"]))
+
+
+def _read_rows(file: Path) -> pd.DataFrame:
+    """The rows of a density CSV, complete with default columns. Raises ``UserError`` naming file and line."""
+    where = f"density table {file}"
+    text = read_text(file, "density table")
+    try:
+        rows = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
+    except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
+        raise UserError(f"{where}: not a CSV table with a header: {error}") from error
+    missing = [column for column in COLUMNS[:3] if column not in rows]
+    if missing:
+        raise UserError(f"{where}: column '{missing[0]}' is missing; a table has {', '.join(COLUMNS[:3])}")
+    if rows.empty:
+        raise UserError(f"{where}: there are no rows below the header")
+    for column, fallback in (("domain", "all"), ("num_tokens", "1"), ("num_documents", "0"), ("standard_error", "")):
+        if column not in rows:
+            rows[column] = fallback
+    parsed = pd.DataFrame({"domain": rows["domain"]})
+    for column in ("layer", "kv_head", "num_tokens", "num_documents"):
+        parsed[column] = _numbers(rows[column], where, whole=True).astype(int)
+    parsed["density"] = _numbers(rows["density"], where, high=1.0)
+    known = rows["standard_error"] != ""
+    parsed["standard_error"] = np.nan
+    parsed.loc[known, "standard_error"] = _numbers(rows["standard_error"][known], where)
+    duplicate = parsed.duplicated(["layer", "kv_head", "domain"])
+    if duplicate.any():
+        line = int(duplicate.to_numpy().argmax())
+        layer, head = parsed["layer"][line], parsed["kv_head"][line]
+        raise UserError(f"{where}, line {line + 2}: layer {layer}, KV head {head} is there twice")
+    _check_complete(parsed, where)
+    return parsed[list(COLUMNS)]
+
+
+def _numbers(column: pd.Series[str], where: str, *, whole: bool = False, high: float = math.inf) -> pd.Series[float]:
+    numbers = pd.to_numeric(column, errors="coerce")
+    bad = ~(np.isfinite(numbers) & (numbers >= 0) & (numbers <= high))
+    if whole:
+        bad |= numbers != numbers.round()
+    if bad.any():
+        index = column.index[int(bad.to_numpy().argmax())]
+        expected = "a whole number from 0" if whole else ("a number in [0, 1]" if high == 1.0 else "a number from 0")
+        raise UserError(
+            f"{where}, line {int(index) + 2}: column '{column.name}' must be {expected}; found '{column[index]}'"
+        )
+    return numbers
+
+
+def _check_complete(rows: pd.DataFrame, where: str) -> None:
+    layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
+    for domain, part in rows.groupby("domain"):
+        there = set(zip(part["layer"], part["kv_head"], strict=True))
+        absent = [(layer, head) for layer in range(layers) for head in range(heads) if (layer, head) not in there]
+        if absent:
+            raise UserError(
+                f"{where}: {len(absent)} of {layers * heads} heads are missing in domain '{domain}', the first being "
+                f"layer {absent[0][0]}, KV head {absent[0][1]}; the grid must be complete from 0"
+            )

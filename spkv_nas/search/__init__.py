@@ -1,0 +1,1 @@
+"""Floor 3: strategies that propose layouts for a budget, and density coverage."""

@@ -1,0 +1,64 @@
+"""The strategies that spend a budget of global heads. Each returns a bool mask [L, Hkv], true for global.
+
+SP-KV paper, "Designing Stronger Hybrids": A and B are fixed layer patterns, one global layer after three local ones,
+the last layer global in both; C draws heads at random; D takes the densest. ``sparsest`` is the control.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Mask = NDArray[np.bool_]
+
+
+def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
+    """A: global layers evenly spread from layer 0 to the last (21 layers, 6 global: 0, 4, 8, 12, 16, 20)."""
+    count = nearest_layers(num_layers, num_kv_heads, budget)
+    if count == 1:  # the last layer is global in both patterns
+        return _layers([num_layers - 1], num_layers, num_kv_heads)
+    spread = np.linspace(0, num_layers - 1, count).round().astype(int)
+    return _layers(spread.tolist(), num_layers, num_kv_heads)
+
+
+def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
+    """B: as A, but each run of local layers comes first (21 layers, 6 global: 3, 7, 11, 15, 19, 20)."""
+    count = nearest_layers(num_layers, num_kv_heads, budget)
+    if count == 1:
+        return _layers([num_layers - 1], num_layers, num_kv_heads)
+    spread = np.linspace(0, num_layers - 1, count).round().astype(int)
+    ends = [int(layer) - 1 for layer in spread[1:]]  # the layer before each global layer of A but the first
+    return _layers([*ends, num_layers - 1], num_layers, num_kv_heads)
+
+
+def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> Mask:
+    """C: ``budget`` heads drawn uniformly."""
+    chosen = np.random.default_rng(seed).choice(num_layers * num_kv_heads, size=budget, replace=False)
+    return _flat(chosen, num_layers, num_kv_heads)
+
+
+def densest(density: NDArray[np.float64], budget: int) -> Mask:
+    """D: the ``budget`` heads of highest density [L, Hkv]; among equals the earlier layer and head."""
+    return _flat(np.argsort(-density.ravel(), kind="stable")[:budget], *density.shape)
+
+
+def sparsest(density: NDArray[np.float64], budget: int) -> Mask:
+    """Control: the ``budget`` heads of lowest density [L, Hkv]."""
+    return _flat(np.argsort(density.ravel(), kind="stable")[:budget], *density.shape)
+
+
+def nearest_layers(num_layers: int, num_kv_heads: int, budget: int) -> int:
+    """Number of whole layers whose heads come nearest to the budget, at least one."""
+    return min(num_layers, max(1, round(budget / num_kv_heads)))
+
+
+def _layers(layers: list[int], num_layers: int, num_kv_heads: int) -> Mask:
+    mask = np.zeros((num_layers, num_kv_heads), dtype=np.bool_)
+    mask[layers] = True
+    return mask
+
+
+def _flat(heads: NDArray[np.intp], num_layers: int, num_kv_heads: int) -> Mask:
+    mask = np.zeros(num_layers * num_kv_heads, dtype=np.bool_)
+    mask[heads] = True
+    return mask.reshape(num_layers, num_kv_heads)

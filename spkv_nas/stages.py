@@ -1,0 +1,220 @@
+"""The commands as functions: each reads its inputs from a workspace, does one stage, and writes its results there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.density import DensityTable
+from spkv_nas.errors import UserError
+from spkv_nas.files import read_yaml
+from spkv_nas.layout import Layout
+from spkv_nas.recipe import Recipe
+from spkv_nas.workspace import Workspace, environment
+
+Announce = Callable[[str], None]
+EMBEDDED = Path(__file__).parent / "assets" / "stdlib-21x3"
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def train_stage(
+    workspace: Workspace, recipe_file: Path, *, device: str | None = None, announce: Announce = _silent
+) -> tuple[Path, Path]:
+    """Train a recipe's dense model and its SP-KV branch; their checkpoints. Finished ones are not trained again."""
+    from spkv_nas.train_hybrid import branch_key, dense_checkpoint
+    from spkv_nas.training.run import SP_KV, load_corpus, train_branch
+
+    _quiet()
+    recipe = Recipe.read(recipe_file)
+    workspace.check_writable()
+    for line in recipe.warnings():
+        announce(f"warning: {line}")
+    runs = workspace.run_dir(recipe.name)
+    announce("reading and tokenising text")
+    corpus = load_corpus(recipe, recipe_file.parent, runs)
+    dense = dense_checkpoint(recipe, corpus, runs, device=device)
+    folder = runs / "branches" / branch_key(recipe, dense, SP_KV, recipe.seed)
+    return dense, train_branch(recipe, corpus, dense, folder, SP_KV, device=device).checkpoint
+
+
+def probe_stage(
+    workspace: Workspace,
+    *,
+    recipe: Path | None = None,
+    model: str | None = None,
+    data: list[str] | None = None,
+    tau: float | None = None,
+    name: str | None = None,
+    block_size: int = 512,
+    device: str | None = None,
+    announce: Announce = _silent,
+) -> DensityTable:
+    """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference."""
+    from spkv_nas.data.blocks import build_blocks, load_heldout
+    from spkv_nas.data.corpus import documents
+    from spkv_nas.model.checkpoint import load
+    from spkv_nas.probe import probe
+
+    _quiet()
+
+    if recipe is not None and (model is not None or data):
+        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
+    if model is not None and not data:
+        raise UserError("--model needs --data: the text to probe on (files or folders)")
+    if tau is not None and not 0.0 <= tau <= 1.0:
+        raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
+    workspace.check_writable()
+    if recipe is not None:
+        _, checkpoint = train_stage(workspace, recipe, device=device, announce=announce)
+        source, config, base = str(checkpoint), Recipe.read(recipe), recipe.parent
+    else:
+        source = model or "embedded:reference"
+        config, base = Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED
+    announce(f"loading {source}")
+    network, tokenizer = load(source)
+    network.to(_device(device))
+    if data:
+        blocks = build_blocks(documents(data, Path()), tokenizer, block_size)
+        name = name or (Path(source).name if model else config.name)
+        text: Any = data
+    else:
+        announce("reading and tokenising held-out text")
+        blocks = load_heldout(config.data, tokenizer, workspace.run_dir(config.name) / "blocks", base)
+        name = name or config.name
+        text = config.data.model_dump(mode="json")
+    metadata = {"model": source if recipe is None else config.name, "data": text, "environment": environment()}
+    from rich.progress import Progress
+
+    with Progress(transient=True, console=_stderr()) as bar:
+        task = bar.add_task("probing", total=blocks.num_blocks)
+        table = probe(
+            network,
+            blocks,
+            tau,
+            name=name,
+            metadata=metadata,
+            progress=lambda done, _: bar.update(task, completed=done),
+        )
+    table.write(workspace.probe_dir(name))
+    return table
+
+
+def propose_stage(
+    workspace: Workspace,
+    probe: str,
+    budget: int | str,
+    *,
+    tau: str | None = None,
+    window: int | None = None,
+    num_random: int = 3,
+    seed: int = 0,
+) -> tuple[DensityTable, dict[str, Layout], pd.DataFrame]:
+    """Layouts for a budget and their coverage, written to ``layouts/<name>/``."""
+    from spkv_nas.propose import propose, resolve_tau, write_proposal
+
+    table = resolve_tau(find_table(workspace, probe), tau, budget)
+    layouts = propose(table, budget, window=window, seed=seed, num_random=num_random)
+    folder = workspace.layout_dir(table.name)
+    rows = write_proposal(folder, table, layouts, budget)
+    for stale in folder.glob("random-*.yaml"):
+        if stale.stem not in layouts:
+            stale.unlink()
+    return table, layouts, rows
+
+
+def train_hybrid_stage(
+    workspace: Workspace,
+    probe: str,
+    layout_files: list[Path] | None = None,
+    *,
+    recipe: Path | None = None,
+    num_seeds: int = 1,
+    device: str | None = None,
+    announce: Announce = _silent,
+) -> tuple[pd.DataFrame, dict[str, Any] | None]:
+    """Retrain layouts (all of the workspace's by default); the comparison and its rank correlation."""
+    table = find_table(workspace, probe)
+    layouts = find_layouts(workspace, table.name, layout_files)
+    path = recipe or EMBEDDED / "demo.yaml"
+    parsed = Recipe.read(path)
+    from spkv_nas.train_hybrid import rank_correlation, train_hybrids
+
+    _quiet()
+    if parsed.gates.start_from is None:
+        for line in parsed.warnings():
+            announce(f"warning: {line}")
+    rows = train_hybrids(
+        parsed, layouts, table, workspace, base=path.parent, num_seeds=num_seeds, device=device, announce=announce
+    )
+    return rows, rank_correlation(rows)
+
+
+def report_stage(workspace: Workspace, probe: str) -> Path:
+    """Write the report of what the workspace holds under the probe's name; the page."""
+    from spkv_nas.report import write_report
+
+    table = find_table(workspace, probe)
+    folder = workspace.report_dir(table.name)
+    comparison = folder / "comparison.csv"
+    summary = folder / "comparison.yaml"
+    return write_report(
+        folder,
+        table=table,
+        layouts=find_layouts(workspace, table.name, None),
+        comparison=pd.read_csv(comparison) if comparison.is_file() else None,
+        summary=read_yaml(summary, "comparison") if summary.is_file() else None,
+    )
+
+
+def find_table(workspace: Workspace, probe: str) -> DensityTable:
+    """A density table by name (``probes/<name>/``) or file."""
+    if probe.endswith(".csv"):
+        return DensityTable.read(Path(probe))
+    folder = workspace.probe_dir(probe)
+    if not (folder / "density.csv").is_file():
+        raise UserError(
+            f"no density table '{probe}' in {workspace.root / 'probes'}\nrun spkv-nas probe first, or give --probe FILE.csv"
+        )
+    return DensityTable.read(folder)
+
+
+def find_layouts(workspace: Workspace, name: str, files: list[Path] | None) -> dict[str, Layout]:
+    """Layouts by strategy from files, or all of ``layouts/<name>/``."""
+    paths = files or sorted(workspace.layout_dir(name).glob("*.yaml"))
+    if not paths:
+        raise UserError(f"no layouts in {workspace.layout_dir(name)}\nrun spkv-nas propose first, or name layout files")
+    layouts: dict[str, Layout] = {}
+    for path in paths:
+        layout = Layout.read(path)
+        key = layout.strategy if layout.strategy not in layouts else path.stem
+        if key in layouts:
+            raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
+        layouts[key] = layout
+    return layouts
+
+
+def _quiet() -> None:
+    """Switch off the bars with which transformers reports every file that it reads or writes."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _device(device: str | None) -> str:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _stderr() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -1,0 +1,164 @@
+"""Train-hybrid: retrain every layout from the dense checkpoint and compare, as the paper's table does.
+
+SP-KV paper, figure "Architecture search over sparse global-head layouts": density, coverage, NLL, and the change of
+NLL against full attention. Every branch sees the same data in the same order; differences are paired by document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from scipy.stats import spearmanr
+
+from spkv_nas.density import DensityTable
+from spkv_nas.evaluation.nll import DocumentNLL, paired_difference
+from spkv_nas.files import sha256_file, write_atomic
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import MANIFEST, resolve
+from spkv_nas.recipe import Recipe
+from spkv_nas.search.coverage import coverage
+from spkv_nas.training.run import FULL_ATTENTION, SP_KV, Branch, Corpus, load_corpus, train_branch, train_dense
+from spkv_nas.workspace import Workspace, environment
+
+COLUMNS = (
+    "strategy",
+    "density_percent",
+    "coverage_percent",
+    "nll",
+    "delta_nll_percent",
+    "delta_nll_standard_error",
+    "num_global",
+    "num_seeds",
+    "steps",
+    "note",
+)
+
+
+def train_hybrids(
+    recipe: Recipe,
+    layouts: dict[str, Layout],
+    table: DensityTable,
+    workspace: Workspace,
+    *,
+    base: Path,
+    num_seeds: int = 1,
+    device: str | None = None,
+    announce: Callable[[str], None] = lambda _: None,
+) -> pd.DataFrame:
+    """Train full attention, SP-KV and every layout; write ``reports/<name>/comparison.csv`` after each run.
+
+    A finished run is not run again: its folder is named by everything that decides its result.
+
+    Args:
+        table: densities that coverage is computed with; its name is the report's.
+        base: folder that the recipe's relative paths start from.
+        num_seeds: repetitions with another data order (and other initial predictors).
+        announce: told what starts, one line each.
+
+    Returns:
+        The comparison, columns ``COLUMNS``; full attention first, then by NLL.
+    """
+    workspace.check_writable()
+    covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
+    runs = workspace.run_dir(recipe.name)
+    corpus = load_corpus(recipe, base, runs)
+    dense = dense_checkpoint(recipe, corpus, runs, device=device)
+    variants: dict[str, str | Layout] = {FULL_ATTENTION: FULL_ATTENTION, SP_KV: SP_KV, **layouts}
+    finished: dict[str, list[Branch]] = {name: [] for name in variants}
+    for seed in range(recipe.seed, recipe.seed + num_seeds):
+        for number, (name, variant) in enumerate(variants.items(), 1):
+            folder = runs / "branches" / branch_key(recipe, dense, variant, seed)
+            announce(f"{name} ({number} of {len(variants)}, seed {seed})")
+            finished[name].append(train_branch(recipe, corpus, dense, folder, variant, seed=seed, device=device))
+            rows = comparison(finished, layouts, covered, recipe)
+            write_comparison(workspace.report_dir(table.name), rows, recipe, table)
+    return rows
+
+
+def dense_checkpoint(recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None) -> Path:
+    """The checkpoint that branches start from: the recipe's ``model.path``, or its dense run (trained if needed)."""
+    if recipe.model.path is not None:
+        return resolve(recipe.model.path)
+    key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision")
+    return train_dense(recipe, corpus, runs / f"dense-{key}", device=device)
+
+
+def branch_key(recipe: Recipe, dense: Path, variant: str | Layout, seed: int) -> str:
+    """Name of a branch's folder: strategy or layout, and a hash of all that decides the result."""
+    sections = ["branch", "data", "evaluation", "precision"]
+    if variant == SP_KV:
+        sections.append("gates")
+    parts: list[Any] = [recipe.content_hash(*sections), seed]
+    manifest = dense / MANIFEST
+    parts.append(sha256_file(manifest) if manifest.is_file() else str(dense))
+    name = variant if isinstance(variant, str) else f"{variant.strategy}-{variant.content_hash}"
+    return f"{name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}-seed{seed}"
+
+
+def comparison(
+    finished: dict[str, list[Branch]], layouts: dict[str, Layout], covered: dict[str, float], recipe: Recipe
+) -> pd.DataFrame:
+    """The table of what has finished so far; empty until full attention has."""
+    if not finished[FULL_ATTENTION]:
+        return pd.DataFrame(columns=list(COLUMNS))
+    rows = []
+    for name, branches in finished.items():
+        if not branches:
+            continue
+        count = min(len(branches), len(finished[FULL_ATTENTION]))
+        nll, baseline = (_mean([b.nll for b in some[:count]]) for some in (branches, finished[FULL_ATTENTION]))
+        change = paired_difference(nll, baseline)
+        layout = layouts.get(name)
+        density = layout.num_global / layout.num_heads if layout is not None else branches[0].density
+        rows.append(
+            {
+                "strategy": name,
+                "density_percent": 100.0 * (1.0 if density is None else density),
+                "coverage_percent": 100.0 * covered.get(name, 1.0),
+                "nll": nll.mean,
+                "delta_nll_percent": np.nan if name == FULL_ATTENTION else change.percent,
+                "delta_nll_standard_error": np.nan if name == FULL_ATTENTION else change.standard_error,
+                "num_global": layout.num_global if layout is not None else None,
+                "num_seeds": count,
+                "steps": recipe.branch.steps,
+                "note": "",
+            }
+        )
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def rank_correlation(rows: pd.DataFrame) -> dict[str, float] | None:
+    """Spearman's rho of coverage and ΔNLL over the layouts (-1: coverage ranks them perfectly); None below three."""
+    layouts = rows[rows["num_global"].notna() & rows["delta_nll_percent"].notna()]
+    if len(layouts) < 3 or layouts["coverage_percent"].nunique() < 2:
+        return None
+    result = spearmanr(layouts["coverage_percent"], layouts["delta_nll_percent"])
+    return {
+        "rho": round(float(result.statistic), 4),
+        "p_value": round(float(result.pvalue), 4),
+        "layouts": len(layouts),
+    }
+
+
+def write_comparison(folder: Path, rows: pd.DataFrame, recipe: Recipe, table: DensityTable) -> None:
+    """Write ``comparison.csv`` and ``comparison.yaml`` (rank correlation, recipe, versions)."""
+    write_atomic(folder / "comparison.csv", rows.to_csv(index=False, float_format="%.6g"))
+    summary = {
+        "probe": table.name,
+        "rank_correlation": rank_correlation(rows),
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": environment(),
+    }
+    write_atomic(folder / "comparison.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
+
+
+def _mean(parts: list[DocumentNLL]) -> DocumentNLL:
+    """Mean over seeds, document by document."""
+    return DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)

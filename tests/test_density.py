@@ -1,0 +1,177 @@
+"""Density tables: means, thresholds from the histogram, files, and the errors of a CSV made by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spkv_nas.density import DensityTable, LogitHistogram
+from spkv_nas.errors import UserError
+
+HEADER = "layer,kv_head,density"
+
+
+def rows(density: object, domain: str = "all", num_tokens: int = 1, standard_error: float = math.nan) -> pd.DataFrame:
+    """One row per entry of ``density`` [L, Hkv]."""
+    grid = np.asarray(density, dtype=float)
+    layer, head = (axis.ravel() for axis in np.indices(grid.shape))
+    return pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+        domain=domain, num_tokens=num_tokens, num_documents=2, standard_error=standard_error
+    )
+
+
+def probed(seed: int = 0) -> tuple[DensityTable, np.ndarray]:
+    """A table of 2 domains, 2 layers, 3 heads with its histogram, and the logits [domain, L, Hkv, token]."""
+    generator = np.random.default_rng(seed)
+    logits = generator.normal(generator.normal(0, 2, (2, 2, 3, 1)), 1.0, (2, 2, 3, 400))
+    edges = np.linspace(-8, 8, 161)
+    bins = np.searchsorted(edges, logits, side="right")
+    counts = np.stack([(bins == i).sum(-1) for i in range(len(edges) + 1)], axis=-1)
+    parts = [rows((logits[i] >= 0).mean(-1), name, 400, 0.01) for i, name in enumerate(("code", "docs"))]
+    positions = pd.DataFrame(
+        {"layer": [0], "kv_head": [0], "start": [0], "end": [8], "density": [0.25], "num_tokens": [8]}
+    )
+    table = DensityTable(
+        "p",
+        pd.concat(parts, ignore_index=True),
+        window=32,
+        positions=positions,
+        histogram=LogitHistogram(edges, counts, ("code", "docs")),
+        metadata={"seed": 7, "model": {"layers": 2}},
+    )
+    return table, logits
+
+
+def test_domains_are_weighted_by_their_tokens() -> None:
+    parts = [rows([[0.2, 0.4]], "code", 300, 0.03), rows([[0.6, 0.8]], "docs", 100, 0.04)]
+    table = DensityTable("p", pd.concat(parts, ignore_index=True))
+    np.testing.assert_allclose(table.density, [[0.3, 0.5]])
+    np.testing.assert_allclose(table.standard_error, math.hypot(0.75 * 0.03, 0.25 * 0.04))
+    np.testing.assert_allclose(table.domain_density("docs"), [[0.6, 0.8]])
+    assert table.domains == ("code", "docs")
+    assert (table.num_layers, table.num_kv_heads, table.num_heads) == (1, 2, 2)
+    assert table.mean == pytest.approx(0.4)
+    assert table.std == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("tau", [0.1, 0.5, 0.8])
+def test_density_at_a_threshold_matches_a_count_of_the_utilities(tau: float) -> None:
+    table, logits = probed()
+    found = table.at_tau(tau)
+    expected = (1 / (1 + np.exp(-logits)) >= tau).mean(axis=(0, 3))
+    np.testing.assert_allclose(found.density, expected, atol=0.02)  # linear within a bin of 0.1
+    assert found.tau == tau
+
+
+def test_extreme_thresholds() -> None:
+    table, _ = probed()
+    assert table.at_tau(0.0).mean == 1.0
+    assert table.at_tau(1.0).mean == 0.0
+    assert table.at_tau(table.tau) is table
+
+
+def test_what_is_measured_at_one_threshold_does_not_pass_for_another() -> None:
+    table = probed()[0].at_tau(0.7)
+    assert np.isnan(table.standard_error).all()
+    assert table.positions is None
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.1, 0.286, 0.5, 0.9, 1.0])
+def test_threshold_for_a_density(rho: float) -> None:
+    table, _ = probed()
+    assert table.at_tau(table.tau_for_density(rho)).mean == pytest.approx(rho, abs=1e-3)
+
+
+@pytest.mark.parametrize("tau", [-0.1, 1.1, math.nan])
+def test_threshold_out_of_range(tau: float) -> None:
+    with pytest.raises(UserError, match="tau"):
+        probed()[0].at_tau(tau)
+
+
+def test_table_without_histogram_knows_one_threshold() -> None:
+    table = DensityTable("mine", rows([[0.5]]))
+    with pytest.raises(UserError, match="mine"):
+        table.at_tau(0.7)
+    with pytest.raises(UserError, match="mine"):
+        table.tau_for_density(0.3)
+
+
+@pytest.mark.parametrize(("density", "words"), [(0.99, ("100%", "nearly everything")), (0.01, ("nearly nothing",))])
+def test_diagnosis_of_gates_that_have_not_differentiated(density: float, words: tuple[str, ...]) -> None:
+    (sentence,) = DensityTable("p", rows(np.full((4, 3), density))).diagnosis()
+    assert all(word in sentence for word in words)
+    assert "steps" in sentence
+    assert "learning rate" in sentence
+
+
+def test_diagnosis_of_differentiated_gates_is_empty() -> None:
+    assert DensityTable("p", rows(np.linspace(0, 1, 12).reshape(4, 3))).diagnosis() == []
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    table, _ = probed()
+    table.write(tmp_path / "p")
+    found = DensityTable.read(tmp_path / "p")
+    np.testing.assert_allclose(found.density, table.density, rtol=1e-5)
+    np.testing.assert_allclose(found.standard_error, table.standard_error, rtol=1e-5)
+    assert (found.name, found.tau, found.window, found.domains) == ("p", 0.5, 32, ("code", "docs"))
+    assert found.metadata["seed"] == 7
+    assert found.histogram is not None
+    assert table.histogram is not None
+    np.testing.assert_array_equal(found.histogram.counts, table.histogram.counts)
+    np.testing.assert_allclose(found.at_tau(0.7).density, table.at_tau(0.7).density)
+    assert found.positions is not None
+    assert found.positions.to_dict("list") == table.positions.to_dict("list")  # type: ignore[union-attr]
+    assert DensityTable.read(tmp_path / "p" / "density.csv").window == 32
+
+
+def test_written_table_starts_with_the_documented_columns(tmp_path: Path) -> None:
+    probed()[0].write(tmp_path)
+    header = (tmp_path / "density.csv").read_text().splitlines()[0]
+    assert header.startswith("layer,kv_head,density,domain,num_tokens,num_documents")
+
+
+def test_table_made_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(f"\ufeff{HEADER}\n1,0,0.5\n0,0,0.25\n")  # Excel puts a mark before the header
+    table = DensityTable.read(path)
+    assert (table.name, table.domains, table.tau, table.window) == ("mine", ("all",), 0.5, None)
+    np.testing.assert_array_equal(table.density, [[0.25], [0.5]])
+    assert np.isnan(table.standard_error).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        ("", []),
+        (f"{HEADER}\n", []),
+        ("layer,density\n0,0.5\n", ["kv_head", "missing"]),
+        (f"{HEADER}\n0,0,0.5\n0,1,nan\n", ["line 3", "density"]),
+        (f"{HEADER}\n0,0,x\n", ["line 2", "'x'"]),
+        (f"{HEADER}\n0,0,\n", ["line 2", "density"]),
+        (f"{HEADER}\n0,0,1.01\n", ["line 2", "1.01"]),
+        (f"{HEADER}\n0,0,-0.1\n", ["line 2", "-0.1"]),
+        (f"{HEADER}\n0.5,0,0.1\n", ["line 2", "layer"]),
+        (f"{HEADER}\n-1,0,0.1\n", ["line 2", "layer"]),
+        (f"{HEADER}\n0,0,0.1\n0,0,0.2\n", ["line 3", "twice"]),
+        (f"{HEADER}\n0,0,0.1\n1,1,0.2\n", ["missing", "layer 0, KV head 1"]),
+        (f"{HEADER}\n1,0,0.1\n", ["missing", "layer 0, KV head 0"]),
+        (f"{HEADER},domain\n0,0,0.1,a\n1,0,0.1,a\n0,0,0.1,b\n", ["missing", "'b'"]),
+        (f"{HEADER},standard_error\n0,0,0.1,-1\n", ["line 2", "standard_error"]),
+    ],
+)
+def test_mistakes_in_a_table_are_explained(tmp_path: Path, text: str, messages: list[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        DensityTable.read(path)
+    assert all(message in str(error.value) for message in ["mine.csv", *messages])
+
+
+def test_missing_table(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not found"):
+        DensityTable.read(tmp_path / "none.csv")

@@ -1,0 +1,105 @@
+"""Layouts: the grid, its YAML file, and the errors of a file edited by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+
+PROVENANCE = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas 0.1.0"}
+FILE = "format: spkv-nas/layout/1\nwindow: 8\nheads: [GLG, LLL]\n"
+
+
+def test_properties() -> None:
+    layout = Layout(("GLG", "GGG", "LLL"), window=8)
+    assert (layout.num_layers, layout.num_kv_heads, layout.num_heads, layout.num_global) == (3, 3, 9, 5)
+    assert layout.global_layers == (1,)
+    assert not layout.is_layerwise
+    assert Layout(("GG", "LL"), window=8).is_layerwise
+    np.testing.assert_array_equal(layout.global_mask, [[1, 0, 1], [1, 1, 1], [0, 0, 0]])
+
+
+def test_mask_round_trip() -> None:
+    mask = np.random.default_rng(0).random((5, 3)) < 0.5
+    np.testing.assert_array_equal(Layout.from_mask(mask, window=8, strategy="x").global_mask, mask)
+
+
+@pytest.mark.parametrize("mask", [np.ones((2, 2)), np.ones(3, dtype=bool)])
+def test_mask_must_be_a_boolean_grid(mask: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="mask must be bool"):
+        Layout.from_mask(mask, window=8)
+
+
+def test_content_hash_is_of_grid_and_window_only() -> None:
+    layout = Layout(("GL", "LL"), 8, "a", {"seed": 1})
+    assert layout.content_hash == Layout(("GL", "LL"), 8, "b").content_hash
+    assert len({layout.content_hash, Layout(("GL", "LL"), 9).content_hash, Layout(("GLLL",), 8).content_hash}) == 3
+    assert hash(layout) == hash(Layout(("GL", "LL"), 8, "a"))
+
+
+def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:
+    path = tmp_path / "densest.yaml"
+    layout = Layout(("GLG", "LLL"), 128, "densest", PROVENANCE)
+    layout.write(path)
+    assert path.read_text().splitlines() == [
+        "format: spkv-nas/layout/1",
+        "window: 128                 # visible recent keys of a local head, its own included",
+        "heads:                      # one row per layer from layer 0, one letter per KV head: G global, L local",
+        "  - GLG",
+        "  - LLL",
+        "strategy: densest",
+        "provenance: {probe: p, budget: 3, coverage: 0.684, tau: 0.5, seed: null, created_by: spkv-nas 0.1.0}",
+    ]
+    assert Layout.read(path) == layout
+
+
+@pytest.mark.parametrize("strategy", ["null", "a: b", "#x", "é", "two\nlines", "1.5"])
+def test_any_strategy_name_survives_the_file(tmp_path: Path, strategy: str) -> None:
+    shared = {"text": strategy}  # given twice: YAML would write an alias, which the strict reader refuses
+    layout = Layout(("G",), 1, strategy, {"a": shared, "b": shared, "c": 1e-9})
+    layout.write(tmp_path / "x.yaml")
+    assert Layout.read(tmp_path / "x.yaml") == layout
+    yaml.safe_load((tmp_path / "x.yaml").read_text())
+
+
+def test_strategy_and_provenance_may_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(FILE)
+    assert Layout.read(tmp_path / "x.yaml") == Layout(("GLG", "LLL"), 8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layout/1", "layout/2", "this version reads 'format: spkv-nas/layout/1'"),
+        ("format: spkv-nas/layout/1", "", "key 'format' is missing"),
+        ("LLL", "LL", "layer 1 is 'LL', 2 KV heads, but layer 0 has 3"),
+        ("LLL", "LgL", "layer 1 is 'LgL'"),
+        ("[GLG, LLL]", "[]", "empty"),
+        ("[GLG, LLL]", "['']", "empty"),
+        ("[GLG, LLL]", "GLG", "key 'heads'"),
+        ("[GLG, LLL]", "[1]", "key 'heads.0'"),
+        ("window: 8", "window: 0", "window is 0"),
+        ("window: 8", "window: true", "key 'window'"),
+        ("window: 8", "", "key 'window' is missing"),
+        ("window: 8", "windows: 8", "did you mean 'window'"),
+        ("window: 8", "window: 8\nwindow: 9", "duplicate"),
+        ("heads:", "- heads", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_the_file_are_explained(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILE.replace(old, new))
+    with pytest.raises(UserError) as error:
+        Layout.read(path)
+    assert message in str(error.value)
+    assert "mine.yaml" in str(error.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="layout not found"):
+        Layout.read(tmp_path / "none.yaml")

@@ -1,0 +1,247 @@
+"""Gates and layouts on Hugging Face models: the maths is the model's own, and what would change it is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAMILIES, tiny_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import MANIFEST, load, save
+from spkv_nas.model.gates import GateConfig, gate_from_logits, predictors
+from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, detach, layer_state, set_gate_mode
+
+CONFIG = GateConfig(window=6, hidden_size=16)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+def scatter_gates(model: PreTrainedModel) -> None:
+    """Make the gates differ by token, so that a wrong gate shows."""
+    torch.manual_seed(1)
+    for module in predictors(model).values():
+        torch.nn.init.normal_(module.down.weight, std=2.0)
+        torch.nn.init.zeros_(module.down.bias)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+class TestFamilies:
+    def test_open_gates_change_nothing(self, family: str, tokens: Tensor) -> None:
+        model = tiny_model(family)
+        expected = logits(model, tokens)
+        attach_gates(model, CONFIG)
+        set_gate_mode(model, "open")
+        assert torch.allclose(logits(model, tokens), expected, atol=1e-5)
+        set_gate_mode(model, "hard", 0.0)
+        assert torch.allclose(logits(model, tokens), expected, atol=1e-5)
+
+    def test_detach_restores_the_model(self, family: str, tokens: Tensor) -> None:
+        model = tiny_model(family)
+        expected, config = logits(model, tokens), model.config.to_dict()
+        attach_gates(model, CONFIG)
+        detach(model)
+        assert torch.equal(logits(model, tokens), expected)
+        assert model.config.to_dict() == config
+        assert not predictors(model)
+
+    def test_closed_gates_are_a_layout_of_local_heads(self, family: str, tokens: Tensor) -> None:
+        model = tiny_model(family)
+        hybrid = copy.deepcopy(model)
+        attach_gates(model, CONFIG)
+        set_gate_mode(model, "hard", 1.0)
+        rows = ["LL"] * 4
+        apply_layout(hybrid, Layout(tuple(rows), window=6))
+        local = [i for i, kind in enumerate(getattr(model.config, "layer_types", None) or []) if "sliding" in kind]
+        for i, layer in enumerate(attention_layers(hybrid).values()):
+            if i in local and family == "gemma3_text":  # its own sliding layers keep their own window
+                layer_state(layer).windows = (4, 4)
+        assert torch.allclose(logits(model, tokens), logits(hybrid, tokens), atol=1e-5)
+
+    def test_round_trip_is_exact(self, family: str, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+        model = tiny_model(family)
+        attach_gates(model, CONFIG)
+        scatter_gates(model)
+        save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
+        restored, _ = load(tmp_path)
+        for mode in ("soft", "hard"):
+            set_gate_mode(model, mode)
+            set_gate_mode(restored, mode)
+            assert torch.equal(logits(model, tokens), logits(restored, tokens))
+        before, after = model.state_dict(), restored.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_gates_learn_from_the_next_token_loss_alone(tokens: Tensor) -> None:
+    model = tiny_model()
+    attach_gates(model, CONFIG)
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for module in predictors(model).values():
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+
+
+def test_gates_start_open() -> None:
+    model = tiny_model()
+    attach_gates(model, CONFIG, seed=3)
+    hidden = torch.randn(2, 5, 32)
+    for module in predictors(model).values():
+        assert torch.allclose(torch.sigmoid(module(hidden)), torch.tensor(0.9933), atol=5e-3)
+
+
+def test_the_seed_decides_the_predictors() -> None:
+    one, two = tiny_model(), tiny_model()
+    attach_gates(one, CONFIG, seed=5)
+    attach_gates(two, CONFIG, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_annealing_interpolates_between_soft_and_hard() -> None:
+    raw = torch.tensor([[[-2.0, -0.1, 0.1, 3.0]]])
+    u, hard = torch.sigmoid(raw), (raw >= 0).float()
+    for a in (0.25, 0.9):
+        gate = gate_from_logits(raw, "soft", 0.5, a)
+        assert gate.log_utility is not None
+        assert torch.allclose(gate.log_utility.exp(), (1 - a) * u + a * hard, atol=1e-6)
+
+
+def test_activation_checkpointing_gives_the_same_gradients(tokens: Tensor) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        attach_gates(model, CONFIG, seed=0)
+        if checkpointing:
+            model.activation_checkpointing_enable()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class TestLayouts:
+    layout = Layout(("GL", "LL", "LG", "GG"), window=5)
+
+    def test_a_layout_of_global_heads_changes_nothing(self, tokens: Tensor) -> None:
+        model = tiny_model()
+        expected = logits(model, tokens)
+        apply_layout(model, Layout(("GG",) * 4, window=5))
+        assert torch.allclose(logits(model, tokens), expected, atol=1e-5)
+
+    def test_a_mixed_layout_round_trips(self, tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+        model = tiny_model()
+        dense = logits(model, tokens)
+        apply_layout(model, self.layout)
+        expected = logits(model, tokens)
+        assert not torch.allclose(expected, dense, atol=1e-3)
+        save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
+        restored, _ = load(tmp_path)
+        assert torch.equal(logits(restored, tokens), expected)
+
+    def test_another_shape_is_refused(self) -> None:
+        with pytest.raises(UserError, match="4 layers x 2 KV heads"):
+            apply_layout(tiny_model(), Layout(("GLG",) * 4, window=5))
+
+    def test_a_hybrid_generates_without_a_cache(self, tokens: Tensor) -> None:
+        model = tiny_model()
+        apply_layout(model, self.layout)
+        generated = model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)
+        assert generated.shape == (2, 28)
+        again = logits(model, generated[:, :-1])[:, -1].argmax(-1)
+        assert torch.equal(again, generated[:, -1])
+
+
+class TestRefusals:
+    def gated(self) -> PreTrainedModel:
+        model = tiny_model()
+        attach_gates(model, CONFIG)
+        return model
+
+    def test_padding(self, tokens: Tensor) -> None:
+        mask = torch.ones_like(tokens)
+        model = self.gated()
+        model(input_ids=tokens, attention_mask=mask)
+        mask[0, -3:] = 0
+        with pytest.raises(UserError, match="padding"):
+            model(input_ids=tokens, attention_mask=mask)
+
+    def test_packed_positions(self, tokens: Tensor) -> None:
+        positions = torch.arange(12).repeat(2)[None].expand(2, -1)
+        with pytest.raises(UserError, match="packed"):
+            self.gated()(input_ids=tokens, position_ids=positions, use_cache=False)
+
+    def test_attention_weights(self, tokens: Tensor) -> None:
+        with pytest.raises(UserError, match="output_attentions"):
+            self.gated()(input_ids=tokens, output_attentions=True)
+
+    def test_a_cache(self, tokens: Tensor) -> None:
+        model = self.gated()
+        cache = model(input_ids=tokens, use_cache=True).past_key_values
+        with pytest.raises(UserError, match="use_cache=False"):
+            model(input_ids=tokens[:, :1], past_key_values=cache)
+
+    def test_a_window_of_the_model_that_is_too_short(self, tokens: Tensor) -> None:
+        model = tiny_model("mistral", sliding_window=10)
+        attach_gates(model, CONFIG)
+        with pytest.raises(UserError, match="sliding window of 10"):
+            model(input_ids=tokens)
+
+    def test_soft_capping(self) -> None:
+        with pytest.raises(UserError, match="soft-capping"):
+            attach_gates(tiny_model("gemma2", head_dim=8), CONFIG)
+
+    def test_learned_sinks(self) -> None:
+        options = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
+        with pytest.raises(UserError, match="sinks"):
+            attach_gates(tiny_model("gpt_oss", **options), CONFIG)
+
+    def test_a_class_without_the_attention_interface(self) -> None:
+        config = AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+        with pytest.raises(UserError, match="bloom|Bloom"):
+            attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
+
+    def test_gates_twice(self) -> None:
+        with pytest.raises(UserError, match="has gates already"):
+            attach_gates(self.gated(), CONFIG)
+
+    @pytest.mark.parametrize(("mode", "tau"), [("loud", 0.5), ("hard", 1.5)])
+    def test_modes(self, mode: str, tau: float) -> None:
+        with pytest.raises(UserError):
+            set_gate_mode(self.gated(), mode, tau)
+
+    def test_a_model_without_gates(self) -> None:
+        with pytest.raises(UserError, match="no gates"):
+            set_gate_mode(tiny_model(), "soft")
+
+
+class TestDamage:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, tiny_tokenizer: object) -> Path:
+        save(tiny_model(), tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
+        return tmp_path
+
+    def test_a_flipped_bit(self, folder: Path) -> None:
+        """safetensors has no checksum: without the manifest this loads."""
+        weights = folder / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-10] ^= 1
+        weights.write_bytes(data)
+        with pytest.raises(UserError, match=r"damaged: model\.safetensors"):
+            load(folder)
+
+    def test_a_truncated_file(self, folder: Path) -> None:
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        (folder / MANIFEST).unlink()  # a folder that another tool wrote
+        with pytest.raises(UserError, match="cannot load model"):
+            load(folder)
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot load model"):
+            load(tmp_path / "missing")

@@ -1,0 +1,189 @@
+"""Proposals: the strategies, their budgets, density coverage, and the files."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spkv_nas.density import DensityTable, LogitHistogram
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.propose import propose, random_spread, resolve_tau, write_proposal
+from spkv_nas.search.budget import parse_budget
+from spkv_nas.search.coverage import coverage, coverage_curve
+
+STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "random-2", "densest", "sparsest"]
+
+
+def make_table(density: object, **options: object) -> DensityTable:
+    """A table with one domain from ``density`` [L, Hkv]."""
+    grid = np.asarray(density, dtype=float)
+    layer, head = (axis.ravel() for axis in np.indices(grid.shape))
+    frame = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+        domain="all", num_tokens=1000, num_documents=2, standard_error=math.nan
+    )
+    return DensityTable("p", frame, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def table() -> DensityTable:
+    """21 layers x 3 KV heads, as the paper's reference."""
+    return make_table(np.random.default_rng(0).random((21, 3)), window=32)
+
+
+def test_the_papers_layouts(table: DensityTable) -> None:
+    layouts = propose(table, 18)
+    assert sorted(layouts) == sorted(STRATEGIES)
+    assert layouts["interleaved-first"].global_layers == (0, 4, 8, 12, 16, 20)
+    assert layouts["interleaved-last"].global_layers == (3, 7, 11, 15, 19, 20)
+    for name, layout in layouts.items():
+        assert (layout.strategy, layout.num_global, layout.window) == (name, 18, 32)
+    assert layouts["interleaved-first"].is_layerwise
+    assert layouts["interleaved-last"].is_layerwise
+
+
+@pytest.mark.parametrize(("num_layers", "num_kv_heads"), [(21, 3), (5, 3), (8, 1), (1, 2), (13, 4)])
+def test_layer_patterns_for_every_budget(num_layers: int, num_kv_heads: int) -> None:
+    dense = make_table(np.full((num_layers, num_kv_heads), 0.5))
+    for budget in range(1, dense.num_heads + 1):
+        layouts = propose(dense, budget, num_random=0)
+        for name in ("interleaved-first", "interleaved-last"):
+            layers = layouts[name].global_layers
+            assert layouts[name].is_layerwise
+            assert layers[-1] == num_layers - 1
+            gap = abs(layouts[name].num_global - budget)
+            assert gap <= num_kv_heads / 2 or (budget < num_kv_heads and len(layers) == 1)
+        if len(layouts["interleaved-first"].global_layers) > 1:
+            assert layouts["interleaved-first"].global_layers[0] == 0
+        if len(layouts["interleaved-last"].global_layers) <= num_layers // 2:
+            assert layouts["interleaved-last"].global_layers[0] > 0
+
+
+def test_budget_that_whole_layers_cannot_give_is_said(table: DensityTable, tmp_path: Path) -> None:
+    layouts = propose(table, 17)
+    assert layouts["interleaved-first"].num_global == 18
+    assert layouts["densest"].num_global == 17
+    notes = write_proposal(tmp_path, table, layouts, 17).set_index("strategy")["note"]
+    assert "17" in notes["interleaved-first"]
+    assert "18" in notes["interleaved-first"]
+    assert notes["densest"] == ""
+
+
+def test_densest_and_sparsest_take_the_extremes(table: DensityTable) -> None:
+    order = np.sort(table.density.ravel())
+    layouts = propose(table, 18)
+    assert table.density[layouts["densest"].global_mask].min() == order[-18]
+    assert table.density[layouts["sparsest"].global_mask].max() == order[17]
+    covered = {name: coverage(table, layout) for name, layout in layouts.items()}
+    assert covered["densest"] == max(covered.values())
+    assert covered["sparsest"] == min(covered.values())
+
+
+def test_ties_go_to_the_earlier_layer_then_head() -> None:
+    equal = make_table(np.full((3, 2), 0.5))
+    assert propose(equal, 3)["densest"].heads == ("GG", "GL", "LL")
+    assert propose(equal, 3)["sparsest"].heads == ("GG", "GL", "LL")
+
+
+def test_random_layouts_follow_their_seed(table: DensityTable) -> None:
+    first, again, shifted = (propose(table, 18, seed=seed) for seed in (0, 0, 1))
+    assert len({first[f"random-{i}"].content_hash for i in range(3)}) == 3
+    assert first == again
+    assert first["random-1"].heads == shifted["random-0"].heads
+    assert first["random-1"].provenance["seed"] == 1
+    assert first["densest"].provenance["seed"] is None
+
+
+def test_random_coverage_is_the_budget_share_on_average(table: DensityTable) -> None:
+    layouts = propose(table, 18, num_random=200)
+    covered = [coverage(table, layout) for name, layout in layouts.items() if name.startswith("random")]
+    assert np.mean(covered) == pytest.approx(18 / 63, abs=0.01)
+
+
+def test_provenance(table: DensityTable) -> None:
+    provenance = dict(propose(table, "28.6%")["densest"].provenance)
+    assert list(provenance) == ["probe", "budget", "coverage", "tau", "seed", "created_by"]
+    assert (provenance["probe"], provenance["budget"], provenance["tau"]) == ("p", 18, 0.5)
+    assert str(provenance["created_by"]).startswith("spkv-nas ")
+
+
+def test_window_is_the_tables_else_128(table: DensityTable) -> None:
+    assert propose(make_table([[0.5, 0.1]]), 1)["densest"].window == 128
+    assert propose(make_table([[0.5, 0.1]]), 1, window=16)["densest"].window == 16
+
+
+@pytest.mark.parametrize(("budget", "heads"), [(18, 18), ("18", 18), ("25%", 16), ("28.6%", 18), ("100%", 63), (1, 1)])
+def test_budgets(budget: int | str, heads: int) -> None:
+    assert parse_budget(budget, 63) == heads
+
+
+@pytest.mark.parametrize("budget", [0, -1, 64, "0", "0%", "0.1%", "101%", "-5%", "nan%", "inf%", "x", "", "%", "1.5"])
+def test_budgets_that_make_no_sense(table: DensityTable, budget: int | str) -> None:
+    with pytest.raises(UserError, match="budget"):
+        propose(table, budget)
+
+
+def test_coverage() -> None:
+    table = make_table([[0.1, 0.2], [0.3, 0.4]])
+    assert coverage(table, Layout(("LG", "LG"), 8)) == pytest.approx(0.6)
+    assert coverage(table, Layout(("LL", "LL"), 8)) == 0.0
+    assert coverage(table, Layout(("GG", "GG"), 8)) == pytest.approx(1.0)
+
+
+def test_coverage_needs_one_shape(table: DensityTable) -> None:
+    with pytest.raises(UserError, match=r"4 layers x 2 KV heads.*21 x 3"):
+        coverage(table, Layout(("GL",) * 4, 8))
+
+
+def test_coverage_of_a_table_without_density() -> None:
+    with pytest.raises(UserError, match="keeps anything"):
+        propose(make_table(np.zeros((3, 2))), 2)
+
+
+def test_coverage_curve(table: DensityTable) -> None:
+    curve = coverage_curve(table)
+    assert list(curve["budget"]) == list(range(1, 64))
+    assert curve["densest"].iloc[17] == pytest.approx(coverage(table, propose(table, 18)["densest"]))
+    np.testing.assert_allclose(curve["random"], np.arange(1, 64) / 63)
+    assert (curve["densest"] >= curve["random"] - 1e-12).all()
+
+
+def histogram_table() -> DensityTable:
+    """Every head has 80 tokens spread evenly over logits -4 to 4."""
+    counts = np.full((1, 3, 2, 10), 10)
+    counts[..., [0, -1]] = 0
+    return make_table(np.full((3, 2), 0.5), histogram=LogitHistogram(np.linspace(-4, 4, 9), counts, ("all",)))
+
+
+def test_thresholds() -> None:
+    table = histogram_table()
+    assert resolve_tau(table, None, 2) is table
+    assert resolve_tau(table, "0.7", 2).tau == 0.7
+    assert resolve_tau(table, "match-budget", 2).mean == pytest.approx(2 / 6, abs=1e-6)
+    assert resolve_tau(table, "match-budget", "50%").mean == pytest.approx(0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("tau", ["x", "", "nan", "-1", "2"])
+def test_thresholds_that_make_no_sense(tau: str) -> None:
+    with pytest.raises(UserError, match="tau"):
+        resolve_tau(histogram_table(), tau, 2)
+
+
+def test_files(table: DensityTable, tmp_path: Path) -> None:
+    layouts = propose(table, 18)
+    rows = write_proposal(tmp_path / "p", table, layouts, 18)
+    for name, layout in layouts.items():
+        assert Layout.read(tmp_path / "p" / f"{name}.yaml") == layout
+    written = pd.read_csv(tmp_path / "p" / "coverage.csv", keep_default_na=False).set_index("strategy")
+    assert sorted(written.index) == sorted(STRATEGIES)
+    for name, layout in layouts.items():
+        assert written.loc[name, "num_global"] == 18
+        assert written.loc[name, "coverage"] == pytest.approx(coverage(table, layout), abs=1e-4)
+    mean, spread = random_spread(rows) or (0.0, 0.0)
+    values = [coverage(table, layouts[f"random-{i}"]) for i in range(3)]
+    assert mean == pytest.approx(np.mean(values), abs=1e-4)
+    assert spread == pytest.approx(np.std(values, ddof=1), abs=1e-4)

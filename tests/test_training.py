@@ -1,0 +1,214 @@
+"""Training: phases by step, gates that learn then freeze, runs that resume bit for bit and stop on NaN."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.gates import predictors
+from spkv_nas.recipe import Recipe
+from spkv_nas.training import run, trainer
+from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.run import FULL_ATTENTION, OPTIMIZER_STATE, SP_KV, Corpus, load_corpus, train_branch, train_dense
+
+
+@pytest.fixture
+def corpus(recipe: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
+    return load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
+
+
+@pytest.fixture
+def dense(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> Path:
+    return train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load(folder)[0].state_dict())
+
+
+class TestPhases:
+    def test_soft_then_hard(self) -> None:
+        schedule = GateSchedule(steps=100, soft_fraction=0.75)
+        assert [schedule.at(s).mode for s in (0, 74, 75, 99)] == ["soft", "soft", "hard", "hard"]
+        assert [schedule.at(s).frozen for s in (74, 75)] == [False, True]
+
+    def test_annealing_ramps_linearly(self) -> None:
+        schedule = GateSchedule(steps=100, soft_fraction=0.5, anneal_steps=4)
+        assert [round(schedule.at(s).anneal, 3) for s in range(49, 55)] == [0.0, 0.2, 0.4, 0.6, 0.8, 0.0]
+        assert schedule.at(50).frozen
+        assert schedule.at(54).mode == "hard"
+
+    def test_warm_up_stable_decay(self) -> None:
+        schedule = LearningRateSchedule(steps=100, warmup_steps=4, decay_steps=20, final=0.01)
+        assert [schedule.factor(s) for s in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+        assert schedule.factor(79) == 1.0
+        assert schedule.factor(90) == pytest.approx(0.505)
+        assert schedule.factor(100) == pytest.approx(0.01)
+
+
+class TestBranches:
+    def test_gates_learn_in_the_soft_phase_and_freeze_in_the_hard_one(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        history: list[torch.Tensor] = []
+
+        class Spy(trainer.GatePhaseCallback):
+            def on_step_end(self, *args: object, **kwargs: object) -> None:
+                model = kwargs["model"]
+                assert isinstance(model, torch.nn.Module)
+                gates = [p.detach().flatten() for m in predictors(model).values() for p in m.parameters()]
+                history.append(torch.cat(gates).clone())
+
+        monkeypatch.setattr(trainer, "GatePhaseCallback", Spy)
+        branch = train_branch(recipe, corpus, dense, tmp_path / "sp-kv", SP_KV, device="cpu")
+        moved = [not torch.equal(a, b) for a, b in zip(history, history[1:], strict=False)]
+        assert moved == [True] * 5 + [False] * 2  # 8 steps, 6 of them soft
+        assert branch.density is not None
+        assert 0.0 <= branch.density <= 1.0
+
+    def test_branches_see_the_same_data_in_the_same_order(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: dict[str, list[int]] = {}
+        current = ""
+        original = trainer.BlockDataset.__getitem__
+
+        def watch(self: trainer.BlockDataset, index: int) -> dict[str, torch.Tensor]:
+            seen.setdefault(current, []).append(index)
+            return original(self, index)
+
+        monkeypatch.setattr(trainer.BlockDataset, "__getitem__", watch)
+        layout = Layout(("GL", "LG"), window=8)
+        for current, variant in (("full", FULL_ATTENTION), ("gated", SP_KV), ("hybrid", layout)):
+            train_branch(recipe, corpus, dense, tmp_path / current, variant, device="cpu")
+        assert seen["full"] == seen["gated"] == seen["hybrid"]
+
+    def test_all_open_gates_learn_what_full_attention_learns(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        """Gates at bias 40 are open and stay so: optimizer state, data order and learning rates must be the same."""
+        wide = recipe.model_copy(
+            update={"gates": recipe.gates.model_copy(update={"bias": 40.0, "learning_rate_multiplier": 1e-6})}
+        )
+        full = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
+        gated = train_branch(wide, corpus, dense, tmp_path / "gated", SP_KV, device="cpu")
+        assert gated.nll.mean == pytest.approx(full.nll.mean, rel=1e-4)
+
+    def test_branches_start_from_the_optimizer_state(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        kept = train_branch(recipe, corpus, dense, tmp_path / "kept", FULL_ATTENTION, device="cpu")
+        bare = tmp_path / "bare-dense"
+        shutil.copytree(dense, bare)
+        (bare / OPTIMIZER_STATE).unlink()
+        (bare / "spkv-manifest.json").unlink()
+        fresh = train_branch(recipe, corpus, bare, tmp_path / "fresh", FULL_ATTENTION, device="cpu")
+        assert kept.nll.mean != fresh.nll.mean
+
+    def test_a_finished_branch_is_not_trained_again(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
+        monkeypatch.setattr(run, "_train", lambda *_: pytest.fail("trained again"))
+        again = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
+        assert np.array_equal(first.nll.total, again.nll.total)
+
+    def test_predictors_can_start_from_a_reference(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        reference = train_branch(recipe, corpus, dense, tmp_path / "reference", SP_KV, device="cpu")
+        gates = recipe.gates.model_copy(update={"start_from": str(reference.checkpoint), "soft_fraction": 0.0})
+        frozen = recipe.model_copy(update={"gates": gates})
+        branch = train_branch(frozen, corpus, dense, tmp_path / "frozen", SP_KV, device="cpu")
+        before, after = weights(reference.checkpoint), weights(branch.checkpoint)
+        own = [name for name in before if "utility_predictor" in name]
+        assert own
+        assert all(torch.equal(before[name], after[name]) for name in own)
+
+
+class TestResume:
+    def test_an_interrupted_run_resumes_bit_for_bit(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = train_branch(recipe, corpus, dense, tmp_path / "whole", SP_KV, device="cpu")
+
+        def die_at_7(
+            self: trainer.TokenProgressCallback, args: object, state: object, *_: object, **__: object
+        ) -> None:
+            if state.global_step == 7:  # type: ignore[attr-defined]
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.TokenProgressCallback, "on_step_end", die_at_7)
+            with pytest.raises(KeyboardInterrupt):
+                train_branch(recipe, corpus, dense, tmp_path / "torn", SP_KV, device="cpu")
+        newest = trainer.newest_complete_checkpoint(tmp_path / "torn")
+        assert newest is not None
+        assert newest.name == "checkpoint-6"
+        resumed = train_branch(recipe, corpus, dense, tmp_path / "torn", SP_KV, device="cpu")
+        before, after = weights(whole.checkpoint), weights(resumed.checkpoint)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    def test_an_incomplete_checkpoint_is_passed_over(self, tmp_path: Path) -> None:
+        for step, state in ((3, "{}"), (6, '{"half'), (9, None)):
+            folder = tmp_path / f"checkpoint-{step}"
+            folder.mkdir()
+            if state is not None:
+                (folder / "trainer_state.json").write_text(state)
+        newest = trainer.newest_complete_checkpoint(tmp_path)
+        assert newest is not None
+        assert newest.name == "checkpoint-3"
+
+
+class TestNotFinite:
+    def test_a_nan_stops_before_the_update(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One NaN used to turn every weight into NaN while the run ended normally with loss 0.0."""
+        original = trainer.Trainer.compute_loss
+
+        def poisoned(self: trainer.SPKVTrainer, *args: object, **kwargs: object) -> object:
+            loss = original(self, *args, **kwargs)
+            return loss * float("nan") if self.state.global_step == 5 else loss
+
+        monkeypatch.setattr(trainer.Trainer, "compute_loss", poisoned)
+        with pytest.raises(UserError, match=r"step 5: the loss is nan(.|\n)*checkpoint-3"):
+            train_branch(recipe, corpus, dense, tmp_path / "nan", FULL_ATTENTION, device="cpu")
+        assert not (tmp_path / "nan" / "final").exists()
+
+    def test_an_infinite_gradient_stops_too(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = trainer.Trainer._clip_grad_norm
+
+        def exploded(self: trainer.SPKVTrainer, model: torch.nn.Module) -> object:
+            next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
+            return original(self, model)
+
+        monkeypatch.setattr(trainer.Trainer, "_clip_grad_norm", exploded)
+        with pytest.raises(UserError, match="gradient norm"):
+            train_branch(recipe, corpus, dense, tmp_path / "inf", FULL_ATTENTION, device="cpu")
+
+
+def test_the_record_says_where_a_branch_comes_from(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+    branch = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
+    record = json.loads((branch.checkpoint / "run.json").read_text())
+    assert record["recipe"] == recipe.model_dump(mode="json")
+    assert {"torch", "commit", "python"} <= record["environment"].keys()
+    log = (branch.checkpoint / "train-log.csv").read_text().splitlines()
+    assert log[0].startswith("step,loss")
+
+
+def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> None:
+    assert recipe.dense is not None
+    wide = recipe.model_copy(update={"dense": recipe.dense.model_copy(update={"batch_size": 10_000})})
+    with pytest.raises(UserError, match="fewer than one batch"):
+        train_dense(wide, corpus, tmp_path / "wide", device="cpu")
