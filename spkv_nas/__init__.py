@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from spkv_nas.model.hook import attach_gates as attach_gates
     from spkv_nas.model.hook import detach as detach
     from spkv_nas.model.hook import set_gate_mode as set_gate_mode
-    from spkv_nas.probe import probe as probe
-    from spkv_nas.propose import propose as propose
+    from spkv_nas.probing import probe as probe
+    from spkv_nas.proposal import propose as propose
     from spkv_nas.search.coverage import coverage as coverage
 
 _HOMES = {
@@ -43,8 +43,8 @@ _HOMES = {
     "coverage": "spkv_nas.search.coverage",
     "detach": "spkv_nas.model.hook",
     "load": "spkv_nas.model.checkpoint",
-    "probe": "spkv_nas.probe",
-    "propose": "spkv_nas.propose",
+    "probe": "spkv_nas.probing",
+    "propose": "spkv_nas.proposal",
     "save": "spkv_nas.model.checkpoint",
     "set_gate_mode": "spkv_nas.model.hook",
 }

@@ -202,6 +202,9 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         app(arguments)
+    except SystemExit as done:
+        if done.code:
+            raise
     except UserError as error:
         if "--debug" in arguments:
             raise
@@ -240,7 +243,7 @@ def _show_probe(table: DensityTable) -> None:
 
 
 def _show_proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame, place: Workspace) -> None:
-    from spkv_nas.propose import random_spread
+    from spkv_nas.proposal import random_spread
 
     shown = Table("strategy", "global heads", "density %", "coverage %", "note", title="density coverage")
     for row in rows.itertuples():

@@ -6,8 +6,10 @@ kept, does not count. ``density.csv`` may be made by hand with the columns layer
 
 from __future__ import annotations
 
+import csv
 import io
 import math
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,15 +20,30 @@ import numpy as np
 import pandas as pd
 import yaml
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
 
 from spkv_nas.errors import UserError
-from spkv_nas.files import read_text, read_yaml, write_atomic
+from spkv_nas.files import read_text, read_yaml, validate, write_atomic
 
 COLUMNS = ("layer", "kv_head", "density", "domain", "num_tokens", "num_documents", "standard_error")
+POSITION_COLUMNS = ("layer", "kv_head", "start", "end", "density", "num_tokens")
 _UNDIFFERENTIATED = 0.8  # share of heads near 0 or near 1 from which the gates are called undifferentiated
 
 
-@dataclass(frozen=True)
+class _ProbeFile(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+    name: str | None = None
+    tau: float = Field(default=0.5, ge=0, le=1)
+    window: int | None = Field(default=None, ge=1)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # the strict reader refuses aliases
+
+
+@dataclass(frozen=True, eq=False)
 class LogitHistogram:
     """Counts of utility logits, from which the density at any threshold follows.
 
@@ -57,7 +74,7 @@ class LogitHistogram:
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DensityTable:
     """Density per layer, KV head and domain.
 
@@ -120,7 +137,9 @@ class DensityTable:
         return float(self.density.std())
 
     def domain_density(self, domain: str) -> NDArray[np.float64]:
-        """[L, Hkv] of one domain."""
+        """[L, Hkv] of one domain. Raises ``UserError`` for a domain the table does not have."""
+        if domain not in self.domains:
+            raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
         return self._grid(self.rows[self.rows["domain"] == domain], "density")
 
     def at_tau(self, tau: float) -> DensityTable:
@@ -145,6 +164,8 @@ class DensityTable:
 
     def tau_for_density(self, rho: float) -> float:
         """The threshold whose mean density is closest to ``rho`` (share of 1). Raises ``UserError``."""
+        if not 0.0 <= rho <= 1.0:
+            raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
         self._need_histogram()
         low, high = 0.0, 1.0
         for _ in range(60):  # the mean density falls as tau rises
@@ -181,21 +202,27 @@ class DensityTable:
         if file.name == "density.csv" and (folder / "probe.yaml").is_file():
             metadata = read_yaml(folder / "probe.yaml", "probe")
         own = bool(metadata)
+        record = validate(_ProbeFile, metadata, f"probe {folder / 'probe.yaml'}")
         return cls(
-            name=str(metadata.get("name") or (folder.name if file.name == "density.csv" else file.stem)),
+            name=record.name or (folder.resolve().name if file.name == "density.csv" else file.stem),
             rows=rows,
-            tau=float(metadata.get("tau", 0.5)),
-            window=metadata.get("window"),
-            positions=pd.read_csv(folder / "positions.csv") if own and (folder / "positions.csv").is_file() else None,
+            tau=record.tau,
+            window=record.window,
+            positions=_read_positions(folder / "positions.csv") if own else None,
             histogram=_read_histogram(folder / "histogram.npz") if own else None,
             metadata=metadata,
         )
 
     def write(self, folder: Path) -> None:
-        """Write ``density.csv``, ``probe.yaml`` and, where known, ``positions.csv`` and ``histogram.npz``."""
+        """Write ``density.csv``, ``probe.yaml`` and, where known, ``positions.csv`` and ``histogram.npz``.
+
+        One that this table does not have is removed, so that an earlier probe's does not pass for this one's.
+        """
         write_atomic(folder / "density.csv", self.rows[list(COLUMNS)].to_csv(index=False, float_format="%.6g"))
         if self.positions is not None:
             write_atomic(folder / "positions.csv", self.positions.to_csv(index=False, float_format="%.6g"))
+        else:
+            (folder / "positions.csv").unlink(missing_ok=True)
         if self.histogram is not None:
             buffer = io.BytesIO()
             np.savez_compressed(
@@ -205,6 +232,8 @@ class DensityTable:
                 domains=np.array(self.histogram.domains),
             )
             write_atomic(folder / "histogram.npz", buffer.getvalue())
+        else:
+            (folder / "histogram.npz").unlink(missing_ok=True)
         summary = {
             "name": self.name,
             "tau": self.tau,
@@ -214,7 +243,7 @@ class DensityTable:
             "mean_density": round(self.mean, 4),
             "std_density": round(self.std, 4),
         }
-        content = yaml.safe_dump({**self.metadata, **summary}, sort_keys=False, allow_unicode=True)
+        content = yaml.dump({**self.metadata, **summary}, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
         write_atomic(folder / "probe.yaml", content)
 
     def _need_histogram(self) -> LogitHistogram:
@@ -240,53 +269,85 @@ class DensityTable:
 def _read_histogram(path: Path) -> LogitHistogram | None:
     if not path.is_file():
         return None
-    with np.load(path) as arrays:
-        return LogitHistogram(arrays["edges"], arrays["counts"], tuple(str(d) for d in arrays["domains"]))
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return LogitHistogram(arrays["edges"], arrays["counts"], tuple(str(d) for d in arrays["domains"]))
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} is damaged: {error}\nprobe again, or remove it: only --tau needs it") from error
+
+
+def _read_positions(path: Path) -> pd.DataFrame | None:
+    if not path.is_file():
+        return None
+    cells = _read_cells(path, POSITION_COLUMNS, POSITION_COLUMNS)
+    parsed = pd.DataFrame(index=cells.index)
+    for column in POSITION_COLUMNS:
+        whole = column != "density"
+        numbers = _numbers(cells[column], f"positions {path}", whole=whole, high=math.inf if whole else 1.0)
+        parsed[column] = numbers.astype(int) if whole else numbers
+    return parsed.reset_index(drop=True)
+
+
+def _read_cells(file: Path, required: tuple[str, ...], known: tuple[str, ...]) -> pd.DataFrame:
+    """The cells of a CSV file as text, indexed by line number. Raises ``UserError`` naming file and line."""
+    where = f"density table {file}"
+    reader = csv.reader(io.StringIO(read_text(file, "density table").removeprefix("\ufeff")))
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
+    except csv.Error as error:
+        raise UserError(f"{where}, line {reader.line_num}: not a CSV table: {error}") from error
+    if not lines:
+        raise UserError(f"{where}: the file is empty; a table has the columns {', '.join(required)}")
+    _, header = lines.pop(0)
+    missing = [column for column in required if column not in header]
+    if missing:
+        raise UserError(f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}")
+    unknown = [column for column in header if column not in known or header.count(column) > 1]
+    if unknown:
+        raise UserError(f"{where}: unknown or repeated column '{unknown[0]}'; known are {', '.join(known)}")
+    if not lines:
+        raise UserError(f"{where}: there are no rows below the header")
+    for line, cells in lines:
+        if len(cells) != len(header):
+            raise UserError(f"{where}, line {line}: {len(cells)} values for {len(header)} columns")
+    return pd.DataFrame([cells for _, cells in lines], columns=header, index=[line for line, _ in lines])
 
 
 def _read_rows(file: Path) -> pd.DataFrame:
     """The rows of a density CSV, complete with default columns. Raises ``UserError`` naming file and line."""
     where = f"density table {file}"
-    text = read_text(file, "density table")
-    try:
-        rows = pd.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-    except (pd.errors.EmptyDataError, pd.errors.ParserError) as error:
-        raise UserError(f"{where}: not a CSV table with a header: {error}") from error
-    missing = [column for column in COLUMNS[:3] if column not in rows]
-    if missing:
-        raise UserError(f"{where}: column '{missing[0]}' is missing; a table has {', '.join(COLUMNS[:3])}")
-    if rows.empty:
-        raise UserError(f"{where}: there are no rows below the header")
+    rows = _read_cells(file, COLUMNS[:3], COLUMNS)
     for column, fallback in (("domain", "all"), ("num_tokens", "1"), ("num_documents", "0"), ("standard_error", "")):
         if column not in rows:
             rows[column] = fallback
     parsed = pd.DataFrame({"domain": rows["domain"]})
-    for column in ("layer", "kv_head", "num_tokens", "num_documents"):
-        parsed[column] = _numbers(rows[column], where, whole=True).astype(int)
+    for column, low in (("layer", 0), ("kv_head", 0), ("num_tokens", 1), ("num_documents", 0)):
+        parsed[column] = _numbers(rows[column], where, whole=True, low=low).astype(int)
     parsed["density"] = _numbers(rows["density"], where, high=1.0)
     known = rows["standard_error"] != ""
     parsed["standard_error"] = np.nan
     parsed.loc[known, "standard_error"] = _numbers(rows["standard_error"][known], where)
     duplicate = parsed.duplicated(["layer", "kv_head", "domain"])
     if duplicate.any():
-        line = int(duplicate.to_numpy().argmax())
+        line = parsed.index[int(duplicate.to_numpy().argmax())]
         layer, head = parsed["layer"][line], parsed["kv_head"][line]
-        raise UserError(f"{where}, line {line + 2}: layer {layer}, KV head {head} is there twice")
+        raise UserError(f"{where}, line {line}: layer {layer}, KV head {head} is there twice")
     _check_complete(parsed, where)
-    return parsed[list(COLUMNS)]
+    return parsed[list(COLUMNS)].reset_index(drop=True)
 
 
-def _numbers(column: pd.Series[str], where: str, *, whole: bool = False, high: float = math.inf) -> pd.Series[float]:
+def _numbers(
+    column: pd.Series[str], where: str, *, whole: bool = False, low: int = 0, high: float = math.inf
+) -> pd.Series[float]:
     numbers = pd.to_numeric(column, errors="coerce")
-    bad = ~(np.isfinite(numbers) & (numbers >= 0) & (numbers <= high))
+    bad = ~(np.isfinite(numbers) & (numbers >= low) & (numbers <= high))
     if whole:
         bad |= numbers != numbers.round()
     if bad.any():
         index = column.index[int(bad.to_numpy().argmax())]
-        expected = "a whole number from 0" if whole else ("a number in [0, 1]" if high == 1.0 else "a number from 0")
-        raise UserError(
-            f"{where}, line {int(index) + 2}: column '{column.name}' must be {expected}; found '{column[index]}'"
-        )
+        number = f"a number from {low}" if high == math.inf else f"a number in [{low}, {high:g}]"
+        expected = f"a whole number from {low}" if whole else number
+        raise UserError(f"{where}, line {index}: column '{column.name}' must be {expected}; found '{column[index]}'")
     return numbers
 
 
@@ -294,9 +355,11 @@ def _check_complete(rows: pd.DataFrame, where: str) -> None:
     layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
     for domain, part in rows.groupby("domain"):
         there = set(zip(part["layer"], part["kv_head"], strict=True))
-        absent = [(layer, head) for layer in range(layers) for head in range(heads) if (layer, head) not in there]
-        if absent:
+        absent = layers * heads - len(there)
+        if absent:  # one mistyped layer can make the grid huge: look for the first hole only
+            grid = ((layer, head) for layer in range(layers) for head in range(heads))
+            first = next(place for place in grid if place not in there)
             raise UserError(
-                f"{where}: {len(absent)} of {layers * heads} heads are missing in domain '{domain}', the first being "
-                f"layer {absent[0][0]}, KV head {absent[0][1]}; the grid must be complete from 0"
+                f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', the first being "
+                f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
             )

@@ -59,7 +59,7 @@ def probe_stage(
     from spkv_nas.data.blocks import build_blocks, load_heldout
     from spkv_nas.data.corpus import documents
     from spkv_nas.model.checkpoint import load
-    from spkv_nas.probe import probe
+    from spkv_nas.probing import probe
 
     _quiet()
 
@@ -116,7 +116,7 @@ def propose_stage(
     seed: int = 0,
 ) -> tuple[DensityTable, dict[str, Layout], pd.DataFrame]:
     """Layouts for a budget and their coverage, written to ``layouts/<name>/``."""
-    from spkv_nas.propose import propose, resolve_tau, write_proposal
+    from spkv_nas.proposal import propose, resolve_tau, write_proposal
 
     table = resolve_tau(find_table(workspace, probe), tau, budget)
     layouts = propose(table, budget, window=window, seed=seed, num_random=num_random)
@@ -179,7 +179,8 @@ def find_table(workspace: Workspace, probe: str) -> DensityTable:
     folder = workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
         raise UserError(
-            f"no density table '{probe}' in {workspace.root / 'probes'}\nrun spkv-nas probe first, or give --probe FILE.csv"
+            f"no density table '{probe}' in {workspace.root / 'probes'}\n"
+            "run spkv-nas probe first, or give --probe FILE.csv"
         )
     return DensityTable.read(folder)
 

@@ -175,3 +175,62 @@ def test_mistakes_in_a_table_are_explained(tmp_path: Path, text: str, messages: 
 def test_missing_table(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not found"):
         DensityTable.read(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "messages"),
+    [
+        (f"{HEADER}\n0,0,0.5\n3000000000,0,0.5\n", ["missing", "layer 1, KV head 0"]),  # listed every hole: never ended
+        (f"{HEADER}\n\n0,0,0.5\n\n0,1,x\n", ["line 5"]),
+        (f"{HEADER}\n0,0,0.5,1\n1,0,0.5,1\n", ["line 2", "4 values for 3 columns"]),
+        (f"{HEADER},num_token\n0,0,0.5,9\n", ["unknown", "'num_token'"]),
+        (f"{HEADER},num_tokens\n0,0,0.5,0\n", ["line 2", "num_tokens"]),
+    ],
+)
+def test_mistakes_that_once_hung_or_passed(tmp_path: Path, text: str, messages: list[str]) -> None:
+    test_mistakes_in_a_table_are_explained(tmp_path, text, messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("histogram.npz", "junk"),
+        ("histogram.npz", ""),
+        ("positions.csv", ""),
+        ("positions.csv", "layer,kv_head\n0,0\n"),
+        ("probe.yaml", "tau: abc\n"),
+        ("probe.yaml", "tau: 7\n"),
+        ("probe.yaml", "window: -3\n"),
+    ],
+)
+def test_damaged_file_beside_the_table_is_named(tmp_path: Path, name: str, content: str) -> None:
+    probed()[0].write(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=name):
+        DensityTable.read(tmp_path)
+
+
+def test_metadata_that_names_one_value_twice(tmp_path: Path) -> None:
+    """YAML wrote the second as an alias, which the strict reader refuses: the table could not be read again."""
+    shared = {"layers": 2}
+    DensityTable("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(tmp_path)
+    assert DensityTable.read(tmp_path).metadata["recipe"] == {"model": shared}
+
+
+def test_writing_leaves_nothing_of_an_earlier_probe(tmp_path: Path) -> None:
+    probed()[0].write(tmp_path)
+    DensityTable("p", rows([[0.5]])).write(tmp_path)
+    found = DensityTable.read(tmp_path)
+    assert found.histogram is None
+    assert found.positions is None
+
+
+def test_unknown_domain() -> None:
+    with pytest.raises(UserError, match="no domain 'zzz'; it has code, docs"):
+        probed()[0].domain_density("zzz")
+
+
+@pytest.mark.parametrize("rho", [-0.1, 2.0, math.nan])
+def test_density_to_match_out_of_range(rho: float) -> None:
+    with pytest.raises(UserError, match="density to match"):
+        probed()[0].tau_for_density(rho)

@@ -203,7 +203,7 @@ class TestRefusals:
 
     def test_a_class_without_the_attention_interface(self) -> None:
         config = AutoConfig.for_model("bloom", vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
-        with pytest.raises(UserError, match="bloom|Bloom"):
+        with pytest.raises(UserError, match="Bloom"):
             attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
 
     def test_gates_twice(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from spkv_nas.density import DensityTable, LogitHistogram
 from spkv_nas.errors import UserError
 from spkv_nas.layout import Layout
-from spkv_nas.propose import propose, random_spread, resolve_tau, write_proposal
+from spkv_nas.proposal import propose, random_spread, resolve_tau, write_proposal
 from spkv_nas.search.budget import parse_budget
 from spkv_nas.search.coverage import coverage, coverage_curve
 
@@ -187,3 +187,34 @@ def test_files(table: DensityTable, tmp_path: Path) -> None:
     values = [coverage(table, layouts[f"random-{i}"]) for i in range(3)]
     assert mean == pytest.approx(np.mean(values), abs=1e-4)
     assert spread == pytest.approx(np.std(values, ddof=1), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "budget", "first", "last"),
+    [
+        (32, 8, None, (3, 7, 11, 15, 19, 23, 27, 31)),
+        (32, 9, (0, 4, 8, 12, 16, 20, 24, 28, 31), None),
+        (24, 6, None, (3, 7, 11, 15, 19, 23)),
+        (16, 4, None, (3, 7, 11, 15)),
+    ],
+)
+def test_period_of_four_at_other_depths(
+    num_layers: int, budget: int, first: tuple[int, ...] | None, last: tuple[int, ...] | None
+) -> None:
+    """Even spreading gave 3, 8, 12, 17, ... for 32 layers: not the 3:1 pattern it is named after."""
+    layouts = propose(make_table(np.full((num_layers, 1), 0.5)), budget)
+    if first is not None:
+        assert layouts["interleaved-first"].global_layers == first
+    if last is not None:
+        assert layouts["interleaved-last"].global_layers == last
+
+
+@pytest.mark.parametrize("options", [{"seed": -1}, {"num_random": -1}, {"window": 0}])
+def test_options_out_of_range(table: DensityTable, options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match=next(iter(options)).removeprefix("num_")):
+        propose(table, 18, **options)  # type: ignore[arg-type]
+
+
+def test_curve_of_a_table_without_density() -> None:
+    with pytest.raises(UserError, match="keeps anything"):
+        coverage_curve(make_table(np.zeros((3, 2))))

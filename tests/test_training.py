@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ class TestBranches:
 
         monkeypatch.setattr(trainer, "GatePhaseCallback", Spy)
         branch = train_branch(recipe, corpus, dense, tmp_path / "sp-kv", SP_KV, device="cpu")
-        moved = [not torch.equal(a, b) for a, b in zip(history, history[1:], strict=False)]
+        moved = [not torch.equal(a, b) for a, b in pairwise(history)]
         assert moved == [True] * 5 + [False] * 2  # 8 steps, 6 of them soft
         assert branch.density is not None
         assert 0.0 <= branch.density <= 1.0

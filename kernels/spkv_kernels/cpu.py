@@ -35,17 +35,16 @@ def attention(
         raise ValueError("q: the cpu backend takes float64, float32 and bfloat16; found torch.float16")
     if len(set(windows)) == 1:
         return _one_window(q, k, v, windows[0], log_utility, keep, scale)
-    batch, heads, length, size = k.shape
-    group = q.shape[1] // heads
-    q = q.unflatten(1, (heads, group))
+    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    grouped = q.reshape(q.shape[0], heads, group, *q.shape[2:])
     parts: list[Tensor] = []
     order: list[int] = []
     for window in sorted(set(windows)):
         members = [h for h, w in enumerate(windows) if w == window]
         gate = log_utility[:, members] if log_utility is not None else None
         kept = keep[:, members] if keep is not None else None
-        out = _one_window(q[:, members].flatten(1, 2), k[:, members], v[:, members], window, gate, kept, scale)
-        parts.append(out.unflatten(1, (len(members), group)))
+        out = _one_window(grouped[:, members].flatten(1, 2), k[:, members], v[:, members], window, gate, kept, scale)
+        parts.append(out.reshape(out.shape[0], len(members), group, *out.shape[2:]))
         order += members
     inverse = sorted(range(heads), key=order.__getitem__)
     return torch.cat(parts, 1)[:, inverse].flatten(1, 2)
@@ -62,11 +61,11 @@ def _one_window(
 ) -> Tensor:
     out: Tensor
     if window >= q.shape[2]:
-        out = _Causal.apply(q, k, v, scale)
+        out = _Causal.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
         if log_utility is not None and log_utility.requires_grad:
             out = out + 0.0 * log_utility.sum()  # a gradient of zeros rather than none
         return out
-    out = _Windowed.apply(q, k, v, log_utility, keep, window, scale)
+    out = _Windowed.apply(q, k, v, log_utility, keep, window, scale)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -79,7 +78,8 @@ class _Causal(torch.autograd.Function):
         out, lse = _flash(*_grouped(q, k, v), is_causal=True, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale = scale
-        return out.reshape(q.shape)
+        result: Tensor = out.reshape(q.shape)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -137,7 +137,7 @@ class _Windowed(torch.autograd.Function):
         head_out, head_lse, head_grad = (_by_group(x[:, :, :window], k.shape[1]) for x in (out, lse, grad))
         first = _flash_backward(head_grad, *head, head_out, head_lse, 0.0, True, scale=scale)
         dq[:, :, :window] = first[0].reshape(*q.shape[:2], window, -1)
-        rows = [x[:, :, window:] for x in (grad, q, out, lse)]
+        rows = (grad[:, :, window:], q[:, :, window:], out[:, :, window:], lse[:, :, window:])
         near_dq, dk, dv = _band_backward(*rows, k, v, window, scale)
         dk[:, :, :window] += _shared(first[1], k[:, :, :window])
         dv[:, :, :window] += _shared(first[2], v[:, :, :window])

@@ -178,16 +178,18 @@ def _heldout_blocks(
     corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> TokenBlocks:
     """Documents come in the order of their content hash, so that a limit takes an even sample."""
-    if not (folder / "heldout.npz").is_file():
+    file = folder / f"heldout-{config.max_heldout_tokens}.npz"
+    if not file.is_file():
         kept_out = sorted((d for d in corpus if is_heldout(d, config.heldout)), key=lambda d: d.id)
-        limit = config.max_heldout_tokens
-        _write(folder / "heldout.npz", build_blocks(kept_out, tokenizer, config.block_size, limit, "held-out text"))
-    return _read(folder / "heldout.npz")
+        _write(file, build_blocks(kept_out, tokenizer, config.block_size, config.max_heldout_tokens, "held-out text"))
+    return _read(file)
 
 
 def _key(corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Names the cache folder: everything that decides the training blocks."""
     key = hashlib.sha256()
-    for part in (*(d.id + d.domain for d in corpus), _fingerprint(tokenizer), config.model_dump_json()):
+    settings = f"{config.block_size} {config.heldout}"
+    for part in (*(d.id + d.domain for d in corpus), _fingerprint(tokenizer), settings):
         key.update(part.encode())
     return key.hexdigest()[:16]
 

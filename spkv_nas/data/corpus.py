@@ -68,10 +68,7 @@ def _read(source: Any, base: Path) -> Iterator[Document]:
         yield from _read_path(Path(source), base, {})
         return
     options = {key: value for key, value in source.model_dump().items() if value is not None}
-    if "path" in options:
-        found = _read_path(Path(options["path"]), base, options)
-    else:
-        found = _read_dataset(options)
+    found = _read_path(Path(options["path"]), base, options) if "path" in options else _read_dataset(options)
     yield from islice(found, options.get("max_documents"))
 
 

@@ -149,7 +149,7 @@ def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedMod
     base: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
     gates = GateConfig(**section["gates"]) if section.get("gates") else None
 
-    class Restored(base):  # type: ignore[misc, valid-type]
+    class Restored(base):
         _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -52,6 +52,13 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
 
 
+def layer_predictor(layer: nn.Module) -> UtilityPredictor | None:
+    """The predictor of an attention layer; None if the layer has no gates."""
+    predictor = getattr(layer, "utility_predictor", None)
+    assert predictor is None or isinstance(predictor, UtilityPredictor)
+    return predictor
+
+
 def layer_state(layer: nn.Module) -> LayerState:
     """The hook state of a layer that ``attention_layers`` gave."""
     state = layer.spkv
@@ -65,7 +72,7 @@ def layer_state(layer: nn.Module) -> LayerState:
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     state = layer_state(layer)
     extra: dict[str, Any] = {"spkv_state": state}
-    predictor = getattr(layer, "utility_predictor", None)
+    predictor = layer_predictor(layer)
     if predictor is not None and state.mode != "open":
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         extra["spkv_gate"] = gate_from_logits(predictor(hidden_states), state.mode, state.tau, state.anneal)
@@ -89,9 +96,9 @@ def _attention_function(
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
     state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
     gate = kwargs.get("spkv_gate")
-    out = attention(
-        query,
-        key,
+    out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
+        query.to(value.dtype),
+        key.to(value.dtype),
         value,
         window=_window(state, query),
         log_utility=gate.log_utility if gate else None,
@@ -250,8 +257,8 @@ def _hook_layers(model: PreTrainedModel) -> None:
 
 def install(layer: nn.Module, state: LayerState) -> None:
     """Put the hook and its state on one attention layer."""
-    layer.spkv = state
-    layer._spkv_handle = layer.register_forward_pre_hook(_pre_hook, with_kwargs=True)
+    layer.spkv = state  # type: ignore[assignment]  # a plain attribute, not a submodule
+    layer._spkv_handle = layer.register_forward_pre_hook(_pre_hook, with_kwargs=True)  # type: ignore[assignment]
 
 
 def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
@@ -351,7 +358,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
 def detach(model: PreTrainedModel) -> None:
     """Remove gates, windows and hooks: the model is what it was before ``attach_gates`` or ``apply_layout``."""
     for layer in attention_layers(model).values():
-        layer._spkv_handle.remove()
+        layer._spkv_handle.remove()  # type: ignore[union-attr, operator]
         del layer.spkv, layer._spkv_handle
         if hasattr(layer, "utility_predictor"):
             del layer.utility_predictor

@@ -1,23 +1,19 @@
-"""Geometry of the page's inline SVG: where each mark goes. The template draws, nothing here knows HTML.
-
-Lengths are SVG user units. Charts are drawn narrow (400 wide), so that their text stays readable when a phone
-scales them down.
-"""
+"""Geometry of the page's inline SVG: where each mark goes. The template draws, nothing here knows HTML."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
-from matplotlib.ticker import MaxNLocator
 
 from spkv_nas.density import DensityTable
 from spkv_nas.layout import Layout
+from spkv_nas.report.geometry import HEIGHT, LETTER, WIDTH, Axis, Chart, Dot, make_axis, place_labels
 from spkv_nas.report.summary import (
     FULL_ATTENTION,
     SP_KV,
@@ -29,70 +25,6 @@ from spkv_nas.report.summary import (
     signed,
     versus_full,
 )
-
-WIDTH, HEIGHT = 400, 280
-LETTER = 6.6  # width of one letter of a label, on average
-LINE = 15  # height of a label
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A linear scale from data (``low`` to ``high``) to user units (``start`` to ``stop``)."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-    title: str
-    ticks: tuple[tuple[float, str], ...]
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
-
-
-@dataclass(frozen=True)
-class Dot:
-    """A mark at (x, y); ``kind`` chooses its shape, ``error`` is the vertical extent of its error bar."""
-
-    x: float
-    y: float
-    kind: str
-    tip: str = ""
-    error: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Text:
-    """A label; ``leader`` is where a thin line leads from it, when it had to move away from its mark."""
-
-    x: float
-    y: float
-    text: str
-    anchor: str = "start"
-    leader: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One chart: axes and marks, in user units. ``description`` says in words what there is to see."""
-
-    name: str
-    title: str
-    description: str
-    x: Axis
-    y: Axis
-    height: float = HEIGHT
-    width: float = WIDTH
-    grid: bool = True
-    bands: list[str] = field(default_factory=list)  # paths
-    lines: list[tuple[int, str]] = field(default_factory=list)  # (style, points)
-    bars: list[tuple[float, float, float, float, str]] = field(default_factory=list)  # x, y, width, height, tip
-    dots: list[Dot] = field(default_factory=list)
-    texts: list[Text] = field(default_factory=list)
-    legend: list[str] = field(default_factory=list)  # names of the lines, by style
-    rules: list[tuple[float, str]] = field(default_factory=list)  # (x, label) of a vertical line
 
 
 @dataclass(frozen=True)
@@ -191,7 +123,7 @@ def nll_chart(comparison: pd.DataFrame) -> Chart | None:
     low = float((known["delta_nll_percent"] - errors).min())
     high = float((known["delta_nll_percent"] + errors).max())
     x = _percent_axis("Density coverage, % of the reference's density")
-    y = _axis(min(low, 0.0), max(high, 0.0), HEIGHT - 48, 14, "NLL increase over full attention, %")
+    y = make_axis(min(low, 0.0), max(high, 0.0), HEIGHT - 48, 14, "NLL increase over full attention, %")
     dots = []
     for _, row in known.iterrows():
         delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
@@ -228,8 +160,8 @@ def budget_chart(inputs: Inputs) -> Chart | None:
     if curve is None:
         return None
     names = [str(name) for name in curve.columns if name != "budget"]
-    x = _axis(0, inputs.table.num_heads, 56, WIDTH - 16, "Budget, global KV heads", exact=True)
-    y = _axis(0, 100, HEIGHT - 48, 14, "Density coverage, %")
+    x = make_axis(0, inputs.table.num_heads, 56, WIDTH - 16, "Budget, global KV heads", exact=True)
+    y = make_axis(0, 100, HEIGHT - 48, 14, "Density coverage, %")
     lines = []
     for style, name in enumerate(names):
         known = curve[["budget", name]].dropna().to_numpy()
@@ -264,7 +196,7 @@ def domain_chart(table: DensityTable) -> Chart:
     row = 44
     height = 62 + row * len(profile)
     left = min(150.0, 22 + LETTER * max(len(short(name, 18)) for name in profile["domain"]))
-    x = _axis(0, 1, left, WIDTH - 16, "Density, share of tokens kept")
+    x = make_axis(0, 1, left, WIDTH - 16, "Density, share of tokens kept")
     ticks = tuple((float(i), short(name, 18)) for i, name in enumerate(profile["domain"]))
     y = Axis(-0.5, len(profile) - 0.5, 8, height - 48, "", ticks)
     dots = []
@@ -292,8 +224,8 @@ def position_chart(table: DensityTable) -> Chart | None:
     if profile is None:
         return None
     end = float(profile["end"].max())
-    x = _axis(0, end, 56, WIDTH - 16, "Position of the token in its block", exact=True)
-    y = _axis(0, 1, HEIGHT - 48, 14, "Density, share of tokens kept")
+    x = make_axis(0, end, 56, WIDTH - 16, "Position of the token in its block", exact=True)
+    y = make_axis(0, 1, HEIGHT - 48, 14, "Density, share of tokens kept")
     centre = [x(v) for v in (profile["start"] + profile["end"]) / 2]
     upper = list(zip(centre, map(y, profile["high"]), strict=True))
     lower = list(zip(centre, map(y, profile["low"]), strict=True))
@@ -313,10 +245,10 @@ def position_chart(table: DensityTable) -> Chart | None:
                 px,
                 py,
                 "small",
-                f"tokens {row.start:,.0f} to {row.end - 1:,.0f}\nmean {row.mean:.3f}\n"
-                f"80 % of heads: {row.low:.3f} to {row.high:.3f}",
+                f"tokens {row['start']:,.0f} to {row['end'] - 1:,.0f}\nmean {row['mean']:.3f}\n"
+                f"80 % of heads: {row['low']:.3f} to {row['high']:.3f}",
             )
-            for (px, py), row in zip(mean, profile.astype(float).itertuples(name="Row"), strict=True)
+            for (px, py), (_, row) in zip(mean, profile.iterrows(), strict=True)
         ],
     )
 
@@ -324,8 +256,8 @@ def position_chart(table: DensityTable) -> Chart | None:
 def histogram_chart(table: DensityTable) -> Chart:
     """How many heads have which density, in 20 bins."""
     counts, edges = np.histogram(table.density, bins=20, range=(0, 1))
-    x = _axis(0, 1, 56, WIDTH - 16, "Density, share of tokens kept")
-    y = _axis(0, float(counts.max()), HEIGHT - 48, 26, "KV heads")  # room above for the mean
+    x = make_axis(0, 1, 56, WIDTH - 16, "Density, share of tokens kept")
+    y = make_axis(0, float(counts.max()), HEIGHT - 48, 26, "KV heads")  # room above for the mean
     bars = [
         (x(low) + 1, y(count), x(high) - x(low) - 2, y(0) - y(count), f"{low:.2f} to {high:.2f}: {count} heads")
         for count, low, high in zip(counts.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True)
@@ -342,65 +274,13 @@ def histogram_chart(table: DensityTable) -> Chart:
     )
 
 
-def place_labels(
-    marks: Sequence[tuple[float, float]],
-    names: Sequence[str],
-    within: Box,
-    *,
-    reach: Sequence[float],
-    letter: float = LETTER,
-    line: float = LINE,
-) -> list[Text]:
-    """Labels beside their marks that cover neither another label nor a mark: the nearest free place, greedily.
-
-    All lengths in one unit, y downward. ``reach`` is how far each mark's error bar reaches up and down. A label that
-    finds no free place keeps its first one.
-    """
-    extent = [max(7.0, bar) for bar in reach]
-    taken: list[Box] = [(x - 7, y - e, x + 7, y + e) for (x, y), e in zip(marks, extent, strict=True)]
-    labels = []
-    for (x, y), name in zip(marks, names, strict=True):
-        boxes = [
-            (left, y + shift - line / 2, left + letter * len(name), y + shift + line / 2)
-            for shift in (0.0, *(sign * k * line for k in range(1, 9) for sign in (-1, 1)))
-            for left in (x + 10, x - 10 - letter * len(name))
-        ]
-        inside = [box for box in boxes if within[0] <= box[0] and within[1] <= box[1]]
-        inside = [box for box in inside if box[2] <= within[2] and box[3] <= within[3]] or boxes[:1]
-        box = next((box for box in inside if not any(_overlap(box, other) for other in taken)), inside[0])
-        taken.append(box)
-        middle = (box[1] + box[3]) / 2
-        moved = (x, y) if abs(middle - y) > line * 0.6 else None
-        right = box[0] > x
-        labels.append(Text(box[0] if right else box[2], middle, name, "start" if right else "end", moved))
-    return labels
-
-
 def jitter(index: int) -> float:
     """A fixed offset in [-0.28, 0.28] that keeps neighbours apart (multiples of the golden ratio, modulo 1)."""
     return ((index * 0.6180339887) % 1 - 0.5) * 0.56
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
-
-
 def _percent_axis(title: str) -> Axis:
     return Axis(-3, 106, 56, WIDTH - 16, title, tuple((float(v), str(v)) for v in range(0, 101, 20)))
-
-
-def _axis(low: float, high: float, start: float, stop: float, title: str, *, exact: bool = False) -> Axis:
-    """An axis with round ticks that reaches the next tick beyond the data, or with ``exact`` ends at the data."""
-    if high <= low:
-        high = low + 1.0
-    locator = MaxNLocator(nbins=6 if exact else 5, steps=[1, 2, 2.5, 5, 10], integer=high - low > 3)
-    values = [float(value) for value in locator.tick_values(low, high)]
-    if exact:
-        values = [value for value in values if low <= value <= high]
-    else:
-        low, high = values[0], values[-1]
-    ticks = tuple((value, f"{round(value, 10):g}".replace("-", "\N{MINUS SIGN}")) for value in values)
-    return Axis(low, high, start, stop, title, ticks)
 
 
 def _points(points: Sequence[tuple[float, float]]) -> str:

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from spkv_nas.density import DensityTable
 from spkv_nas.files import write_atomic
-from spkv_nas.report.charts import jitter, place_labels
+from spkv_nas.report.charts import jitter
+from spkv_nas.report.geometry import place_labels
 from spkv_nas.report.summary import (
     FULL_ATTENTION,
     SP_KV,

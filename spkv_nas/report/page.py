@@ -32,7 +32,6 @@ from spkv_nas.report.summary import (
     findings,
     is_layout,
     number,
-    short,
     signed,
     widest_layout,
 )
@@ -87,10 +86,10 @@ def _render(inputs: Inputs, figures: list[str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(px=_px, csp_hash=_csp_hash, short=short)
+    environment.filters.update(px=_px, csp_hash=_csp_hash, tie=_tie)
     table = inputs.table
     nll = None if inputs.comparison is None else charts.nll_chart(inputs.comparison)
-    pages: str = environment.get_template("template.html.j2").render(
+    page: str = environment.get_template("template.html.j2").render(
         version=__version__,
         table=table,
         findings=findings(inputs),
@@ -100,7 +99,6 @@ def _render(inputs: Inputs, figures: list[str]) -> str:
         scale=charts.scale_stops(),
         layouts=list(_layouts(inputs)),
         rows=_comparison_rows(inputs),
-        one_seed=inputs.comparison is not None and bool((inputs.comparison["num_seeds"] == 1).any()),
         result_charts=[chart for chart in (nll, charts.budget_chart(inputs)) if chart],
         density_charts=[
             chart
@@ -112,7 +110,7 @@ def _render(inputs: Inputs, figures: list[str]) -> str:
         downloads=_downloads(inputs),
         figures=figures,
     )
-    return pages
+    return page
 
 
 def _facts(inputs: Inputs) -> list[tuple[str, str]]:
@@ -160,7 +158,7 @@ def _comparison_rows(inputs: Inputs) -> list[_Row]:
     for index, row in comparison.iterrows():
         error = row["delta_nll_standard_error"]
         delta = signed(row["delta_nll_percent"]) + ("" if math.isnan(error) else f" ± {error:.3f}")
-        group = int(groups[index])  # type: ignore[call-overload]
+        group = int(groups[index])
         cells = (
             number(row["num_global"], 0),
             number(row["density_percent"], 1),
@@ -235,6 +233,11 @@ def _safe_cell(value: Any) -> Any:
 def _px(value: float) -> str:
     """A length in user units, to a tenth."""
     return f"{value:.1f}".removesuffix(".0")
+
+
+def _tie(sentence: str) -> str:
+    """No line break before a percent sign nor around a plus-minus."""
+    return sentence.replace(" %", "\N{NO-BREAK SPACE}%").replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 
 def _csp_hash(content: str) -> str:

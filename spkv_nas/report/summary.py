@@ -84,7 +84,7 @@ def _check_comparison(comparison: pd.DataFrame) -> pd.DataFrame:
     checked["strategy"] = checked["strategy"].astype(str)
     reference = checked["strategy"] == FULL_ATTENTION
     checked.loc[reference, "delta_nll_percent"] = checked.loc[reference, "delta_nll_percent"].fillna(0.0)
-    checked["note"] = checked["note"].fillna("").astype(str) if "note" in checked else ""
+    checked["note"] = checked["note"].astype(object).fillna("").astype(str) if "note" in checked else ""
     return checked
 
 
@@ -168,7 +168,12 @@ def findings(inputs: Inputs) -> list[str]:
     if inputs.comparison is not None:
         layouts = contenders(inputs.comparison)
         if not layouts.empty:
-            return [*_result(layouts, inputs.table), *_ranking(layouts), *_reference(inputs.comparison)]
+            return [
+                *_result(layouts, inputs.table),
+                *_ranking(layouts),
+                *_correlation(inputs.summary),
+                *_reference(inputs.comparison),
+            ]
     return _before_training(inputs)
 
 
@@ -193,9 +198,8 @@ def _result(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
     if math.isnan(error):
         return [*sentences, f"{ahead}; no standard error is known, so the order of these two is open."]
     verdict = "more than" if lead > 2 * error else "too close to call at less than"
-    seeds = layouts[["num_seeds"]].iloc[:2].eq(1).any(axis=None)
-    caution = " Trained with one seed, so the spread between training runs is not known." if seeds else ""
-    return [*sentences, f"{ahead}, {verdict} two combined standard errors (one is {error:.3f}).{caution}"]
+    noise = f"{verdict} two combined standard errors (one is {error:.3f})"
+    return [*sentences, f"{ahead}, {noise}; the spread between training runs is not in these errors."]
 
 
 def _ranking(layouts: pd.DataFrame) -> list[str]:
@@ -210,7 +214,7 @@ def _ranking(layouts: pd.DataFrame) -> list[str]:
     right = [pair for pair in pairs if _agrees(*pair)]
     clear = [pair for pair in pairs if _is_clear(*pair)]
     clear_right = sum(_agrees(*pair) for pair in clear)
-    widest = known.loc[known["coverage_percent"].idxmax()]
+    widest = known.sort_values("coverage_percent", ascending=False, kind="stable").iloc[0]
     best = known.iloc[0]
     top = (
         f"It also has the highest density coverage, {widest['coverage_percent']:.1f} %"
@@ -225,6 +229,18 @@ def _ranking(layouts: pd.DataFrame) -> list[str]:
         else ", but no pair is more than two combined standard errors apart"
     )
     return [f"{top}; {ranks}{noise}."]
+
+
+def _correlation(summary: Mapping[str, Any]) -> list[str]:
+    """The rank correlation recorded in ``comparison.yaml``: keys rho, layouts."""
+    recorded = summary.get("rank_correlation")
+    if not isinstance(recorded, Mapping) or not isinstance(recorded.get("rho"), int | float):
+        return []
+    over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
+    return [
+        f"Spearman's rank correlation of coverage and NLL increase{over} is {signed(recorded['rho'], 2)}; "
+        f"{signed(-1, 0)} would be a perfect ranking."
+    ]
 
 
 def _reference(comparison: pd.DataFrame) -> list[str]:

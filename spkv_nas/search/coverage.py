@@ -25,19 +25,27 @@ def coverage(table: DensityTable, layout: Layout) -> float:
             f"layout '{layout.strategy}' is for {layout.num_layers} layers x {layout.num_kv_heads} KV heads, "
             f"the density table '{table.name}' has {table.num_layers} x {table.num_kv_heads}"
         )
-    total = table.density.sum()
+    return float(table.density[layout.global_mask].sum() / _total(table))
+
+
+def coverage_curve(table: DensityTable) -> pd.DataFrame:
+    """Best possible and expected random coverage for every budget: columns budget, densest, random.
+
+    Raises:
+        UserError: no head keeps anything.
+    """
+    descending = np.sort(table.density.ravel())[::-1]
+    budget = np.arange(1, descending.size + 1)
+    return pd.DataFrame(
+        {"budget": budget, "densest": descending.cumsum() / _total(table), "random": budget / descending.size}
+    )
+
+
+def _total(table: DensityTable) -> float:
+    total = float(table.density.sum())
     if total == 0.0:
         raise UserError(
             f"no head of density table '{table.name}' keeps anything at tau = {table.tau:g}, so coverage is undefined\n"
             "choose a smaller tau"
         )
-    return float(table.density[layout.global_mask].sum() / total)
-
-
-def coverage_curve(table: DensityTable) -> pd.DataFrame:
-    """Best possible and expected random coverage for every budget: columns budget, densest, random."""
-    descending = np.sort(table.density.ravel())[::-1]
-    budget = np.arange(1, descending.size + 1)
-    return pd.DataFrame(
-        {"budget": budget, "densest": descending.cumsum() / descending.sum(), "random": budget / descending.size}
-    )
+    return total

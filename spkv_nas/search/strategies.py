@@ -13,10 +13,16 @@ Mask = NDArray[np.bool_]
 
 
 def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
-    """A: global layers evenly spread from layer 0 to the last (21 layers, 6 global: 0, 4, 8, 12, 16, 20)."""
+    """A: layer 0, every p-th after it, and the last (21 layers, 6 global: 0, 4, 8, 12, 16, 20).
+
+    Evenly spread from the first layer to the last where no period p gives the number of layers.
+    """
     count = nearest_layers(num_layers, num_kv_heads, budget)
     if count == 1:  # the last layer is global in both patterns
         return _layers([num_layers - 1], num_layers, num_kv_heads)
+    periodic = _periodic(num_layers, count, local_first=False)
+    if periodic:
+        return _layers(periodic, num_layers, num_kv_heads)
     spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return _layers(spread.tolist(), num_layers, num_kv_heads)
 
@@ -26,6 +32,9 @@ def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
     count = nearest_layers(num_layers, num_kv_heads, budget)
     if count == 1:
         return _layers([num_layers - 1], num_layers, num_kv_heads)
+    periodic = _periodic(num_layers, count, local_first=True)
+    if periodic:
+        return _layers(periodic, num_layers, num_kv_heads)
     spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     ends = [int(layer) - 1 for layer in spread[1:]]  # the layer before each global layer of A but the first
     return _layers([*ends, num_layers - 1], num_layers, num_kv_heads)
@@ -50,6 +59,15 @@ def sparsest(density: NDArray[np.float64], budget: int) -> Mask:
 def nearest_layers(num_layers: int, num_kv_heads: int, budget: int) -> int:
     """Number of whole layers whose heads come nearest to the budget, at least one."""
     return min(num_layers, max(1, round(budget / num_kv_heads)))
+
+
+def _periodic(num_layers: int, count: int, *, local_first: bool) -> list[int] | None:
+    """``count`` layers at the smallest fixed period, the last layer among them; None where no period gives it."""
+    for period in range(1, num_layers):
+        layers = {*range(period - 1 if local_first else 0, num_layers, period), num_layers - 1}
+        if len(layers) == count:
+            return sorted(layers)
+    return None
 
 
 def _layers(layers: list[int], num_layers: int, num_kv_heads: int) -> Mask:

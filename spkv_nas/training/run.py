@@ -90,7 +90,7 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The recipe's model with fresh weights (``model.config``), its vocabulary taken from the tokenizer."""
-    options = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
+    options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
     try:

@@ -260,7 +260,7 @@ def write_train_log(state: TrainerState, path: Path) -> None:
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
     """Save AdamW's moments by parameter name, so that branches with other parameter groups can start from them."""
-    names = {p: name for name, p in model.named_parameters()}
+    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():

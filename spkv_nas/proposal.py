@@ -37,9 +37,13 @@ def propose(
         num_random: how many random layouts.
 
     Raises:
-        UserError: the budget is not 1 to the number of heads.
+        UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window below 1.
     """
     heads = parse_budget(budget, table.num_heads)
+    if seed < 0 or num_random < 0:
+        raise UserError(f"seed and number of random layouts must be at least 0; found {seed} and {num_random}")
+    if window is None:
+        window = table.window or DEFAULT_WINDOW
     shape = (table.num_layers, table.num_kv_heads)
     masks = {
         "interleaved-first": strategies.interleaved_first(*shape, heads),
@@ -50,7 +54,7 @@ def propose(
     }
     layouts = {}
     for name, mask in masks.items():
-        layout = Layout.from_mask(mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)
+        layout = Layout.from_mask(mask, window=window, strategy=name)
         provenance = {
             "probe": table.name,
             "budget": heads,

@@ -22,7 +22,7 @@ from spkv_nas.density import DensityTable, LogitHistogram
 from spkv_nas.errors import UserError
 from spkv_nas.model.checkpoint import gate_config
 from spkv_nas.model.gates import threshold_logit
-from spkv_nas.model.hook import attention_layers, layer_state, set_gate_mode
+from spkv_nas.model.hook import attention_layers, layer_predictor, layer_state, set_gate_mode
 
 NUM_POSITION_BUCKETS = 16
 BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
@@ -102,24 +102,26 @@ class _Collector:
         layers = list(attention_layers(model).values())
         self._heads = layer_state(layers[0]).num_kv_heads
         self._layers = len(layers)
-        self._gated = [i for i, layer in enumerate(layers) if hasattr(layer, "utility_predictor")]
         shape = (len(self._domains), self._layers, self._heads)
         self._num_bins = round(2 * BIN_LIMIT / BIN_WIDTH) + 2
         device = model.device
         length = blocks.block_size
         self._buckets = min(NUM_POSITION_BUCKETS, length)
         self._bucket_of = torch.arange(length, device=device) * self._buckets // length
-        zeros = [torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3)]
+        zeros = torch.zeros(shape, dtype=torch.float64, device=device)
         self._stats = _Statistics(
-            *zeros,
-            bins=torch.zeros(shape + (self._num_bins,), dtype=torch.int64, device=device).flatten(),
+            kept=zeros,
+            kept_squared=zeros.clone(),
+            kept_times_tokens=zeros.clone(),
+            bins=torch.zeros((*shape, self._num_bins), dtype=torch.int64, device=device).flatten(),
             position=torch.zeros(self._layers, self._heads, self._buckets, dtype=torch.float64, device=device),
             tokens=np.zeros(len(self._domains), dtype=np.int64),
             tokens_squared=np.zeros(len(self._domains)),
             documents=[set() for _ in self._domains],
         )
         self._open: tuple[int, Tensor, int] | None = None  # last document: number, kept [L, H], tokens
-        self._handles = [layers[i].utility_predictor.register_forward_hook(self._hook(i)) for i in self._gated]
+        gated = [(i, layer_predictor(layer)) for i, layer in enumerate(layers)]
+        self._handles = [p.register_forward_hook(self._hook(i)) for i, p in gated if p is not None]
 
     def begin(self, start: int, stop: int) -> None:
         """Prepare for the blocks ``start:stop``."""

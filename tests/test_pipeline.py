@@ -1,0 +1,263 @@
+"""The commands, as a person runs them: the whole path on a tiny recipe, and what they say about bad input."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from conftest import tiny_model
+
+from spkv_nas.cli import main
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.hook import apply_layout
+from spkv_nas.recipe import Recipe
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """Run a command that must fail as a user's mistake; its message."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(a) for a in arguments])
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return " ".join(message.split())
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return tmp_path / "workspace"
+
+
+def test_the_whole_path(
+    recipe_file: Path,
+    workspace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = ["--workspace", str(workspace)]
+    main(["probe", str(recipe_file), *place])
+    main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *place])
+    assert "coverage" in capsys.readouterr().out
+    main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
+    main(["report", "--probe", "tiny", *place])
+    rows = pd.read_csv(workspace / "reports" / "tiny" / "comparison.csv").set_index("strategy")
+    assert set(rows.index) == {
+        "full-attention", "sp-kv", "interleaved-first", "interleaved-last", "random-0", "densest", "sparsest",
+    }  # fmt: skip
+    assert rows.loc["densest", "coverage_percent"] >= rows["coverage_percent"].drop(["full-attention", "sp-kv"]).max()
+    assert rows.loc["full-attention", ["density_percent", "coverage_percent"]].tolist() == [100.0, 100.0]
+    page = (workspace / "reports" / "tiny" / "index.html").read_text()
+    assert "densest" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    monkeypatch.setattr("spkv_nas.training.run._train", lambda *_: pytest.fail("trained again"))
+    main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
+    checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"
+    text = recipe_file.parent / "text" / "code"
+    main(["probe", "--model", str(checkpoint), "--data", str(text), "--name", "mine", "--block-size", "32", *place])
+    assert (workspace / "probes" / "mine" / "density.csv").is_file()
+
+
+def test_help_is_quick_to_import() -> None:
+    """--help must not wait for torch or transformers."""
+    code = "import sys, spkv_nas.cli; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestExport:
+    layerwise = Layout(("GG", "LL", "LL", "GG"), window=6)
+
+    def export(self, folder: Path) -> None:
+        main(["export", f"{folder}/layout.yaml", "--model", f"{folder}/dense", "--out", f"{folder}/out"])
+
+    def test_a_layerwise_hybrid_loads_with_plain_transformers(
+        self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor
+    ) -> None:
+        """In a process that never imports spkv_nas: the same logits, and the same greedy text with a cache."""
+        model = tiny_model()
+        save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
+        self.layerwise.write(tmp_path / "layout.yaml")
+        main(
+            [
+                "export",
+                str(tmp_path / "layout.yaml"),
+                "--model",
+                str(tmp_path / "dense"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        apply_layout(model, self.layerwise)
+        with torch.no_grad():
+            expected = model(input_ids=tokens).logits
+        text = model.generate(tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        torch.save({"tokens": tokens, "logits": expected, "text": text}, tmp_path / "expected.pt")
+        code = f"""
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "out")!r})
+expected = torch.load({str(tmp_path / "expected.pt")!r})
+logits = model(input_ids=expected["tokens"]).logits
+assert torch.allclose(logits, expected["logits"], atol=1e-5), (logits - expected["logits"]).abs().max()
+text = model.generate(expected["tokens"], max_new_tokens=12, do_sample=False, pad_token_id=0)
+assert torch.equal(text, expected["text"])
+assert not [m for m in sys.modules if m.startswith(("spkv_nas", "spkv_kernels"))]
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral", "smollm3"])
+    def test_other_families(self, family: str, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor) -> None:
+        model = tiny_model(family)
+        save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
+        self.layerwise.write(tmp_path / "layout.yaml")
+        main(
+            [
+                "export",
+                str(tmp_path / "layout.yaml"),
+                "--model",
+                str(tmp_path / "dense"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        apply_layout(model, self.layerwise)
+        stock, _ = load(tmp_path / "out")
+        with torch.no_grad():
+            assert torch.allclose(stock(input_ids=tokens).logits, model(input_ids=tokens).logits, atol=1e-5)
+
+    def test_a_mixed_layout_says_that_it_has_no_stock_form(
+        self, tmp_path: Path, tiny_tokenizer: object, tokens: torch.Tensor, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = tiny_model()
+        save(model, tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
+        mixed = Layout(("GL", "LL", "LL", "GG"), window=6)
+        mixed.write(tmp_path / "layout.yaml")
+        main(
+            [
+                "export",
+                str(tmp_path / "layout.yaml"),
+                "--model",
+                str(tmp_path / "dense"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        assert "layers 0 mix global and local heads" in " ".join(capsys.readouterr().out.split())
+        apply_layout(model, mixed)
+        restored, _ = load(tmp_path / "out")
+        with torch.no_grad():
+            assert torch.equal(restored(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+    def test_a_folder_with_files_is_left_alone(
+        self, tmp_path: Path, tiny_tokenizer: object, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.layerwise.write(tmp_path / "layout.yaml")
+        message = fails(capsys, "export", tmp_path / "layout.yaml", "--model", "x", "--out", tmp_path)
+        assert "not an empty folder" in message
+
+
+class TestBadInput:
+    """One clear message, exit 2, nothing existing changed."""
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (None, "recipe not found"),
+            ("name: [", "not valid YAML: line 1"),
+            ("- a\n- b\n", "expected a mapping"),
+            ("name: x\nname: y\n", "duplicate or unusable key 'name'"),
+            ("name: x\nmodel: {path: a}\ndata: {sources: [b], block_sise: 4}\n", "did you mean 'block_size'?"),
+            ("name: x\nmodel: {path: a}\ndata: {sources: []}\n", "data.sources"),
+            ("name: x\nmodel: {path: a}\ndata: {sources: [b]}\ngates: {tau: 1.5}\n", "gates.tau"),
+            ("name: x\nmodel: {path: a}\ndata: {sources: [b]}\nbranch: {steps: true}\n", "branch.steps"),
+            ("name: x\nmodel: {path: a}\ndata: {sources: [b]}\nbranch: {learning_rate: .nan}\n", "learning_rate"),
+            ("name: ../x\nmodel: {path: a}\ndata: {sources: [b]}\n", "key 'name'"),
+            ("name: x\ndata: {sources: [b]}\n", "key 'model' is missing"),
+        ],
+    )
+    def test_recipes(
+        self, content: str | None, message: str, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "recipe.yaml"
+        if content is not None:
+            file.write_text(content)
+        assert message in fails(capsys, "probe", file, "--workspace", workspace)
+
+    def test_text(self, recipe_file: Path, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        text = recipe_file.parent / "text"
+        shutil.rmtree(text)
+        assert "text source not found" in fails(capsys, "train", recipe_file, "--workspace", workspace)
+        text.mkdir()
+        assert "no .txt" in fails(capsys, "train", recipe_file, "--workspace", workspace)
+        (text / "empty.txt").write_text("  \n")
+        assert "empty" in fails(capsys, "train", recipe_file, "--workspace", workspace)
+        for number in range(9):
+            (text / f"{number}.txt").write_text(f"{number}")
+        assert "fewer than one block of 32" in fails(capsys, "train", recipe_file, "--workspace", workspace)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--budget", "0"], "budget 0"),
+            (["--budget", "-3"], "budget -3"),
+            (["--budget", "7"], "the model has 6"),
+            (["--budget", "many"], "not a number of KV heads"),
+            (["--tau", "0.7"], "no histogram"),
+            (["--tau", "1.7"], "[0, 1]"),
+        ],
+    )
+    def test_proposals(
+        self, options: list[str], message: str, tmp_path: Path, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        table = tmp_path / "mine.csv"
+        table.write_text("layer,kv_head,density\n" + "".join(f"{i},{j},0.{i}{j}\n" for i in range(3) for j in (0, 1)))
+        main(["propose", "--probe", str(table), "--budget", "2", "--workspace", str(workspace)])
+        capsys.readouterr()
+        before = {p: p.read_bytes() for p in workspace.rglob("*") if p.is_file()}
+        assert message in fails(capsys, "propose", "--probe", table, "--budget=2", *options, "--workspace", workspace)
+        assert {p: p.read_bytes() for p in workspace.rglob("*") if p.is_file()} == before
+
+    def test_a_layout_for_another_model(
+        self, tmp_path: Path, tiny_tokenizer: object, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save(tiny_model(), tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
+        Layout(("GLG",) * 4, window=6).write(tmp_path / "layout.yaml")
+        message = fails(
+            capsys, "export", tmp_path / "layout.yaml", "--model", tmp_path / "dense", "--out", tmp_path / "out"
+        )
+        assert "the layout is for 4 layers x 3 KV heads, the model has 4 layers x 2 KV heads" in message
+        assert not (tmp_path / "out").exists()
+
+    def test_a_model_without_gates(
+        self, recipe_file: Path, tmp_path: Path, tiny_tokenizer: object, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")  # type: ignore[arg-type]
+        options = ["--data", recipe_file.parent / "text", "--workspace", tmp_path / "w"]
+        assert "no gates" in fails(capsys, "probe", "--model", tmp_path / "dense", *options)
+        assert "--tau must lie in [0, 1]" in fails(
+            capsys, "probe", "--model", tmp_path / "dense", "--tau", "2", *options
+        )
+
+    def test_a_workspace_that_cannot_be_written(
+        self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").write_text("in the way")
+        message = fails(capsys, "train", recipe_file, "--workspace", tmp_path / "file")
+        assert "cannot be written" in message
+        assert "--workspace" in message
+
+    def test_nothing_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "run spkv-nas probe first" in fails(capsys, "report", "--workspace", workspace)
+
+
+def test_a_recipe_that_cannot_close_its_gates_warns(recipe: Recipe) -> None:
+    assert recipe.warnings() == [] or "hardly" in recipe.warnings()[0]
+    slow = recipe.model_copy(update={"gates": recipe.gates.model_copy(update={"bias": 5.0})})
+    assert "gates can hardly close" in slow.warnings()[0]

@@ -1,0 +1,343 @@
+"""The report: what it says, that nothing in it can act, and that its figures are the same every time."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spkv_nas.density import DensityTable
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.report import write_report
+from spkv_nas.report.charts import heatmap, nll_chart
+from spkv_nas.report.geometry import place_labels
+from spkv_nas.report.page import safe_csv
+from spkv_nas.report.summary import Inputs, budget_curve, domain_profile, findings, position_profile
+
+DENSITY = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
+HOSTILE = "<script>alert(1)</script>"
+QUOTED = "\"'><img src=x onerror=alert(1)>"
+VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br"}
+
+
+def make_table(domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any) -> DensityTable:
+    rows = [
+        {
+            "layer": layer,
+            "kv_head": head,
+            "domain": domain,
+            "density": density[layer, head],
+            "num_tokens": 1000 * (number + 1),
+            "num_documents": 10,
+            "standard_error": 0.01 if number else np.nan,
+        }
+        for number, domain in enumerate(domains)
+        for layer, head in np.ndindex(density.shape)
+    ]
+    return DensityTable("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
+
+
+def make_positions() -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"layer": layer, "kv_head": head, "start": start, "end": start + 8, "density": 0.1 * head + start / 100}
+            for layer in range(4)
+            for head in range(2)
+            for start in (0, 8)
+        ]
+    )
+
+
+def make_layouts(*names: str) -> dict[str, Layout]:
+    grids = [("GL", "LG", "LL", "LL"), ("LL", "LL", "LL", "GG"), ("LG", "LL", "GL", "LL")]
+    return {name: Layout(heads, 8, name, {"seed": None}) for name, heads in zip(names, grids, strict=False)}
+
+
+def make_comparison(**columns: list[Any]) -> pd.DataFrame:
+    frame = pd.DataFrame(
+        {
+            "strategy": ["full-attention", "sp-kv", "densest", "last", "spread"],
+            "density_percent": [100.0, 42.5, 25.0, 25.0, 25.0],
+            "coverage_percent": [100.0, 100.0, 47.1, 35.3, 2.9],
+            "nll": [2.0, 2.001, 2.004, 2.006, 2.01],
+            "delta_nll_percent": [np.nan, 0.05, 0.2, 0.3, 0.5],
+            "delta_nll_standard_error": [np.nan, 0.01, 0.01, 0.01, 0.01],
+            "num_global": [np.nan, np.nan, 2, 2, 2],
+            "num_seeds": 1,
+            "steps": 100,
+            "note": [np.nan, "", "", "", ""],
+        }
+    )
+    return frame.assign(**columns)
+
+
+def say(comparison: pd.DataFrame | None, layouts: dict[str, Layout] | None = None, **summary: Any) -> str:
+    return " ".join(findings(Inputs.check(make_table(), layouts or {}, comparison, summary)))
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, texts by element, and a check that tags close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.stack: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, [])
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.stack:
+            self.texts[self.stack[-1]].append(data)
+
+    def all(self, *tags: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.elements if tag in tags]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report in which every name that a user chooses is hostile."""
+    folder = tmp_path_factory.mktemp("report")
+    names = (HOSTILE, QUOTED, "=cmd()$a_b$\x07 漢字")
+    table = make_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
+    write_report(
+        folder,
+        table=replace(table, name=HOSTILE),
+        layouts=make_layouts(*names),
+        comparison=make_comparison(strategy=["full-attention", "sp-kv", *names], note=["", "", HOSTILE, QUOTED, "+1"]),
+        summary={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return Page((folder / "index.html").read_text(encoding="utf-8"))
+
+
+def test_page_holds_one_script_and_style_each_allowed_by_its_hash(page: Page) -> None:
+    policy = next(meta["content"] for meta in page.all("meta") if "http-equiv" in meta) or ""
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        (content,) = page.texts[tag]
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+        assert "innerHTML" not in content
+
+
+def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
+    assert not page.all("img", "link", "iframe", "object", "use", "foreignobject")
+    for _, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "style")]
+    for link in page.all("a"):
+        assert re.match(r"data:text/csv|[a-z-]+\.(png|svg)$", link["href"] or "")
+
+
+def test_names_appear_as_text(page: Page) -> None:
+    assert any(HOSTILE in text for text in page.texts["th"])
+    assert any(QUOTED in text for text in page.texts["h3"])
+    assert any(HOSTILE in text for text in page.texts["dd"])
+    assert any("<script>" in (group.get("data-tip") or "") for group in page.all("g"))
+
+
+def test_page_is_accessible(page: Page) -> None:
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    references = [
+        name
+        for _, attributes in page.elements
+        for key in ("aria-labelledby", "aria-describedby")
+        for name in (attributes.get(key) or "").split()
+    ]
+    assert set(references) <= set(ids)
+    for svg in page.all("svg"):
+        assert svg.get("aria-hidden") == "true" or (svg.get("role") and svg.get("aria-labelledby"))
+    assert all("scope" in cell for cell in page.all("th"))
+    assert all("aria-labelledby" in table for table in page.all("table"))
+    assert len(page.texts["h1"]) == 1
+    assert page.all("html")[0]["lang"] == "en"
+
+
+def test_global_heads_are_marked_by_shape(page: Page) -> None:
+    outlines = [rect for rect in page.all("rect") if rect.get("class") == "chosen"]
+    assert len(outlines) == sum(layout.num_global for layout in make_layouts("a", "b", "c").values())
+
+
+def test_downloads_hold_no_formula(page: Page) -> None:
+    links = {
+        link["download"]: unquote(link["href"] or "").split(",", 1)[1] for link in page.all("a") if "download" in link
+    }
+    assert sorted(links) == ["comparison.csv", "density.csv"]
+    assert "'=cmd()" in links["comparison.csv"]
+    assert "'+1" in links["comparison.csv"]
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", " =1", "\t=1"], ids=repr)
+def test_csv_cells_that_act_are_quoted(text: str) -> None:
+    frame = pd.DataFrame({text: [text, "plain"], "delta": [-0.5, 1.0]})
+    read = pd.read_csv(pd.io.common.StringIO(safe_csv(frame)), skipinitialspace=False)
+    assert read.columns[0] == f"'{text}"
+    assert read.iloc[:, 0].tolist() == [f"'{text}", "plain"]
+    assert read["delta"].tolist() == [-0.5, 1.0]
+
+
+def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path: Path) -> None:
+    names = {"density", "layouts", "coverage-nll", "coverage-budget", "domains", "positions", "histogram"}
+    files = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
+    assert {path.name for path in folder.iterdir()} == {"index.html"} | files
+    for path in folder.glob("*.svg"):
+        root = ElementTree.parse(path).getroot()
+        assert not [element for element in root.iter() if element.tag.endswith(("script", "date"))]
+        links = [value for element in root.iter() for key, value in element.attrib.items() if key.endswith("href")]
+        assert all(link.startswith(("#", "data:image/png")) for link in links)
+    table = make_table()
+    for run in ("one", "two"):
+        write_report(tmp_path / run, table=table, layouts=make_layouts("densest"), comparison=make_comparison())
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
+
+
+def test_report_without_training_or_layouts(tmp_path: Path) -> None:
+    closed = make_table(density=np.zeros((4, 2)))
+    text = write_report(tmp_path, table=closed, layouts={}).read_text(encoding="utf-8")
+    Page(text)
+    assert "the 8 KV heads keep 0.0\u00a0% of the tokens" in text
+    assert "Caution." in text
+    assert not (tmp_path / "coverage-nll.svg").exists()
+
+
+def test_result_comes_first() -> None:
+    text = say(make_comparison(), rank_correlation={"rho": -1.0, "p_value": 0.0, "layouts": 3})
+    assert text.startswith(
+        "densest has the lowest NLL of 3 layouts with 2 of 8 KV heads global: 2.0040 nats per token, "
+        "0.200 ± 0.010 % above full attention."
+    )
+    assert "The next, last, is 0.100 percentage points behind, more than two combined standard errors" in text
+    assert "It also has the highest density coverage, 47.1 %; coverage puts 3 of 3 pairs" in text
+    assert "over 3 layouts is \N{MINUS SIGN}1.00" in text
+    assert "keeps 42.5 % of the tokens and is 0.050 ± 0.010 % above full attention" in text
+
+
+def test_close_result_is_called_close() -> None:
+    text = say(make_comparison(delta_nll_standard_error=[np.nan, 0.1, 0.3, 0.3, 0.3]))
+    assert "too close to call at less than two combined standard errors" in text
+    assert "but no pair is more than two combined standard errors apart" in text
+
+
+def test_wrong_ranking_is_said() -> None:
+    text = say(make_comparison(coverage_percent=[100.0, 100.0, 2.9, 35.3, 47.1]))
+    assert "The highest density coverage, 47.1 %, is that of spread; coverage puts 0 of 3 pairs" in text
+    assert "and 0 of the 3 that are more than two combined standard errors apart" in text
+
+
+def test_layouts_of_another_budget_do_not_compete() -> None:
+    text = say(make_comparison(num_global=[np.nan, np.nan, 4, 2, 2]))
+    assert text.startswith("last has the lowest NLL of 2 layouts with 2 of 8 KV heads global")
+
+
+def test_missing_values_are_no_claims(tmp_path: Path) -> None:
+    comparison = make_comparison()[["strategy", "nll"]]
+    assert say(comparison) == "densest has the lowest NLL of 3 layouts: 2.0040 nats per token."
+    unfinished = comparison.assign(nll=[2.0, *[np.nan] * 4])
+    layouts = make_layouts("densest", "last")
+    assert "None has been trained yet" in say(unfinished, layouts)
+    assert "densest has the highest density coverage: 47.1 %" in say(unfinished, layouts)
+    page = write_report(tmp_path, table=make_table(), layouts=layouts, comparison=unfinished)
+    text = page.read_text(encoding="utf-8")
+    assert "—" in text
+    assert not re.search(r"\bnan\b", text)
+
+
+@pytest.mark.parametrize(
+    ("comparison", "message"),
+    [
+        (pd.DataFrame({"nll": [1.0]}), "column 'strategy' is missing"),
+        (make_comparison(strategy=["a", None, "b", "c", "d"]), "line 3: the strategy has no name"),
+        (make_comparison(nll=[1.0, 2.0, "much", 1.0, 1.0]), "line 4: nll is 'much'; expected a number"),
+    ],
+    ids=["no-strategy", "no-name", "no-number"],
+)
+def test_unreadable_comparison_is_named(comparison: pd.DataFrame, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        say(comparison)
+
+
+def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 layers x 2 KV heads"):
+        write_report(tmp_path / "out", table=make_table(), layouts={"small": Layout(("GL",), 8, "small")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_colours_are_cividis_from_zero_to_one() -> None:
+    cells = {(cell.layer, cell.head): cell for cell in heatmap(make_table()).cells}
+    assert (cells[0, 0].fill, cells[0, 0].ink) == ("#fee838", "#000")
+    assert (cells[0, 1].fill, cells[0, 1].ink) == ("#00224e", "#fff")
+    assert cells[1, 1].tip == "Layer 1, KV head 1: density 0.600\n1,000 tokens"
+
+
+def test_error_bars_reach_one_standard_error() -> None:
+    comparison = Inputs.check(make_table(), {}, make_comparison(), None).comparison
+    assert comparison is not None
+    chart = nll_chart(comparison)
+    assert chart is not None
+    dot = next(dot for dot in chart.dots if dot.tip.startswith("densest"))
+    assert dot.x == pytest.approx(chart.x(47.1))
+    assert dot.error == pytest.approx((chart.y(0.19), chart.y(0.21)))
+
+
+def test_labels_cover_no_mark_and_no_other_label() -> None:
+    marks = [(100.0 + 3 * i, 100.0 + 2 * (i % 3)) for i in range(7)]
+    texts = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), reach=[9.0] * 7)
+    width, height = 8 * 6.6, 15
+    left = [text.x - (width if text.anchor == "end" else 0) for text in texts]
+    for i in range(7):
+        for k in range(i):
+            assert abs(left[i] - left[k]) >= width - 1e-6 or abs(texts[i].y - texts[k].y) >= height - 1e-6
+        for x, y in marks:
+            assert not (left[i] < x < left[i] + width and abs(texts[i].y - y) < height / 2)
+
+
+def test_budget_curve_ends_at_everything() -> None:
+    curve = budget_curve(make_table())
+    assert curve is not None
+    assert curve.iloc[-1, 1:].tolist() == pytest.approx([1.0] * 4)
+    assert curve["interleaved-last"].notna().tolist() == [False, True] * 4
+    assert curve.loc[1, "interleaved-last"] == pytest.approx(1.2 / 3.4)  # one layer: the last
+    assert (curve["densest"] >= curve["random"] - 1e-12).all()
+
+
+def test_profiles() -> None:
+    table = make_table(("code", "docs"), positions=make_positions())
+    domains = domain_profile(table)
+    assert domains["agreement"].tolist() == pytest.approx([1.0, 1.0])
+    assert domains["num_tokens"].tolist() == [1000, 2000]
+    positions = position_profile(table)
+    assert positions is not None
+    assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])
+    assert (positions["low"] <= positions["mean"]).all()
+    assert position_profile(make_table()) is None
