@@ -91,7 +91,7 @@ def _read_path(path: Path, base: Path, options: Mapping[str, Any]) -> Iterator[D
             yield from _rows(_load_table(file), file.name, domain, options)
             continue
         try:
-            yield Document(file.read_text(encoding="utf-8"), domain, str(file.relative_to(path.parent)))
+            yield Document(file.read_text(encoding="utf-8"), domain, str(file.relative_to(path)) if path.is_dir() else file.name)
         except (UnicodeDecodeError, OSError):
             unreadable += 1
     if unreadable == len(files):

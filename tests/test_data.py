@@ -1,0 +1,146 @@
+"""Text: sources, a split by content that leaks nothing, tokenizers and token blocks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from spkv_nas.data import stdlib
+from spkv_nas.data.blocks import build_blocks, load_heldout, load_split, train_tokenizer
+from spkv_nas.data.corpus import Document, documents, heldout
+from spkv_nas.data.tokenizer import END_OF_TEXT, train_bpe
+from spkv_nas.errors import UserError
+from spkv_nas.recipe import Recipe, SourceConfig
+
+
+def read(*sources: object, base: Path) -> list[Document]:
+    return list(documents(sources, base))
+
+
+class TestSources:
+    def test_a_folder_gives_its_files_with_the_folder_as_domain(self, tmp_path: Path) -> None:
+        for name in ("prose/b.txt", "prose/a.md", "code/c.py", "code/skip.bin"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(f"text of {name}")
+        found = read(str(tmp_path), base=tmp_path)
+        assert [(d.name, d.domain) for d in found] == [
+            ("code/c.py", "code"),
+            ("prose/a.md", "prose"),
+            ("prose/b.txt", "prose"),
+        ]
+
+    def test_duplicates_and_empty_documents_are_left_out(self, tmp_path: Path) -> None:
+        for name, text in (("a.txt", "same"), ("b.txt", "same"), ("c.txt", " \n"), ("d.txt", "other")):
+            (tmp_path / name).write_text(text)
+        assert [d.text for d in read(".", base=tmp_path)] == ["same", "other"]
+
+    def test_json_lines_and_parquet(self, tmp_path: Path) -> None:
+        rows = [{"text": "one", "domain": "web"}, {"text": "two", "domain": None}]
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pd.DataFrame({"body": ["three"], "kind": ["books"]}).to_parquet(tmp_path / "b.parquet")
+        parquet = SourceConfig(path="b.parquet", text_field="body", domain_field="kind")
+        found = read("a.jsonl", parquet, base=tmp_path)
+        assert [(d.text, d.domain) for d in found] == [("one", "web"), ("two", tmp_path.name), ("three", "books")]
+
+    def test_the_recipe_can_say_the_domain_and_a_limit(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+        found = read(SourceConfig(path="a.jsonl", domain="mine", max_documents=2), base=tmp_path)
+        assert [(d.text, d.domain) for d in found] == [("one", "mine"), ("two", "mine")]
+
+    def test_errors_say_what_was_found(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('{"body": "one", "id": 3}\n')
+        with pytest.raises(UserError, match="found fields body, id"):
+            read("a.jsonl", base=tmp_path)
+        with pytest.raises(UserError, match="not found"):
+            read("missing", base=tmp_path)
+        with pytest.raises(UserError, match="cannot load data set 'no/such-set'"):
+            read(SourceConfig(dataset="no/such-set"), base=tmp_path)
+        (tmp_path / "broken.parquet").write_bytes(b"not parquet")
+        with pytest.raises(UserError, match="cannot read"):
+            read("broken.parquet", base=tmp_path)
+
+    def test_unreadable_files_are_counted_in_one_warning(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+        (tmp_path / "b.txt").write_text("fine")
+        with pytest.warns(UserWarning, match="skipped 1 files"):
+            assert len(read(str(tmp_path), base=tmp_path)) == 1
+
+    def test_the_standard_library_has_its_domains(self) -> None:
+        found = [(domain, name) for _, domain, name in stdlib.texts()]
+        assert {"code", "docs"} <= {domain for domain, _ in found}
+        assert ("code", "argparse.py") in found
+        assert not [name for _, name in found if "site-packages" in name]
+
+    @pytest.mark.parametrize(
+        ("path", "domain"),
+        [("json/decoder.py", "code"), ("test/test_os.py", "tests"), ("encodings/cp1252.py", "tables")],
+    )
+    def test_domains_by_path(self, path: str, domain: str) -> None:
+        assert stdlib.domain(Path(path)) == domain
+
+
+class TestSplit:
+    def test_a_document_never_moves(self) -> None:
+        texts = [f"document {i}" for i in range(2000)]
+        small = {t for t in texts if heldout(Document(t, "a", "x"), 0.1)}
+        assert small == {t for t in reversed(texts) if heldout(Document(t, "other", "y"), 0.1)}
+        assert small < {t for t in texts if heldout(Document(t, "a", "x"), 0.2)}
+        assert 0.07 < len(small) / 2000 < 0.13
+
+    def test_held_out_documents_do_not_leak(self, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
+        tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
+        train, kept_out = load_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
+        assert not {d.id for d in train.documents} & {d.id for d in kept_out.documents}
+        assert train.domains == kept_out.domains == ("code", "prose")
+        again = load_heldout(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
+        assert np.array_equal(again.tokens, kept_out.tokens)
+
+    def test_the_tokenizer_never_sees_held_out_text(
+        self, recipe: Recipe, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen: list[str] = []
+        monkeypatch.setattr("spkv_nas.data.blocks.train_bpe", lambda texts, size: seen.extend(texts))
+        train_tokenizer(recipe.data, 280, recipe_file.parent)
+        kept_out = [d for d in documents(recipe.data.sources, recipe_file.parent) if heldout(d, recipe.data.heldout)]
+        assert kept_out
+        assert not {d.text for d in kept_out} & set(seen)
+
+
+class TestTokenizer:
+    def test_the_same_texts_give_the_same_tokenizer(self) -> None:
+        texts = ["the quick brown fox", "jumps over the lazy dog"] * 3
+        one, two = train_bpe(texts, 270), train_bpe(texts, 270)
+        assert one.get_vocab() == two.get_vocab()
+
+    def test_any_text_survives(self) -> None:
+        tokenizer = train_bpe(["plain words"], 270)
+        text = "tabs\tünïcode 漢字 \x00 end"
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert tokenizer.eos_token == END_OF_TEXT
+
+
+class TestBlocks:
+    def documents(self, *texts: str) -> list[Document]:
+        return [Document(text, f"d{i % 2}", f"n{i}") for i, text in enumerate(texts)]
+
+    def test_every_token_knows_its_document(self, tiny_tokenizer: object) -> None:
+        blocks = build_blocks(self.documents("abc", "de", "fgh"), tiny_tokenizer, 4)  # type: ignore[arg-type]
+        assert blocks.tokens.shape == (2, 4)  # 11 tokens with separators; the last 3 do not fill a block
+        assert blocks.document.tolist() == [[0, 0, 0, 0], [1, 1, 1, 2]]
+        assert blocks.domains == ("d0", "d1")
+
+    def test_halves_share_no_document(self, tiny_tokenizer: object) -> None:
+        blocks = build_blocks(self.documents(*(f"text {i} " * 9 for i in range(20))), tiny_tokenizer, 8)  # type: ignore[arg-type]
+        first, second = blocks.halves()
+        assert not set(first.document.ravel()) & set(second.document.ravel())
+        assert first.num_blocks > 5
+
+    def test_too_little_text(self, tiny_tokenizer: object) -> None:
+        with pytest.raises(UserError, match="empty"):
+            build_blocks([], tiny_tokenizer, 4)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match="4 tokens, fewer than one block of 64"):
+            build_blocks(self.documents("abc"), tiny_tokenizer, 64)  # type: ignore[arg-type]

@@ -1,0 +1,118 @@
+"""Probing: the counts are those of a plain loop over tokens, and other thresholds follow from the histogram."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_model
+from test_model import scatter_gates
+from transformers import PreTrainedModel
+
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.density import DensityTable
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.nll import document_nll, paired_difference
+from spkv_nas.model.gates import GateConfig, predictors, threshold_logit
+from spkv_nas.model.hook import attach_gates, set_gate_mode
+from spkv_nas.probing import probe
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = tiny_model()
+    attach_gates(model, GateConfig(window=6, hidden_size=16))
+    scatter_gates(model)
+    return model
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """9 blocks of 32 tokens; 12 documents of 24 tokens in two domains, so that documents cross blocks."""
+    tokens = np.random.default_rng(0).integers(3, 97, size=(9, 32)).astype(np.int32)
+    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, 32)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12)))
+
+
+def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.ndarray:
+    """[N, L, Hkv, T] utility logits with hard gates at tau."""
+    seen: list[torch.Tensor] = []
+    handles = [p.register_forward_hook(lambda _m, _a, out: seen.append(out)) for p in predictors(model).values()]
+    set_gate_mode(model, "hard", tau)
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(blocks.tokens.astype(np.int64)))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen, 1).numpy()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 9])
+@pytest.mark.parametrize("tau", [0.3, 0.5])
+def test_counts_are_those_of_a_plain_loop(
+    model: PreTrainedModel, blocks: TokenBlocks, tau: float, batch_size: int
+) -> None:
+    table = probe(model, blocks, tau, batch_size=batch_size)
+    kept = all_logits(model, blocks, tau) >= threshold_logit(tau)
+    assert 0.1 < kept.mean() < 0.9
+    assert np.allclose(table.density, kept.mean((0, 3)), atol=1e-6)
+    for name, domain in (("a", 0), ("b", 1)):
+        mine = blocks.document % 2 == domain
+        expected = kept.transpose(1, 2, 0, 3)[:, :, mine].mean(-1)
+        assert np.allclose(table.domain_density(name), expected, atol=1e-6)
+    assert set(table.rows["num_documents"]) == {6}
+    assert table.rows["num_tokens"].sum() == 9 * 32 * 8
+    assert table.positions is not None
+    by_position = table.positions.pivot(index=["layer", "kv_head"], columns="start", values="density").to_numpy()
+    assert np.allclose(by_position, kept.mean(0).reshape(8, 16, 2).mean(-1), atol=1e-6)
+
+
+def test_standard_errors_take_documents_as_clusters(model: PreTrainedModel, blocks: TokenBlocks) -> None:
+    table = probe(model, blocks, 0.5, batch_size=2)
+    kept = (all_logits(model, blocks, 0.5) >= 0).transpose(1, 2, 0, 3).reshape(4, 2, -1)
+    per_document = kept.reshape(4, 2, 12, 24).sum(-1)[:, :, ::2]  # domain a
+    mean = per_document.sum(-1) / (6 * 24)
+    residual = per_document - 24 * mean[..., None]
+    expected = np.sqrt((residual**2).sum(-1) * 6 / 5) / (6 * 24)
+    found = table.rows[table.rows["domain"] == "a"]["standard_error"].to_numpy().reshape(4, 2)
+    assert np.allclose(found, expected, atol=1e-6)
+
+
+def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path) -> None:
+    table = probe(model, blocks, 0.5)
+    logits = all_logits(model, blocks, 0.5)
+    table.write(tmp_path)
+    stored = DensityTable.read(tmp_path)
+    for tau in (0.1, 0.35, 0.8):
+        exact = (logits >= threshold_logit(tau)).mean((0, 3))
+        assert np.allclose(table.at_tau(tau).density, exact, atol=0.02)
+        assert np.allclose(stored.at_tau(tau).density, exact, atol=0.02)
+    assert table.at_tau(table.tau_for_density(0.25)).mean == pytest.approx(0.25, abs=0.01)
+
+
+def test_a_model_without_gates(blocks: TokenBlocks) -> None:
+    with pytest.raises(UserError, match="no gates"):
+        probe(tiny_model(), blocks)
+
+
+class TestEvaluation:
+    def test_nll_by_document(self, blocks: TokenBlocks) -> None:
+        model = tiny_model()
+        found = document_nll(model, blocks, batch_size=4)
+        tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
+        with torch.no_grad():
+            loss = model(input_ids=tokens, labels=tokens).loss
+        assert found.mean == pytest.approx(float(loss), rel=1e-5)
+        assert found.num_tokens.sum() == 9 * 31
+
+    def test_a_model_against_itself(self, blocks: TokenBlocks) -> None:
+        nll = document_nll(tiny_model(), blocks)
+        assert paired_difference(nll, nll) == paired_difference(nll, nll).__class__(0.0, 0.0)
+
+    def test_a_constant_difference_has_no_error(self, blocks: TokenBlocks) -> None:
+        nll = document_nll(tiny_model(), blocks)
+        shifted = type(nll)(nll.total + 0.01 * nll.mean * nll.num_tokens, nll.num_tokens)
+        change = paired_difference(shifted, nll)
+        assert change.percent == pytest.approx(1.0)
+        assert change.standard_error == pytest.approx(0.0, abs=1e-9)
