@@ -81,7 +81,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable) or key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"duplicate or unusable key {key!r}", key_node.start_mark
@@ -91,9 +91,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _FLOAT = r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"
-_StrictLoader.add_implicit_resolver(  # type: ignore[no-untyped-call]
-    "tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789.")
-)
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -91,9 +91,11 @@ def _read_path(path: Path, base: Path, options: Mapping[str, Any]) -> Iterator[D
             yield from _rows(_load_table(file), file.name, domain, options)
             continue
         try:
-            yield Document(file.read_text(encoding="utf-8"), domain, str(file.relative_to(path)) if path.is_dir() else file.name)
+            text = file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             unreadable += 1
+            continue
+        yield Document(text, domain, file.name if file == path else str(file.relative_to(path)))
     if unreadable == len(files):
         raise UserError(f"none of the {len(files)} files in {path} is readable UTF-8 text")
     if unreadable:
