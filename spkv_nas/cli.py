@@ -252,7 +252,7 @@ def _show_proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.Dat
         )
     out.print(shown)
     spread = random_spread(rows)
-    if spread is not None:
+    if spread is not None and spread[1] > 0:
         out.print(
             f"random layouts: coverage {100 * spread[0]:.2f} % on average, standard deviation {100 * spread[1]:.2f}"
         )

@@ -81,6 +81,18 @@ class TestFamilies:
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_more_than_ten_layers_round_trip(tokens: Tensor, tmp_path: Path, tiny_tokenizer: object) -> None:
+    """config.json sorts its keys, so layer 10 comes before layer 2: which layers had gates used to get mixed up."""
+    kinds = ["sliding_attention"] * 5 + ["full_attention"] * 7
+    model = tiny_model("gemma3_text", num_hidden_layers=12, layer_types=kinds)
+    attach_gates(model, CONFIG)
+    scatter_gates(model)
+    save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
+    restored, _ = load(tmp_path)
+    assert list(predictors(restored)) == list(predictors(model))
+    assert torch.equal(logits(model, tokens), logits(restored, tokens))
+
+
 def test_gates_learn_from_the_next_token_loss_alone(tokens: Tensor) -> None:
     model = tiny_model()
     attach_gates(model, CONFIG)

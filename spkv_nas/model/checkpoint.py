@@ -156,8 +156,10 @@ def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedMod
             super().__init__(config, *args, **kwargs)
             size = config.get_text_config().hidden_size
             kinds = getattr(config.get_text_config(), "layer_types", None) or []
-            for index, (name, saved) in enumerate(section["layers"].items()):
-                layer = self.get_submodule(name)
+            # in the model's order: config.json sorts its keys, layer 10 before layer 2
+            names = [name for name, _ in self.named_modules() if name in section["layers"]]
+            for index, name in enumerate(names):
+                layer, saved = self.get_submodule(name), section["layers"][name]
                 install(layer, LayerState(saved["num_kv_heads"], saved["native_window"]))
                 if gates is not None and kinds[index : index + 1] != ["sliding_attention"]:
                     state = layer_state(layer)
