@@ -66,9 +66,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).abs().max() / expected.abs().max().clamp_min(0.1))
 
 
-def check(given: dict[str, Tensor | None], window: int | Tensor) -> None:
-    expected = run(given, torch.float64, window=window, backend="reference")
-    found = run(given, torch.float32, window=window, backend="cpu")
+def check(given: dict[str, Tensor | None], window: int | Tensor, **options: object) -> None:
+    expected = run(given, torch.float64, window=window, backend="reference", **options)
+    found = run(given, torch.float32, window=window, backend="cpu", **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert relative_error(found[name], value) <= (2e-5 if name == "out" else 1e-4), name
@@ -80,16 +80,40 @@ def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], windo
     check(inputs(shape, gate), window)
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_compacted_hard_gates_agree(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", ["hard", "all", "nothing"])
+@pytest.mark.parametrize(("shape", "window"), SHAPES)
+def test_compacted_hard_gates_agree(
+    shape: tuple[int, int, int, int, int], window: int, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "_COMPACT_FROM", 1)
-    monkeypatch.setattr(cpu, "_CHUNK", 32)
-    check(inputs((2, 6, 2, 150, 16), gate), 20)
+    check(inputs(shape, gate), window)
+
+
+@pytest.mark.parametrize("compact_from", [1, 1 << 30], ids=["compacted", "masked"])
+def test_dead_full_and_single_key_heads_side_by_side(compact_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_COMPACT_FROM", compact_from)
+    given = inputs((2, 8, 4, 210, 16), "nothing")
+    assert given["keep"] is not None
+    given["keep"][:, 1] = True
+    given["keep"][0, 2, 0] = True
+    given["keep"][1, 3, 150] = True
+    check(given, 33)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_windows_per_head(gate: str) -> None:
-    check(inputs((2, 8, 4, 130, 16), gate), torch.tensor([16, 1 << 30, 1, 16]))
+@pytest.mark.parametrize("windows", [[16, 1 << 30, 1, 16], [130, 131, 500, 130], [129, 3, 64, 65]], ids=str)
+def test_windows_per_head(windows: list[int], gate: str) -> None:
+    check(inputs((2, 8, 4, 130, 16), gate), torch.tensor(windows))
+
+
+@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+def test_a_mask_too_large_for_all_heads_goes_in_shares(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_MASK_BYTES", 2 * 64 * 300 * 4)
+    check(inputs((3, 3, 3, 300, 8), gate), 40)
+
+
+def test_scale_replaces_the_default() -> None:
+    check(inputs((1, 4, 2, 90, 16), "soft"), 16, scale=0.7)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -104,13 +128,25 @@ def test_random_shapes(seed: int) -> None:
     check(inputs(shape, GATES[seed % len(GATES)], seed), integer(1, 200))
 
 
-@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
-def test_bfloat16_is_as_good_as_eager_bfloat16(gate: str) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_float64_is_computed_in_float64(gate: str) -> None:
     given = inputs((2, 6, 3, 160, 16), gate)
     expected = run(given, torch.float64, window=32, backend="reference")
-    found = run(given, torch.bfloat16, window=32, backend="cpu")
+    for name, value in run(given, torch.float64, window=32, backend="cpu").items():
+        assert relative_error(value, expected[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+def test_16_bit_inputs_lose_their_own_rounding_only(gate: str, dtype: torch.dtype) -> None:
+    given = {
+        name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
+        for name, x in inputs((2, 6, 3, 160, 16), gate).items()
+    }
+    expected = run(given, torch.float64, window=32, backend="reference")
+    found = run(given, dtype, window=32, backend="cpu")
     for name, value in expected.items():
-        assert relative_error(found[name], value) < 0.03, name
+        assert relative_error(found[name], value) < 2 * torch.finfo(dtype).eps, name
 
 
 def test_strided_inputs() -> None:
@@ -119,16 +155,54 @@ def test_strided_inputs() -> None:
     check(strided, 16)
 
 
-def test_unwritten_memory_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(x: Tensor, **options: object) -> Tensor:
-        return torch.full_like(x, torch.nan)
+@pytest.mark.parametrize("gate", GATES)
+def test_memory_that_nobody_wrote_does_not_show(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic mode fills every fresh tensor with NaN."""
+    monkeypatch.setattr(cpu, "_COMPACT_FROM", 1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        for window in (16, 90):
+            check(inputs((2, 4, 2, 90, 16), gate), window)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
+
+def test_runs_repeat_bitwise() -> None:
+    given = inputs((2, 6, 3, 300, 16), "soft")
+    first, second = (run(given, torch.float32, window=32, backend="cpu") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_autocast_changes_nothing() -> None:
     given = inputs((2, 4, 2, 90, 16), "soft")
-    expected = run(given, torch.float64, window=16, backend="reference")
-    monkeypatch.setattr(torch, "empty_like", poisoned)
-    found = run(given, torch.float32, window=16, backend="cpu")
-    for name, value in expected.items():
-        assert relative_error(found[name], value) < 1e-4, name
+    with torch.autocast("cpu", torch.bfloat16):
+        check(given, 16)
+
+
+def test_a_forward_in_inference_mode_leaves_training_alone() -> None:
+    """Masks are kept between calls; those made in inference mode must serve later backward passes."""
+    given = inputs((1, 2, 1, 75, 8), "soft")
+    with torch.inference_mode():
+        attention(**given, window=11, backend="cpu")  # type: ignore[arg-type]
+    check(given, 11)
+
+
+def test_a_gate_without_gradient_gets_none() -> None:
+    given = inputs((1, 2, 1, 75, 8), "soft")
+    q, k, v, log_utility = (given[name].clone() for name in ("q", "k", "v", "log_utility"))  # type: ignore[union-attr]
+    attention(q.requires_grad_(), k, v, window=11, log_utility=log_utility, backend="cpu").sum().backward()
+    assert q.grad is not None
+    assert (k.grad, log_utility.grad) == (None, None)
+
+
+@pytest.mark.parametrize("window", [20, 100])
+def test_a_utility_of_exactly_zero(window: int) -> None:
+    """Its logarithm is -inf, which times a gradient of zero was NaN."""
+    given = inputs((1, 4, 2, 100, 16), "soft")
+    assert given["log_utility"] is not None
+    given["log_utility"][:, :, ::3] = -torch.inf
+    check(given, window)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -171,7 +245,11 @@ class TestLaws:
         ({"k": torch.zeros(1, 2, 5, 8)}, r"k: expected \[1, Hkv, 6, 8\]"),
         ({"v": torch.zeros(1, 1, 6, 8)}, "v: expected the shape of k"),
         ({"q": torch.zeros(1, 3, 6, 8)}, "q: expected a multiple of k's 2 heads"),
-        ({"q": torch.zeros(1, 4, 0, 8)}, "T = 0"),
+        ({"q": torch.zeros(1, 4, 0, 8)}, r"q: expected at least one .* \(1, 4, 0, 8\)"),
+        ({"window": 2.0}, "window: expected an int or an int tensor .* 2.0"),
+        ({"scale": 0}, "scale: expected a finite number other than 0"),
+        ({"k": torch.zeros(1, 2, 6, 8, device="meta")}, "k: expected device cpu as q; found meta"),
+        ({"keep": torch.ones(1, 2, 6, device="meta").bool()}, "keep: expected device cpu"),
         ({"v": torch.zeros(1, 2, 6, 8).bfloat16()}, "v: expected torch.float32"),
         ({"keep": torch.zeros(1, 2, 6)}, "keep: expected bool"),
         ({"log_utility": torch.zeros(1, 2, 7)}, "log_utility: expected floating point"),
@@ -188,3 +266,10 @@ def test_errors_name_the_argument(change: dict[str, object], message: str) -> No
     }
     with pytest.raises(ValueError, match=message):
         attention(**{**given, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("backend", "message"), [("auto", "'auto' finds none .* meta"), ("cpu", "found meta")])
+def test_no_backend_stands_in_for_another(backend: str, message: str) -> None:
+    q = torch.zeros(1, 2, 6, 8, device="meta")
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, window=2, backend=backend)

@@ -9,6 +9,8 @@ SP-KV paper, section "Self-Pruned KV Mechanism". ``w`` counts the query's own ke
 from __future__ import annotations
 
 import importlib
+import math
+import operator
 
 import torch
 from torch import Tensor
@@ -31,14 +33,15 @@ def attention(
     """Causal attention with a local window per KV head and a gate on the keys outside it.
 
     Args:
-        q: [B, Hq, T, D], float32 or bfloat16 (float64 and float16 too on the reference backend).
+        q: [B, Hq, T, D], float64, float32, bfloat16 or float16; 16-bit inputs are computed in float32.
         k, v: [B, Hkv, T, D]; Hq is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv).
         window: visible recent keys, the query's own included: an int, or an int tensor [Hkv]. T or more is global.
-        log_utility: [B, Hkv, T], floating point, at most 0: added to the scores of keys outside the window.
-            Differentiable.
+        log_utility: [B, Hkv, T], floating point, natural logarithm of the utility (at most 0; not checked): added to
+            the scores of keys outside the window. Differentiable.
         keep: bool [B, Hkv, T]: outside the window only these keys are visible. Excludes ``log_utility``.
         scale: of the scores; 1 / sqrt(D) by default.
-        backend: "auto", "reference" or "cpu". One asked for by name never falls back to another.
+        backend: "auto" (cpu for tensors on the CPU, none yet for others), "reference" (any device) or "cpu". One asked
+            for by name never falls back to another.
 
     Returns:
         [B, Hq, T, D] in the dtype of ``q``. Without a gate every key is visible to heads whose window is T or more,
@@ -49,15 +52,26 @@ def attention(
     """
     windows = _check(q, k, v, window, log_utility, keep)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if backend == "auto":
-        if q.device.type != "cpu":
-            raise ValueError(f"backend 'auto' has none for device {q.device}; ask for backend='reference' by name")
-        backend = "cpu"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {backend!r}")
-    module = importlib.import_module(f"spkv_kernels.{backend}")
+    if scale == 0 or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
+    module = importlib.import_module(f"spkv_kernels.{_backend(backend, q.device)}")
     out: Tensor = module.attention(q, k, v, windows, log_utility, keep, scale)
     return out
+
+
+def _backend(name: str, device: torch.device) -> str:
+    if name == "auto":
+        if device.type != "cpu":
+            raise ValueError(
+                f"backend: 'auto' finds none for tensors on {device}; there are 'cpu', and 'reference' for any device "
+                "(slow, O(T^2) memory): ask for it by name"
+            )
+        return "cpu"
+    if name not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {name!r}")
+    if name == "cpu" and device.type != "cpu":
+        raise ValueError(f"backend: 'cpu' expects tensors on the CPU; found {device}")
+    return name
 
 
 def _check(
@@ -66,9 +80,9 @@ def _check(
     """Raise for what does not fit; the window of every KV head, at most T."""
     if q.ndim != 4:
         raise ValueError(f"q: expected [B, Hq, T, D]; found shape {tuple(q.shape)}")
+    if q.numel() == 0:
+        raise ValueError(f"q: expected at least one sequence, head, token and channel; found shape {tuple(q.shape)}")
     batch, query_heads, length, size = q.shape
-    if length == 0:
-        raise ValueError("q: expected at least one token; found T = 0")
     if k.ndim != 4 or (k.shape[0], *k.shape[2:]) != (batch, length, size):
         raise ValueError(f"k: expected [{batch}, Hkv, {length}, {size}]; found shape {tuple(k.shape)}")
     if v.shape != k.shape:
@@ -78,18 +92,21 @@ def _check(
         raise ValueError(f"q: expected a multiple of k's {heads} heads; found {query_heads}")
     if q.dtype not in _DTYPES:
         raise ValueError(f"q: expected a floating-point dtype; found {q.dtype}")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name}: expected {q.dtype} on {q.device} as q; found {tensor.dtype} on {tensor.device}")
     if log_utility is not None and keep is not None:
         raise ValueError("give log_utility (soft gate) or keep (hard gate), not both")
     gate_shape = (batch, heads, length)
-    if log_utility is not None and (log_utility.shape != gate_shape or not log_utility.is_floating_point()):
+    if log_utility is not None and (log_utility.shape != gate_shape or log_utility.dtype not in _DTYPES):
         raise ValueError(
             f"log_utility: expected floating point {gate_shape}; found {log_utility.dtype} {tuple(log_utility.shape)}"
         )
     if keep is not None and (keep.shape != gate_shape or keep.dtype != torch.bool):
         raise ValueError(f"keep: expected bool {gate_shape}; found {keep.dtype} {tuple(keep.shape)}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name}: expected {q.dtype} as q; found {tensor.dtype}")
+    for name, given in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
+        if given is not None and given.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q; found {given.device}")
     return _windows(window, heads, length)
 
 
@@ -99,7 +116,10 @@ def _windows(window: int | Tensor, heads: int, length: int) -> tuple[int, ...]:
             raise ValueError(f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}")
         values = tuple(int(w) for w in window.tolist())
     else:
-        values = (int(window),) * heads
+        try:
+            values = (operator.index(window),) * heads
+        except TypeError:
+            raise ValueError(f"window: expected an int or an int tensor [{heads}]; found {window!r}") from None
     if min(values) < 1:
         raise ValueError(f"window: expected 1 or more (the query's own key counts); found {min(values)}")
     return tuple(min(w, length) for w in values)

@@ -1,24 +1,34 @@
-"""CPU backend: PyTorch's flash kernel once or thrice, merged by log-sum-exp. Exact, O(T) memory, differentiable.
+"""CPU backend: PyTorch's flash kernel over chunks of the scores. Exact, O(T) memory, differentiable.
 
-The queries t >= w see two sets of keys: *near*, the window, as bands of blocks; and *far*, the keys with t - s >= w,
-which is plain causal attention of ``q[w:]`` against ``k[:T - w]`` with the gate as a bias per key. The first w
-queries see the window alone. kernels/README.md derives it.
+The kernel takes an additive mask and returns the log-sum-exp of each row. Queries go in chunks of rows; a chunk's mask
+is the gate, one bias per key, but for its last c + w - 1 keys, where window and future show. Window-only heads take
+their bands of blocks, all in one call; long sequences with hard gates gather the kept keys first.
 
-The library's backward takes the merged output and log-sum-exp, so that the partial gradients add up to the exact
-ones; ``d log u`` is a column sum of dS, read off one extra head-dim column (ones beside q, zeros beside k).
+The soft gate's gradient needs the scores outside the window apart from those inside. So its backward pass runs the
+library's over two sets of keys: the bands, and plain causal attention of ``q[w:]`` against ``k[:T - w]``. With the
+log-sum-exp of the whole row given to each, the partial gradients add up to the exact ones; ``d log u`` is a column sum
+of dS, read off one extra head-dim column (ones beside q, zeros beside k). kernels/README.md derives it.
+
+Inside, N = B * Hkv, and the G = Hq / Hkv query heads that share a KV head stay beside it: q [N, G, T, D], k [N, T, D].
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_ROWS = 64  # queries per chunk: a chunk wastes rows^2 / 2 scores; smaller ones no longer pay for their calls
+_MASK_BYTES = 64 << 20  # of one mask; more heads than fit go one after the other
+_COMPACT_FROM = 1 << 14  # elements of the keys outside the window, (T - w) D, from which gathering the kept ones pays
 
 
 def attention(
@@ -30,455 +40,401 @@ def attention(
     keep: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """See ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T."""
-    if q.dtype == torch.float16:
-        raise ValueError("q: the cpu backend takes float64, float32 and bfloat16; found torch.float16")
+    """See ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T.
+
+    16-bit inputs are computed in float32: faster here below some 1,000 tokens, and the gradients stay exact.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads = k.shape[1]
+    gate = log_utility.to(dtype) if log_utility is not None else keep
+    queries = q.to(dtype).reshape(q.shape[0], heads, -1, *q.shape[2:])
+    inputs = [queries, k.to(dtype), v.to(dtype)] + ([gate] if gate is not None else [])
     if len(set(windows)) == 1:
-        return _one_window(q, k, v, windows[0], log_utility, keep, scale)
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    grouped = q.reshape(q.shape[0], heads, group, *q.shape[2:])
-    parts: list[Tensor] = []
-    order: list[int] = []
+        return _one_window(inputs, windows[0], scale).flatten(1, 2).to(q.dtype)
+    by_head = [x.unbind(1) for x in inputs]
+    outs: dict[int, Tensor] = {}
     for window in sorted(set(windows)):
-        members = [h for h, w in enumerate(windows) if w == window]
-        gate = log_utility[:, members] if log_utility is not None else None
-        kept = keep[:, members] if keep is not None else None
-        out = _one_window(grouped[:, members].flatten(1, 2), k[:, members], v[:, members], window, gate, kept, scale)
-        parts.append(out.reshape(out.shape[0], len(members), group, *out.shape[2:]))
-        order += members
-    inverse = sorted(range(heads), key=order.__getitem__)
-    return torch.cat(parts, 1)[:, inverse].flatten(1, 2)
+        members = [head for head in range(heads) if windows[head] == window]
+        out = _one_window([torch.stack([x[head] for head in members], 1) for x in by_head], window, scale)
+        outs.update(zip(members, out.unbind(1), strict=True))
+    return torch.stack([outs[head] for head in range(heads)], 1).flatten(1, 2).to(q.dtype)
 
 
-def _one_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    log_utility: Tensor | None,
-    keep: Tensor | None,
-    scale: float,
-) -> Tensor:
-    out: Tensor
-    if window >= q.shape[2]:
-        out = _Causal.apply(q, k, v, scale)  # type: ignore[no-untyped-call]
-        if log_utility is not None and log_utility.requires_grad:
-            out = out + 0.0 * log_utility.sum()  # a gradient of zeros rather than none
-        return out
-    out = _Windowed.apply(q, k, v, log_utility, keep, window, scale)  # type: ignore[no-untyped-call]
-    return out
+def _one_window(inputs: list[Tensor], window: int, scale: float) -> Tensor:
+    """q [B, H, G, T, D], k, v [B, H, T, D] and the gate [B, H, T], if any, to [B, H, G, T, D]."""
+    q, k, v, *gate = (x.flatten(0, 1).contiguous() for x in inputs)
+    out: Tensor = _Attention.apply(q, k, v, gate[0] if gate else None, window, scale)  # type: ignore[no-untyped-call]
+    return out.view(inputs[0].shape)
 
 
-class _Causal(torch.autograd.Function):
-    """Plain causal attention; the KV heads are shared by stride, not copied."""
+class _Attention(torch.autograd.Function):
+    """q [N, G, T, D], k, v [N, T, D], gate [N, T] (log u, or bool: kept) or None to [N, G, T, D]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = _flash(*_grouped(q, k, v), is_causal=True, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.scale = scale
-        result: Tensor = out.reshape(q.shape)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        grouped = _grouped(q, k, v)
-        grad = grads[0].reshape(grouped[0].shape)
-        dq, dk, dv = _flash_backward(grad, *grouped, out, lse, 0.0, True, scale=ctx.scale)
-        return dq.reshape(q.shape), _shared(dk, k), _shared(dv, v), None
-
-
-class _Windowed(torch.autograd.Function):
-    """Window, and beyond it nothing, a soft gate or a hard gate. For w < T."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_utility: Tensor | None,
-        keep: Tensor | None,
-        window: int,
-        scale: float,
-    ) -> Tensor:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        rest = q.shape[2] - window  # queries t >= w, and equally the keys that any of them sees outside the window
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        first, first_lse = _flash(*_grouped(*(x[:, :, :window] for x in (q, k, v))), is_causal=True, scale=scale)
-        out[:, :, :window] = first.reshape(*q.shape[:2], window, -1)
-        lse[:, :, :window] = first_lse.reshape(*q.shape[:2], window)
-        near, near_lse = _band_forward(q[:, :, window:], k, v, window, scale)
-        far = _far_part(log_utility, keep, rest)
-        if far is None:
-            out[:, :, window:], lse[:, :, window:] = near, near_lse
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+        length = q.shape[2]
+        if window >= length:
+            out, lse = _masked_forward(q, k, v, None, 1, scale)
+        elif gate is None:
+            out, lse = _window_forward(q, k, v, window, scale)
+        elif _compacts(gate, k, window):
+            out, lse = _compact_forward(q, k, v, gate, window, scale)
         else:
-            keys, values = k[:, :, :rest], v[:, :, :rest]
-            far_out, far_lse = far.forward(q[:, :, window:], keys, values, scale)
-            merged = torch.logaddexp(near_lse, far_lse)
-            lse[:, :, window:] = merged
-            near_share, far_share = ((x - merged).exp_().unsqueeze(-1) for x in (near_lse, far_lse))
-            out[:, :, window:] = near * near_share + far_out * far_share
-        ctx.save_for_backward(q, k, v, log_utility, keep, out, lse)
+            out, lse = _masked_forward(q, k, v, _bias(gate, q.dtype), window, scale)
+        ctx.save_for_backward(q, k, v, gate, out, lse)
         ctx.window, ctx.scale = window, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, log_utility, keep, out, lse = ctx.saved_tensors
-        window, scale = ctx.window, ctx.scale
-        grad = grads[0].contiguous()
-        rest = q.shape[2] - window
-        dq = torch.empty_like(q)
-        head = _grouped(*(x[:, :, :window] for x in (q, k, v)))
-        head_out, head_lse, head_grad = (_by_group(x[:, :, :window], k.shape[1]) for x in (out, lse, grad))
-        first = _flash_backward(head_grad, *head, head_out, head_lse, 0.0, True, scale=scale)
-        dq[:, :, :window] = first[0].reshape(*q.shape[:2], window, -1)
-        rows = (grad[:, :, window:], q[:, :, window:], out[:, :, window:], lse[:, :, window:])
-        near_dq, dk, dv = _band_backward(*rows, k, v, window, scale)
-        dk[:, :, :window] += _shared(first[1], k[:, :, :window])
-        dv[:, :, :window] += _shared(first[2], v[:, :, :window])
-        dlog_utility = None
-        far = _far_part(log_utility, keep, rest)
-        if far is not None:
-            far_grads = far.backward(*rows, k[:, :, :rest], v[:, :, :rest], scale, ctx.needs_input_grad[3])
-            near_dq += far_grads.dq
-            dk[:, :, :rest] += far_grads.dk
-            dv[:, :, :rest] += far_grads.dv
-            if far_grads.dgate is not None:
-                dlog_utility = F.pad(far_grads.dgate, (0, window))
-        dq[:, :, window:] = near_dq
-        return dq, dk, dv, dlog_utility, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, gate, out, lse = ctx.saved_tensors
+        window, scale, wanted = ctx.window, ctx.scale, ctx.needs_input_grad[3]
+        rows = _Rows(grad.contiguous(), q, out, lse)
+        if window >= q.shape[2]:
+            dq, dk, dv, _ = _causal_backward(rows, k, v, None, scale, False)
+            return dq, dk, dv, torch.zeros_like(gate) if wanted else None, None, None
+        if gate is not None and _compacts(gate, k, window):
+            return *_compact_backward(rows, k, v, gate, window, scale), None, None, None
+        dq, dk, dv = _window_backward(rows, k, v, window, scale)
+        dgate = None
+        if gate is not None:
+            rest = q.shape[2] - window
+            bias = _bias(gate[:, :rest], q.dtype)
+            far_dq, far_dk, far_dv, dgate = _causal_backward(
+                rows.at(slice(window, None)), k[:, :rest], v[:, :rest], bias, scale, wanted
+            )
+            dq[:, :, window:] += far_dq
+            dk[:, :rest] += far_dk
+            dv[:, :rest] += far_dv
+            dgate = F.pad(dgate, (0, window)) if dgate is not None else None
+        return dq, dk, dv, dgate, None, None
 
 
-# ---------------------------------------------------------------- near: the window of the queries t >= w
+class _Rows(NamedTuple):
+    """What the library's backward wants of the queries: [N, G, S, D] but lse [N, G, S]."""
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def at(self, rows: slice) -> _Rows:
+        return _Rows(*(x[:, :, rows] for x in self))
 
 
-def _band_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows in blocks of c: q [B*Hkv, n, G*c, D], k and v [B*Hkv, n, c+w-1, D] as overlapping views, and the mask.
-
-    Row r of block i is query t = w + i c + r; key j of it is s = 1 + i c + j; visible iff r <= j <= r + w - 1.
-    """
-    batch, heads, length, size = k.shape
-    rows = length - window
-    block = _band_block_size(window, rows)
-    num_blocks = -(-rows // block)
-    group = q.shape[1] // heads
-    padding = num_blocks * block - rows
-    if padding:
-        q, k, v = (F.pad(x, (0, 0, 0, padding)) for x in (q, k, v))
-    folded = q.reshape(batch * heads, group, num_blocks, block, size).transpose(1, 2)
-    folded = folded.reshape(batch * heads, num_blocks, group * block, size)
-    span = block + window - 1
-    stride = (length + padding) * size
-
-    def bands(x: Tensor) -> Tensor:
-        return x.as_strided(
-            (batch * heads, num_blocks, span, size),
-            (stride, block * size, size, 1),
-            x.storage_offset() + size,
-        )
-
-    mask = _band_mask(block, window, group, q.dtype).expand(batch * heads, num_blocks, -1, -1)
-    return folded, bands(k), bands(v), mask
+def _bias(gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gate as scores to add."""
+    if gate.dtype != torch.bool:
+        return gate
+    return torch.zeros(gate.shape, dtype=dtype).masked_fill_(~gate, -torch.inf)
 
 
-def _band_block_size(window: int, rows: int) -> int:
-    """Queries per block: near w, where the band fills half of the scores, but neither tiny nor past 256."""
-    return min(max(window, 32), 256, rows)
+@lru_cache(maxsize=32)
+def _band(rows: int, window: int, dtype: torch.dtype) -> Tensor:
+    """[rows, rows + w - 1]: 0 where row r is within the window of key j, r <= j < r + w, and -inf elsewhere."""
+    offset = _offset(rows, window)
+    return torch.where((offset >= 0) & (offset < window), 0.0, -torch.inf).to(dtype)
 
 
-@cache
-def _band_mask(block: int, window: int, group: int, dtype: torch.dtype) -> Tensor:
-    """[G*c, c+w-1]: 0 where row r sees key j, -inf elsewhere."""
-    offset = torch.arange(block + window - 1)[None, :] - torch.arange(block)[:, None]
-    mask = torch.where((offset >= 0) & (offset < window), 0.0, -torch.inf).to(dtype)
-    return mask.repeat(group, 1)
+@lru_cache(maxsize=32)
+def _outside(rows: int, window: int) -> Tensor:
+    """[rows, rows + w - 1]: True where key j lies before the window of row r."""
+    return _offset(rows, window) < 0
 
 
-def _band_rows(x: Tensor, heads: int, block: int, num_blocks: int) -> Tensor:
-    """Rows [B, Hq, S, ...] folded into blocks as ``_band_blocks`` folds q; ``x`` is padded to n c rows."""
-    batch, query_heads = x.shape[:2]
-    tail = x.shape[3:]
-    x = x.reshape(batch * heads, query_heads // heads, num_blocks, block, *tail).transpose(1, 2)
-    return x.reshape(batch * heads, num_blocks, -1, *tail)
+def _offset(rows: int, window: int) -> Tensor:
+    return torch.arange(rows + window - 1, device="cpu")[None, :] - torch.arange(rows, device="cpu")[:, None]
 
 
-def _unfold_rows(x: Tensor, like: Tensor, block: int) -> Tensor:
-    """The inverse of ``_band_rows``: [B*Hkv, n, G*c, ...] to the shape [B, Hq, S, ...] of ``like``."""
-    folded, num_blocks = x.shape[:2]
-    batch, query_heads, rows = like.shape[:3]
-    tail = x.shape[3:]
-    x = x.reshape(folded, num_blocks, -1, block, *tail).transpose(1, 2)
-    return x.reshape(batch, query_heads, num_blocks * block, *tail)[:, :, :rows]
+# ---------------------------------------------------------------- chunks of rows under a mask
 
 
-def _band_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [B, Hq, S, D], lse [B, Hq, S]) of the S queries t >= w over their windows."""
-    folded, keys, values, mask = _band_blocks(q, k, v, window)
-    out, lse = _flash(folded, keys, values, attn_mask=mask, scale=scale)
-    block = _band_block_size(window, q.shape[2])
-    return _unfold_rows(out, q, block), _unfold_rows(lse, q, block)
-
-
-def _band_backward(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq of the rows, dk, dv of all keys) of ``_band_forward``, given the merged out and lse."""
-    heads, rows = k.shape[1], q.shape[2]
-    folded, keys, values, mask = _band_blocks(q, k, v, window)
-    block = _band_block_size(window, rows)
-    num_blocks = folded.shape[1]
-    padding = num_blocks * block - rows
-    if padding:
-        grad, out = (F.pad(x, (0, 0, 0, padding)) for x in (grad, out))
-        lse = F.pad(lse, (0, padding))
-    grad, out, lse = (_band_rows(x, heads, block, num_blocks) for x in (grad, out, lse))
-    dq, dk, dv = _flash_backward(grad, folded, keys, values, out, lse, 0.0, False, attn_mask=mask, scale=scale)
-    return _unfold_rows(dq, q, block), _overlap_add(dk, k, block, window), _overlap_add(dv, v, block, window)
-
-
-def _overlap_add(bands: Tensor, like: Tensor, block: int, window: int) -> Tensor:
-    """Sum of the overlapping bands [B*Hkv, n, c+w-1, D], band i starting at key 1 + i c, in the shape of ``like``."""
-    folded, num_blocks, span, size = bands.shape
-    pieces = -(-span // block)
-    bands = F.pad(bands, (0, 0, 0, pieces * block - span)).view(folded, num_blocks, pieces, block, size)
-    total = bands.new_zeros(folded, num_blocks + pieces - 1, block, size)
-    for piece in range(pieces):
-        total[:, piece : piece + num_blocks] += bands[:, :, piece]
-    length = like.shape[2]
-    total = F.pad(total.flatten(1, 2), (0, 0, 1, 0))[:, :length]
-    return total.view(like.shape) if total.shape[1] == length else _grow(total, like)
-
-
-def _grow(total: Tensor, like: Tensor) -> Tensor:
-    return F.pad(total, (0, 0, 0, like.shape[2] - total.shape[1])).view(like.shape)
-
-
-# ---------------------------------------------------------------- far: keys outside the window of the queries t >= w
-
-
-class _FarGradients(NamedTuple):
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dgate: Tensor | None
-
-
-class _BiasedFar(NamedTuple):
-    """All far keys, the gate as a bias per key: row r of the S rows sees keys s <= r."""
-
-    bias: Tensor  # [B, Hkv, S], float32
-    hard: bool
-
-    def _mask(self, dtype: torch.dtype, group: int) -> Tensor:
-        batch, heads, rows = self.bias.shape
-        return self.bias.reshape(batch * heads, 1, 1, rows).expand(-1, group, rows, -1)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        group = q.shape[1] // k.shape[1]
-        out, lse = _flash(*_grouped(q, k, v), is_causal=True, attn_mask=self._mask(q.dtype, group), scale=scale)
-        out, lse = out.reshape(q.shape), lse.reshape(q.shape[:3])
-        if self.hard:  # the kernel's values for rows without any key are not to be used
-            some = (self.bias == 0).cumsum(-1).bool().repeat_interleave(group, dim=1)
-            out = torch.where(some.unsqueeze(-1), out, 0.0)
-            lse = torch.where(some, lse, -torch.inf)
-        return out, lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        gate: bool,
-    ) -> _FarGradients:
-        heads, size = k.shape[1], k.shape[3]
-        group = q.shape[1] // heads
-        if gate:  # one more column: ones beside q, so that the column of dk is scale * (column sum of dS)
-            q, k, v = F.pad(q, (0, 1), value=1.0), F.pad(k, (0, 1)), F.pad(v, (0, 1))
-            grad, out = F.pad(grad, (0, 1)), F.pad(out, (0, 1))
-        grad_, out_, lse_ = (_by_group(x, heads) for x in (grad, out, lse))
-        dq, dk, dv = _flash_backward(
-            grad_,
-            *_grouped(q, k, v),
-            out_,
-            lse_,
-            0.0,
-            True,
-            attn_mask=self._mask(q.dtype, group),
-            scale=scale,
-        )
-        dq, dk, dv = dq.reshape(q.shape), _shared(dk, k), _shared(dv, v)
-        if not gate:
-            return _FarGradients(dq, dk, dv, None)
-        return _FarGradients(dq[..., :size], dk[..., :size], dv[..., :size], dk[..., size].float() / scale)
-
-
-class _CompactFar(NamedTuple):
-    """Only the kept far keys, gathered per (batch, KV head) in ascending position.
-
-    Row r sees the first ``n(r)`` of them: a staircase. Rows go in chunks; all keys that the first row of a chunk sees
-    need no mask, only those that its later rows gain do.
-    """
-
-    keep: Tensor  # bool [B, Hkv, S]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        out = torch.zeros(q.shape, dtype=q.dtype)
-        lse = torch.full(q.shape[:3], -torch.inf)
-        for at in self._staircases(q, k):
-            keys, values = k[at.batch, at.head, at.kept], v[at.batch, at.head, at.kept]
-            for part in at.parts:
-                rows = (at.batch, at.queries, slice(part.start, part.stop))
-                part_out, part_lse = _flash(
-                    q[rows][None],
-                    *(_one_head(x[part.first : part.last], at.group) for x in (keys, values)),
-                    attn_mask=part.mask(at.group),
-                    scale=scale,
-                )
-                part_out, part_lse = part_out[0], part_lse[0]
-                if part.seen is not None:
-                    part_lse = part_lse.masked_fill(part.seen == 0, -torch.inf)
-                    part_out = part_out.masked_fill((part.seen == 0).unsqueeze(-1), 0.0)
-                merged = torch.logaddexp(lse[rows], part_lse)
-                safe = merged.masked_fill(merged == -torch.inf, 0.0)
-                out[rows] = (
-                    out[rows] * (lse[rows] - safe).exp().unsqueeze(-1)
-                    + part_out * (part_lse - safe).exp().unsqueeze(-1)
-                ).to(q.dtype)
-                lse[rows] = merged
-        return out, lse
-
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        gate: bool,
-    ) -> _FarGradients:
-        assert not gate, "a hard gate has no gradient"
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for at in self._staircases(q, k):
-            keys, values = k[at.batch, at.head, at.kept], v[at.batch, at.head, at.kept]
-            dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
-            for part in at.parts:
-                rows = (at.batch, at.queries, slice(part.start, part.stop))
-                part_dq, part_dk, part_dv = _flash_backward(
-                    grad[rows][None],
-                    q[rows][None],
-                    *(_one_head(x[part.first : part.last], at.group) for x in (keys, values)),
-                    out[rows][None],
-                    lse[rows][None],
-                    0.0,
-                    False,
-                    attn_mask=part.mask(at.group),
-                    scale=scale,
-                )
-                dq[rows] += part_dq[0]
-                dkeys[part.first : part.last] += part_dk[0].sum(0)
-                dvalues[part.first : part.last] += part_dv[0].sum(0)
-            dk[at.batch, at.head, at.kept] = dkeys
-            dv[at.batch, at.head, at.kept] = dvalues
-        return _FarGradients(dq, dk, dv, None)
-
-    def _staircases(self, q: Tensor, k: Tensor) -> list[_Staircase]:
-        group = q.shape[1] // k.shape[1]
-        return [
-            _Staircase.of(self.keep[batch, head], batch, head, group)
-            for batch in range(k.shape[0])
-            for head in range(k.shape[1])
-        ]
-
-
-class _Part(NamedTuple):
-    """Rows ``start:stop`` against kept keys ``first:last``; ``seen`` [rows] of them visible, None for all."""
+class _Chunk(NamedTuple):
+    """Queries ``start:stop``. Keys from ``edge`` on need a mask of their own, earlier ones are outside the window."""
 
     start: int
     stop: int
-    first: int
-    last: int
-    seen: Tensor | None
+    edge: int
+    columns: slice  # of ``_band``: those of the keys edge:stop
 
-    def mask(self, group: int) -> Tensor | None:
-        if self.seen is None:
-            return None
-        visible = torch.arange(self.last - self.first)[None, :] < self.seen[:, None]
-        mask = torch.where(visible, 0.0, -torch.inf)
-        return mask.expand(1, group, -1, -1)
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def write_edge(self, out: Tensor, bias: Tensor, window: int) -> None:
+        """Fill ``out`` [..., rows, stop - edge] from ``bias`` [..., 1, stop - edge]."""
+        block, rows = (_ROWS, window), slice(self.stop - self.start)
+        torch.where(_outside(*block)[rows, self.columns], bias, _band(*block, out.dtype)[rows, self.columns], out=out)
 
 
-class _Staircase(NamedTuple):
-    """The kept far keys of one (batch, KV head), and the rectangles that cover what its queries see of them."""
+def _chunks(length: int, window: int) -> Iterator[_Chunk]:
+    for start in range(0, length, _ROWS):
+        stop = min(start + _ROWS, length)
+        edge = max(0, start - window + 1)
+        first = edge - (start - window + 1)
+        yield _Chunk(start, stop, edge, slice(first, first + stop - edge))
 
-    batch: int
-    head: int
-    group: int
-    queries: slice
-    kept: Tensor
-    parts: list[_Part]
+
+def _masked_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out [N, G, T, D], lse [N, G, T]); ``bias`` [N, T] is added outside the window. None and w = 1: causal."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    length = q.shape[2]
+    if bias is None:
+        bias = q.new_zeros(1, length)
+    share = max(1, _MASK_BYTES // (min(_ROWS, length) * length * q.element_size()))
+    for first in range(0, q.shape[0], share if len(bias) > 1 else q.shape[0]):
+        some = slice(first, first + share if len(bias) > 1 else None)
+        part = bias[some].unsqueeze(1)
+        mask = part.expand(-1, min(_ROWS, length), -1).contiguous()
+        done = 0
+        for chunk in _chunks(length, window):
+            mask[:, :, done : chunk.edge] = part[:, :, done : chunk.edge]  # the last chunk's edge is now far away
+            done = chunk.edge
+            visible = mask[:, : chunk.stop - chunk.start, : chunk.stop]
+            chunk.write_edge(visible[:, :, chunk.edge :], part[:, :, chunk.edge : chunk.stop], window)
+            rows = q[some, :, chunk.rows]
+            out[some, :, chunk.rows], lse[some, :, chunk.rows] = _flash(
+                rows,
+                _per_query_head(k[some, : chunk.stop], rows),
+                _per_query_head(v[some, : chunk.stop], rows),
+                attn_mask=visible.unsqueeze(1).expand(*rows.shape[:3], -1),
+                scale=scale,
+            )
+    return out, lse
+
+
+def _causal_backward(
+    rows: _Rows, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, gate: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dbias) of the S rows, of which row r sees keys 0 to r of k, v [N, S, D]; ``bias`` [N, S].
+
+    In chunks of keys, so that the kernel, which works through 512 keys at a time, skips most of the future.
+    """
+    size = k.shape[2]
+    if gate:  # one more column: ones beside q, so that the column of dk is scale * (column sum of dS)
+        grad, q, out = (F.pad(x, (0, 1), value=float(x is rows.q)) for x in rows[:3])
+        rows = _Rows(grad, q, out, rows.lse)
+        k, v = F.pad(k, (0, 1)), F.pad(v, (0, 1))
+    length = k.shape[1]
+    dq = torch.empty(0)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    step = 128 if length <= 1024 else 256
+    for start in range(0, length, step):
+        keys = slice(start, start + step)
+        seeing = rows.at(slice(start, None))
+        mask = bias[:, None, None, keys].expand(*seeing.q.shape[:3], -1) if bias is not None else None
+        part, dkeys, dvalues = _backward(seeing, k[:, keys], v[:, keys], mask, scale, causal=True)
+        if start == 0:
+            dq = part
+        else:
+            dq[:, :, start:] += part
+        torch.sum(dkeys, 1, out=dk[:, keys])
+        torch.sum(dvalues, 1, out=dv[:, keys])
+    if not gate:
+        return dq, dk, dv, None
+    return dq[..., :size], dk[..., :size], dv[..., :size], dk[..., size] / scale
+
+
+def _backward(
+    rows: _Rows, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), the last two still per query head: [N, G, n, D] for k, v [N, n, D]."""
+    keys, values = _per_query_head(k, rows.q), _per_query_head(v, rows.q)
+    dq, dk, dv = _flash_backward(
+        rows.grad, rows.q, keys, values, rows.out, rows.lse, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return dq, dk, dv
+
+
+def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """[N, n, D] as [N, G, n, D] by a stride of 0."""
+    return x.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+
+
+# ---------------------------------------------------------------- the window alone
+
+
+def _window_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """(out [N, G, T, D], lse [N, G, T]) for w < T: the first w rows are causal, the others go as bands."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    first, first_lse = _masked_forward(q[:, :, :window], k[:, :window], v[:, :window], None, 1, scale)
+    out[:, :, :window], lse[:, :, :window] = first, first_lse
+    bands = _Bands.of(q, k, window)
+    band_out, band_lse = _flash(
+        bands.fold(q[:, :, window:]), bands.keys(k), bands.keys(v), attn_mask=bands.mask(q), scale=scale
+    )
+    bands.unfold(band_out, out[:, :, window:])
+    bands.unfold(band_lse, lse[:, :, window:])
+    return out, lse
+
+
+def _window_backward(rows: _Rows, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq [N, G, T, D], dk, dv [N, T, D]) through the keys in the window; ``rows`` may know of others."""
+    dq = torch.empty_like(rows.q)
+    first = _causal_backward(rows.at(slice(window)), k[:, :window], v[:, :window], None, scale, False)
+    bands = _Bands.of(rows.q, k, window)
+    folded = [bands.fold(x[:, :, window:]) for x in rows]
+    band_dq, band_dk, band_dv = _flash_backward(
+        folded[0],
+        folded[1],
+        bands.keys(k),
+        bands.keys(v),
+        folded[2],
+        folded[3],
+        0.0,
+        False,
+        attn_mask=bands.mask(rows.q),
+        scale=scale,
+    )
+    dq[:, :, :window] = first[0]
+    bands.unfold(band_dq, dq[:, :, window:])
+    dk, dv = bands.add_up(band_dk), bands.add_up(band_dv)
+    dk[:, :window] += first[1]
+    dv[:, :window] += first[2]
+    return dq, dk, dv
+
+
+class _Bands(NamedTuple):
+    """The rows t >= w in blocks of c, each with its G query heads folded in, against c + w - 1 keys.
+
+    Row r of block i is query t = w + i c + r; key j of it is s = 1 + i c + j; visible iff r <= j < r + w.
+    """
+
+    window: int
+    length: int
+    block: int
+    number: int
 
     @classmethod
-    def of(cls, keep: Tensor, batch: int, head: int, group: int) -> _Staircase:
-        kept = keep.nonzero().flatten()
-        count = keep.cumsum(0)
-        rows = keep.shape[0]
-        parts: list[_Part] = []
-        for start in range(0, rows, _CHUNK):
-            stop = min(start + _CHUNK, rows)
-            first, last = int(count[start]), int(count[stop - 1])
-            if first:
-                parts.append(_Part(start, stop, 0, first, None))
-            if last > first:
-                parts.append(_Part(start, stop, first, last, count[start:stop] - first))
-        return cls(batch, head, group, slice(head * group, (head + 1) * group), kept, parts)
+    def of(cls, q: Tensor, k: Tensor, window: int) -> _Bands:
+        length = k.shape[1]
+        rows = length - window
+        # w / 2 wastes a third of the scores, less is no faster; from w / 8 down, gradients of shared keys fill memory
+        block = min(max(window // 2, 32), max(window // 8, 256), rows)
+        return cls(window, length, block, -(-rows // block))
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[N, G, S, ...] to [N, n, G * c, ...], zeros in rows past the end."""
+        missing = self.number * self.block - x.shape[2]
+        if missing:
+            x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, missing))
+        x = x.reshape(*x.shape[:2], self.number, self.block, *x.shape[3:])
+        return x.transpose(1, 2).flatten(2, 3)
+
+    def unfold(self, x: Tensor, out: Tensor) -> None:
+        """Copy [N, n, G * c, ...] to ``out`` [N, G, S, ...]."""
+        tail = x.shape[3:]
+        x = x.view(len(x), self.number, out.shape[1], self.block, *tail).transpose(1, 2)
+        whole, rest = divmod(out.shape[2], self.block)
+        rows = whole * self.block
+        out[:, :, :rows].view(*out.shape[:2], whole, self.block, *tail).copy_(x[:, :, :whole])
+        if rest:
+            out[:, :, rows:] = x[:, :, whole, :rest]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[N, T, D] as overlapping views [N, n, c + w - 1, D]; copied only where the last block lacks rows."""
+        missing = self.window + self.number * self.block - self.length
+        if missing:
+            x = F.pad(x, (0, 0, 0, missing))
+        return x[:, 1:].unfold(1, self.block + self.window - 1, self.block).transpose(2, 3)
+
+    def mask(self, q: Tensor) -> Tensor:
+        rows, columns = self.block * q.shape[1], self.block + self.window - 1
+        mask = _band(self.block, self.window, q.dtype).expand(q.shape[1], -1, -1).reshape(rows, columns)
+        return mask.expand(q.shape[0], self.number, -1, -1)
+
+    def add_up(self, bands: Tensor) -> Tensor:
+        """Sum of the overlapping gradients [N, n, c + w - 1, D], band i starting at key 1 + i c: [N, T, D]."""
+        pieces = torch.split(bands, self.block, dim=2)
+        blocks = self.number + len(pieces) - 1
+        total = bands.new_zeros(len(bands), 1 + blocks * self.block, bands.shape[3])
+        by_block = total[:, 1:].view(len(bands), blocks, self.block, -1)
+        for index, piece in enumerate(pieces):
+            by_block[:, index : index + self.number, : piece.shape[2]] += piece
+        return total[:, : self.length]
 
 
-_CHUNK = 512  # rows per chunk: half of a chunk's staircase is wasted, a call costs about 30 us
-_COMPACT_FROM = 1024  # far keys; below, one call with a bias per key is faster than many small ones
+# ---------------------------------------------------------------- hard gates on long sequences: compaction
 
 
-def _far_part(log_utility: Tensor | None, keep: Tensor | None, rest: int) -> _BiasedFar | _CompactFar | None:
-    if log_utility is not None:
-        return _BiasedFar(log_utility[:, :, :rest].float(), hard=False)
-    if keep is None:
-        return None
-    if rest >= _COMPACT_FROM:
-        return _CompactFar(keep[:, :, :rest])
-    bias = torch.zeros(keep[:, :, :rest].shape).masked_fill_(~keep[:, :, :rest], -torch.inf)
-    return _BiasedFar(bias, hard=True)
+def _compacts(gate: Tensor, k: Tensor, window: int) -> bool:
+    return gate.dtype == torch.bool and (k.shape[1] - window) * k.shape[2] >= _COMPACT_FROM
 
 
-# ---------------------------------------------------------------- grouped-query attention without copies
+class _Compact(NamedTuple):
+    """The kept keys of one KV head in ascending position, and how many of them lie before each position."""
+
+    position: Tensor
+    before: list[int]
+
+    @classmethod
+    def of(cls, keep: Tensor) -> _Compact:
+        return cls(keep.nonzero().flatten(), F.pad(keep.cumsum(0), (1, 0)).tolist())
 
 
-def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, Hq, T, D] as [B*Hkv, G, T, D]; k and v expanded over G by a stride of 0."""
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    keys, values = (x.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
-    return _by_group(q, heads), keys, values
+def _compact_masks(
+    keep: Tensor, window: int, compact: _Compact, dtype: torch.dtype
+) -> Iterator[tuple[_Chunk, int, Tensor]]:
+    """Of each chunk: the number n of kept keys before its edge, and the mask [rows, n + stop - edge]."""
+    length = keep.shape[0]
+    bias = _bias(keep, dtype)
+    mask = torch.zeros(_ROWS, len(compact.position) + _ROWS + window, dtype=dtype)
+    for chunk in _chunks(length, window):
+        count = compact.before[chunk.edge]
+        end = count + chunk.stop - chunk.edge
+        visible = mask[: chunk.stop - chunk.start, :end]
+        chunk.write_edge(visible[:, count:], bias[None, chunk.edge : chunk.stop], window)
+        yield chunk, count, visible
+        visible[:, count:] = 0.0
 
 
-def _by_group(x: Tensor, heads: int) -> Tensor:
-    """[B, Hq, ...] as [B*Hkv, G, ...]."""
-    return x.reshape(x.shape[0] * heads, x.shape[1] // heads, *x.shape[2:])
+def _compact_forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """(out [N, G, T, D], lse [N, G, T]): kept keys before the chunk's edge need no mask, whatever the row."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    for head in range(q.shape[0]):
+        compact = _Compact.of(keep[head])
+        keys, values = k[head, compact.position], v[head, compact.position]
+        for chunk, count, mask in _compact_masks(keep[head], window, compact, q.dtype):
+            rows = q[head : head + 1, :, chunk.rows]
+            near = slice(chunk.edge, chunk.stop)
+            out[head : head + 1, :, chunk.rows], lse[head : head + 1, :, chunk.rows] = _flash(
+                rows,
+                _per_query_head(torch.cat((keys[:count], k[head, near]))[None], rows),
+                _per_query_head(torch.cat((values[:count], v[head, near]))[None], rows),
+                attn_mask=mask.expand(1, rows.shape[1], -1, -1),
+                scale=scale,
+            )
+    return out, lse
 
 
-def _one_head(x: Tensor, group: int) -> Tensor:
-    """[n, D] as [1, G, n, D] by a stride of 0."""
-    return x.expand(1, group, -1, -1)
-
-
-def _shared(gradient: Tensor, like: Tensor) -> Tensor:
-    """Gradient [B*Hkv, G, T, D] of expanded keys, summed over the group that shares them."""
-    return gradient.sum(1).view(like.shape)
+def _compact_backward(
+    rows: _Rows, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq [N, G, T, D], dk, dv [N, T, D])."""
+    dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
+    for head in range(k.shape[0]):
+        compact = _Compact.of(keep[head])
+        keys, values = k[head, compact.position], v[head, compact.position]
+        dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+        mine = _Rows(*(x[head : head + 1] for x in rows))
+        for chunk, count, mask in _compact_masks(keep[head], window, compact, k.dtype):
+            some = mine.at(chunk.rows)
+            near = slice(chunk.edge, chunk.stop)
+            part = _backward(
+                some,
+                torch.cat((keys[:count], k[head, near]))[None],
+                torch.cat((values[:count], v[head, near]))[None],
+                mask.expand(1, some.q.shape[1], -1, -1),
+                scale,
+            )
+            dq[head, :, chunk.rows] = part[0][0]
+            for total, far, piece in ((dk, dkeys, part[1]), (dv, dvalues, part[2])):
+                summed = piece[0].sum(0)
+                far[:count] += summed[:count]
+                total[head, near] += summed[count:]
+        dk[head].index_add_(0, compact.position, dkeys)
+        dv[head].index_add_(0, compact.position, dvalues)
+    return dq, dk, dv
