@@ -102,7 +102,10 @@ def propose(
     probe: ProbeOption = DEFAULT_NAME,
     tau: Annotated[
         str | None,
-        typer.Option(help="Another threshold, or match-budget: mean density equal to the budget.", metavar="TAU"),
+        typer.Option(
+            help="Another threshold, or match-budget: the one whose mean density is the budget's share of heads.",
+            metavar="TAU",
+        ),
     ] = None,
     window: Annotated[
         int | None, typer.Option(min=1, help="Window of local heads; the probe's by default.", show_default=False)
@@ -113,11 +116,14 @@ def propose(
 ) -> None:
     """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/."""
     from spkv_nas import stages
+    from spkv_nas.proposal import tau_advice
 
     table, layouts, rows = stages.propose_stage(
         _workspace(workspace), probe, budget, tau=tau, window=window, num_random=num_random, seed=seed
     )
     _show_proposal(table, layouts, rows, _workspace(workspace))
+    if tau is None and (advice := tau_advice(table, budget)) is not None:
+        err.print(f"[yellow]{_escaped(advice)}[/yellow]")
 
 
 @app.command("train-hybrid")
@@ -190,7 +196,7 @@ def demo(budget: BudgetOption = "18", workspace: WorkspaceOption = Path()) -> No
     place = _workspace(workspace)
     table = stages.probe_stage(place, announce=_announce)
     _show_probe(table)
-    table, layouts, rows = stages.propose_stage(place, DEFAULT_NAME, budget, num_random=1)
+    table, layouts, rows = stages.propose_stage(place, DEFAULT_NAME, budget, tau="match-budget", num_random=1)
     _show_proposal(table, layouts, rows, place)
     _show_comparison(*stages.train_hybrid_stage(place, DEFAULT_NAME, announce=_announce))
     page = stages.report_stage(place, DEFAULT_NAME)
@@ -245,7 +251,9 @@ def _show_probe(table: DensityTable) -> None:
 def _show_proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame, place: Workspace) -> None:
     from spkv_nas.proposal import random_spread
 
-    shown = Table("strategy", "global heads", "density %", "coverage %", "note", title="density coverage")
+    shown = Table(
+        "strategy", "global heads", "density %", "coverage %", "note", title=f"density coverage at tau {table.tau:g}"
+    )
     for row in rows.itertuples():
         shown.add_row(
             row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}", row.note

@@ -27,7 +27,8 @@ from spkv_nas.files import read_text, read_yaml, validate, write_atomic
 
 COLUMNS = ("layer", "kv_head", "density", "domain", "num_tokens", "num_documents", "standard_error")
 POSITION_COLUMNS = ("layer", "kv_head", "start", "end", "density", "num_tokens")
-_UNDIFFERENTIATED = 0.8  # share of heads near 0 or near 1 from which the gates are called undifferentiated
+_NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
+_UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
 
 
 class _ProbeFile(BaseModel):
@@ -84,6 +85,7 @@ class DensityTable:
         tau: threshold at which ``density`` was counted.
         window: w of the gates; None when unknown (a table made by hand).
         positions: density by position in the block: layer, kv_head, start, end, density, num_tokens.
+        positions_tau: threshold at which ``positions`` was counted; None: ``tau``.
         histogram: of the logits; None for a table made by hand.
         metadata: where the table comes from (``probe.yaml``).
     """
@@ -93,6 +95,7 @@ class DensityTable:
     tau: float = 0.5
     window: int | None = None
     positions: pd.DataFrame | None = None
+    positions_tau: float | None = None
     histogram: LogitHistogram | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,6 +113,11 @@ class DensityTable:
     def num_heads(self) -> int:
         """L x Hkv."""
         return self.num_layers * self.num_kv_heads
+
+    @property
+    def tau_of_positions(self) -> float:
+        """Threshold at which ``positions`` was counted."""
+        return self.tau if self.positions_tau is None else self.positions_tau
 
     @cached_property
     def domains(self) -> tuple[str, ...]:
@@ -143,7 +151,8 @@ class DensityTable:
         return self._grid(self.rows[self.rows["domain"] == domain], "density")
 
     def at_tau(self, tau: float) -> DensityTable:
-        """The same table at another threshold, from the histogram. Standard errors are not known there.
+        """The same table at another threshold, from the histogram. Standard errors are not known there, and
+        ``positions`` stays at the threshold of the probe.
 
         Raises:
             UserError: ``tau`` is outside [0, 1], or the table has no histogram.
@@ -160,7 +169,7 @@ class DensityTable:
             for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
         ]
         rows["standard_error"] = np.nan
-        return replace(self, rows=rows, tau=tau, positions=None)
+        return replace(self, rows=rows, tau=tau, positions_tau=self.tau_of_positions)
 
     def tau_for_density(self, rho: float) -> float:
         """The threshold whose mean density is closest to ``rho`` (share of 1). Raises ``UserError``."""
@@ -175,17 +184,15 @@ class DensityTable:
 
     def diagnosis(self) -> list[str]:
         """Plain sentences when the gates have not differentiated; empty when they have."""
-        near = {"kept nearly everything (density above 0.95)": (self.density > 0.95).mean()}
-        near["kept nearly nothing (density below 0.05)"] = (self.density < 0.05).mean()
-        help_ = {
-            "kept nearly everything (density above 0.95)": "a larger tau",
-            "kept nearly nothing (density below 0.05)": "a smaller tau",
-        }
+        sides = [
+            (self.density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
+            (self.density < 1 - _NEARLY_OPEN, f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
+        ]
         return [
-            f"{share:.0%} of the KV heads {what}: the gates have not differentiated, so their order says little. "
-            f"What helps: more gated training steps, a larger predictor learning rate, or {help_[what]}."
-            for what, share in near.items()
-            if share > _UNDIFFERENTIATED
+            f"{near.mean():.0%} of the KV heads kept nearly {what}: the gates have not differentiated, so their order "
+            f"says little. What helps: more gated training steps, a larger predictor learning rate, or {tau}."
+            for near, what, tau in sides
+            if near.mean() > _UNDIFFERENTIATED
         ]
 
     @classmethod
@@ -219,7 +226,7 @@ class DensityTable:
         One that this table does not have is removed, so that an earlier probe's does not pass for this one's.
         """
         write_atomic(folder / "density.csv", self.rows[list(COLUMNS)].to_csv(index=False, float_format="%.6g"))
-        if self.positions is not None:
+        if self.positions is not None and self.tau_of_positions == self.tau:
             write_atomic(folder / "positions.csv", self.positions.to_csv(index=False, float_format="%.6g"))
         else:
             (folder / "positions.csv").unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,7 @@ from spkv_nas.search.budget import parse_budget
 from spkv_nas.search.coverage import coverage, coverage_curve
 
 DEFAULT_WINDOW = 128
+_TIED = 1.5  # mean density over the budget's share from which the densest heads are called tied (reports/LOG.md)
 
 
 def propose(
@@ -95,13 +97,36 @@ def resolve_tau(table: DensityTable, tau: str | None, budget: int | str) -> Dens
     if tau is None:
         return table
     if tau == "match-budget":
-        return table.at_tau(table.tau_for_density(parse_budget(budget, table.num_heads) / table.num_heads))
+        return table.at_tau(round(table.tau_for_density(parse_budget(budget, table.num_heads) / table.num_heads), 4))
     try:
         return table.at_tau(float(tau))
     except ValueError as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"tau '{tau}' is not a number in [0, 1] nor 'match-budget'") from error
+
+
+def at_layouts_tau(table: DensityTable, layouts: Mapping[str, Layout]) -> DensityTable:
+    """The table at the threshold that the layouts were proposed at, which their coverage must be counted at.
+
+    The table as it is if no layout says one, if they differ, or if it knows no other threshold than its own.
+    """
+    taus = {tau for layout in layouts.values() if isinstance(tau := layout.provenance.get("tau"), float | int)}
+    if len(taus) != 1 or taus == {round(table.tau, 4)} or table.histogram is None:
+        return table
+    return table.at_tau(float(taus.pop()))
+
+
+def tau_advice(table: DensityTable, budget: int | str) -> str | None:
+    """Says when the densest heads tie: the reference keeps far more than the budget allows, so tau cuts too low."""
+    share = parse_budget(budget, table.num_heads) / table.num_heads
+    if table.histogram is None or table.mean < _TIED * share:
+        return None
+    return (
+        f"mean density {table.mean:.2f} at tau {table.tau:g} is {table.mean / share:.1f} times the budget's share of "
+        f"heads ({share:.2f}): many heads keep nearly everything, and which of them the budget takes is near chance. "
+        "--tau match-budget compares the heads where the budget cuts"
+    )
 
 
 def write_proposal(folder: Path, table: DensityTable, layouts: dict[str, Layout], budget: int | str) -> pd.DataFrame:

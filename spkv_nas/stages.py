@@ -139,8 +139,11 @@ def train_hybrid_stage(
     announce: Announce = _silent,
 ) -> tuple[pd.DataFrame, dict[str, Any] | None]:
     """Retrain layouts (all of the workspace's by default); the comparison and its rank correlation."""
+    from spkv_nas.proposal import at_layouts_tau
+
     table = find_table(workspace, probe)
     layouts = find_layouts(workspace, table.name, layout_files)
+    table = at_layouts_tau(table, layouts)
     path = recipe or EMBEDDED / "demo.yaml"
     parsed = Recipe.read(path)
     from spkv_nas.train_hybrid import rank_correlation, train_hybrids
@@ -157,16 +160,18 @@ def train_hybrid_stage(
 
 def report_stage(workspace: Workspace, probe: str) -> Path:
     """Write the report of what the workspace holds under the probe's name; the page."""
+    from spkv_nas.proposal import at_layouts_tau
     from spkv_nas.report import write_report
 
     table = find_table(workspace, probe)
+    layouts = find_layouts(workspace, table.name, None)
     folder = workspace.report_dir(table.name)
     comparison = folder / "comparison.csv"
     summary = folder / "comparison.yaml"
     return write_report(
         folder,
-        table=table,
-        layouts=find_layouts(workspace, table.name, None),
+        table=at_layouts_tau(table, layouts),
+        layouts=layouts,
         comparison=pd.read_csv(comparison) if comparison.is_file() else None,
         summary=read_yaml(summary, "comparison") if summary.is_file() else None,
     )

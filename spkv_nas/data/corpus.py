@@ -102,15 +102,12 @@ def _read_path(path: Path, base: Path, options: Mapping[str, Any]) -> Iterator[D
         warnings.warn(f"{path}: skipped {unreadable} files that are not readable UTF-8 text", stacklevel=2)
 
 
-def _load_table(file: Path) -> Iterable[Mapping[str, Any]]:
+def _load_table(file: Path) -> Iterator[Mapping[str, Any]]:
     import datasets
 
+    kind = TABLE_SUFFIXES[file.suffix.lower()]
     try:
-        return list(
-            datasets.load_dataset(
-                TABLE_SUFFIXES[file.suffix.lower()], data_files=str(file), split="train", streaming=True
-            )
-        )
+        yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
     except Exception as error:  # pyarrow and datasets raise many kinds; all mean "this file cannot be read"
         raise UserError(f"cannot read {file}: {_first_line(error)}") from error
 

@@ -234,8 +234,8 @@ def position_chart(table: DensityTable) -> Chart | None:
     return Chart(
         "positions",
         "By position",
-        f"Mean density is {first['mean']:.3f} in the first {first['end']:.0f} tokens and {last['mean']:.3f} "
-        f"from token {last['start']:.0f} on.",
+        f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
+        f"{first['end']:.0f} tokens and {last['mean']:.3f} from token {last['start']:.0f} on.",
         x,
         y,
         bands=["M" + " L".join(f"{px:.1f} {py:.1f}" for px, py in [*upper, *reversed(lower)]) + " Z"],

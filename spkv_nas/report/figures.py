@@ -207,7 +207,7 @@ def positions_figure(table: DensityTable) -> Figure | None:
     ax.set_xlim(0, float(profile["end"].max()))
     ax.set_ylim(0, 1)
     ax.set_xlabel("position of the token in its block")
-    ax.set_ylabel("density, share of tokens kept")
+    ax.set_ylabel(f"density at τ = {table.tau_of_positions:g}")
     ax.legend(loc="best")
     return figure
 
