@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import resource
-import statistics
-import subprocess
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from spkv_kernels import attention, cpu
+from spkv_kernels import attention
+from timing import hardware, interleaved
 from torch import Tensor
 
 GATE_SETS = ("independent", "clustered", "mixed")
@@ -132,44 +128,11 @@ def cases() -> list[Case]:
     return rows
 
 
-def measure(case: Case, rounds: int) -> tuple[float, float]:
-    """Median seconds of (ours, baseline); alternating, in both orders."""
-    candidates = (case.ours(), case.baseline())
-    times: tuple[list[float], list[float]] = ([], [])
-    for call in candidates:
-        call()
-    for number in range(rounds):
-        for index in (0, 1) if number % 2 == 0 else (1, 0):
-            start = time.perf_counter()
-            candidates[index]()
-            times[index].append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
 def memory() -> None:
     """Peak resident memory of a soft forward and backward at T = 32,768, Hq 8, Hkv 2, D 64 (goal: below 2 GB)."""
     Case("memory", (1, 8, 2, 32768, 64), 128, None).gated("soft").ours()()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"T=32768 Hq=8 Hkv=2 D=64 soft forward+backward: peak resident memory {peak:.2f} GB")
-
-
-def hardware() -> dict[str, str]:
-    """What made the numbers."""
-    info = Path("/proc/cpuinfo")
-    model = platform.processor()
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        model = lines[0].split(":", 1)[1].strip() if lines else model
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "cpu": model,
-        "threads": str(torch.get_num_threads()),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit or "unknown",
-        "compact_from": str(cpu._COMPACT_FROM),
-    }
 
 
 def main() -> None:
@@ -191,7 +154,7 @@ def main() -> None:
         if options.only not in case.name:
             continue
         case.check()
-        ours, baseline = measure(case, options.rounds)
+        ours, baseline = interleaved({"ours": case.ours(), "SDPA": case.baseline()}, options.rounds).values()
         ratio = baseline / ours
         print(f"{case.name:48} {1e3 * ours:9.1f} {1e3 * baseline:9.1f} {ratio:6.2f}  {case.must or '-'}", flush=True)
         results.append({"case": case.name, "ours_s": ours, "sdpa_s": baseline, "ratio": round(ratio, 3)})
