@@ -233,7 +233,7 @@ def position_chart(table: DensityTable) -> Chart | None:
     first, last = profile.iloc[0], profile.iloc[-1]
     return Chart(
         "positions",
-        "By position",
+        "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
         f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
         f"{first['end']:.0f} tokens and {last['mean']:.3f} from token {last['start']:.0f} on.",
         x,
