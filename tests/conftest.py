@@ -14,6 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.recipe import Recipe
 

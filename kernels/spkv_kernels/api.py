@@ -8,14 +8,15 @@ SP-KV paper, section "Self-Pruned KV Mechanism". ``w`` counts the query's own ke
 
 from __future__ import annotations
 
-import importlib
 import math
 import operator
+import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,12 +37,14 @@ def attention(
         q: [B, Hq, T, D], float64, float32, bfloat16 or float16; 16-bit inputs are computed in float32.
         k, v: [B, Hkv, T, D]; Hq is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv).
         window: visible recent keys, the query's own included: an int, or an int tensor [Hkv]. T or more is global.
+            A tensor on the GPU is taken as it is, its values unchecked (below 1 counts as 1): reading it would wait
+            for the device, which a CUDA graph cannot.
         log_utility: [B, Hkv, T], floating point, natural logarithm of the utility (at most 0; not checked): added to
             the scores of keys outside the window. Differentiable.
         keep: bool [B, Hkv, T]: outside the window only these keys are visible. Excludes ``log_utility``.
         scale: of the scores; 1 / sqrt(D) by default.
-        backend: "auto" (cpu for tensors on the CPU, none yet for others), "reference" (any device) or "cpu". One asked
-            for by name never falls back to another.
+        backend: "auto" (cpu for tensors on the CPU, triton for CUDA tensors), "reference" (any device), "cpu" or
+            "triton" (not float64, D up to 256). One asked for by name never falls back to another.
 
     Returns:
         [B, Hq, T, D] in the dtype of ``q``. Without a gate every key is visible to heads whose window is T or more,
@@ -50,34 +53,60 @@ def attention(
     Raises:
         ValueError: shapes, dtypes, devices or the backend do not fit; the message names the argument.
     """
-    windows = _check(q, k, v, window, log_utility, keep)
+    _check(q, k, v, log_utility, keep)
+    name = _backend(backend, q)
+    windows = (_window_tensor if name == "triton" else _windows)(window, k.shape[1], q.shape[2], q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale == 0 or not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
-    module = importlib.import_module(f"spkv_kernels.{_backend(backend, q.device)}")
-    out: Tensor = module.attention(q, k, v, windows, log_utility, keep, scale)
+    out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale)
     return out
 
 
-def _backend(name: str, device: torch.device) -> str:
+def _backend(name: str, q: Tensor) -> str:
+    device = q.device
     if name == "auto":
-        if device.type != "cpu":
+        if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"backend: 'auto' finds none for tensors on {device}; there are 'cpu', and 'reference' for any device "
-                "(slow, O(T^2) memory): ask for it by name"
+                f"backend: 'auto' finds none for tensors on {device}; there are 'cpu', 'triton' for CUDA, and "
+                "'reference' for any device (slow, O(T^2) memory): ask for it by name"
             )
-        return "cpu"
+        name = "triton" if device.type == "cuda" else "cpu"
     if name not in BACKENDS:
         raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {name!r}")
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"backend: 'cpu' expects tensors on the CPU; found {device}")
+    if name == "triton":
+        interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        if device.type != "cuda" and not interpreted:
+            raise ValueError(
+                f"backend: 'triton' expects tensors on a CUDA device; found {device} "
+                "(for tests, TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+            )
+        if q.dtype == torch.float64:
+            raise ValueError("q: backend 'triton' computes float32, bfloat16 and float16; found torch.float64")
+        if q.shape[-1] > 256:
+            raise ValueError(f"q: backend 'triton' takes heads of up to 256 channels; found {q.shape[-1]}")
     return name
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, window: int | Tensor, log_utility: Tensor | None, keep: Tensor | None
-) -> tuple[int, ...]:
-    """Raise for what does not fit; the window of every KV head, at most T."""
+def _implementation(name: str) -> Callable[..., Tensor]:
+    """The backend's function; a backend is imported when it is first used."""
+    if name == "reference":
+        from spkv_kernels import reference
+
+        return reference.attention
+    if name == "cpu":
+        from spkv_kernels import cpu
+
+        return cpu.attention
+    from spkv_kernels import triton
+
+    return triton.attention
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Tensor | None) -> None:
+    """Raise for what does not fit."""
     if q.ndim != 4:
         raise ValueError(f"q: expected [B, Hq, T, D]; found shape {tuple(q.shape)}")
     if q.numel() == 0:
@@ -107,13 +136,12 @@ def _check(
     for name, given in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
         if given is not None and given.device != q.device:
             raise ValueError(f"{name}: expected device {q.device} as q; found {given.device}")
-    return _windows(window, heads, length)
 
 
-def _windows(window: int | Tensor, heads: int, length: int) -> tuple[int, ...]:
+def _windows(window: int | Tensor, heads: int, length: int, _: torch.device) -> tuple[int, ...]:
+    """The window of every KV head, at most T."""
     if isinstance(window, Tensor):
-        if window.shape != (heads,) or window.is_floating_point() or window.dtype == torch.bool:
-            raise ValueError(f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}")
+        _check_window_tensor(window, heads)
         values = tuple(int(w) for w in window.tolist())
     else:
         try:
@@ -123,3 +151,19 @@ def _windows(window: int | Tensor, heads: int, length: int) -> tuple[int, ...]:
     if min(values) < 1:
         raise ValueError(f"window: expected 1 or more (the query's own key counts); found {min(values)}")
     return tuple(min(w, length) for w in values)
+
+
+def _window_tensor(window: int | Tensor, heads: int, length: int, device: torch.device) -> Tensor:
+    """The same as int32 [Hkv] on ``device``; one that is there already is never read back."""
+    if isinstance(window, Tensor) and window.device == device and device.type == "cuda":
+        _check_window_tensor(window, heads)
+        return window.clamp(1, length).to(torch.int32)
+    values = _windows(window, heads, length, device)
+    if len(set(values)) == 1:
+        return torch.full((heads,), values[0], dtype=torch.int32, device=device)
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _check_window_tensor(window: Tensor, heads: int) -> None:
+    if window.shape != (heads,) or window.is_floating_point() or window.dtype == torch.bool:
+        raise ValueError(f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}")

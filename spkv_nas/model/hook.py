@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,15 @@ class LayerState:
     mode: str = "soft"
     tau: float = 0.5
     anneal: float = 0.0
+    _window_tensor: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def window_tensor(self, device: torch.device) -> Tensor:
+        """``windows`` as an int tensor on ``device``; made there once, because a copy to a GPU waits for it."""
+        assert self.windows is not None
+        if self._window_tensor is None or self._window_tensor.device != device:
+            with torch.inference_mode(False):  # a later backward pass may need it
+                self._window_tensor = torch.tensor(self.windows, device=device)
+        return self._window_tensor
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -113,7 +122,7 @@ def _window(state: LayerState, query: Tensor) -> int | Tensor:
     if state.windows is not None:
         if len(set(state.windows)) == 1:
             return state.windows[0]
-        return torch.tensor(state.windows, device=query.device)
+        return state.window_tensor(query.device)
     if state.gate_window is not None and state.mode != "open":
         if state.native_window is not None and num_tokens > state.native_window:
             raise UserError(
@@ -351,7 +360,8 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
         )
     window = window or layout.window
     for layer, row in zip(layers, layout.heads, strict=True):
-        layer_state(layer).windows = tuple(GLOBAL_WINDOW if head == "G" else window for head in row)
+        state = layer_state(layer)
+        state.windows, state._window_tensor = tuple(GLOBAL_WINDOW if head == "G" else window for head in row), None
     _describe(model, layout={"heads": list(layout.heads), "window": window})
 
 

@@ -1,0 +1,127 @@
+"""Compile the Triton kernels ahead of time, no GPU needed: registers, spills and shared memory of every default.
+
+    python kernels/benchmarks/resources.py                      # sm_90, bfloat16 and float32, D 64 to 256, all modes
+    python kernels/benchmarks/resources.py --arch 80 --size 128 --kernel bwd_dkdv --mode soft
+    python kernels/benchmarks/resources.py --config 64,128,8,3 --kernel fwd --size 128    # a candidate instead
+
+The report is that of the ``ptxas`` in the triton package: registers and bytes spilled per thread, bytes of shared
+memory per block. A spill is a value that found no register and goes through memory instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+from spkv_kernels.triton import backward, common, forward
+from spkv_kernels.triton.config import Config, default
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+KERNELS = {
+    "fwd": (forward.attention_fwd_kernel, "fwd"),
+    "bwd_dq": (backward.attention_bwd_dq_kernel, "bwd_dq"),
+    "bwd_dkdv": (backward.attention_bwd_dkdv_kernel, "bwd_dkdv"),
+    "bwd_far_dkdv": (backward.attention_bwd_far_dkdv_kernel, "bwd_dkdv"),
+}
+MODES = {"none": common.NONE.value, "soft": common.SOFT.value, "hard": common.HARD.value}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
+_POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+_FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv"}
+_OTHER_TYPES = {"windows": "*i32", "positions": "*i32", "rank": "*i32", "keep": "*u8"}
+_ABSENT = {  # arguments that are None in a mode
+    "none": {"gate", "far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
+    "soft": {"far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
+    "hard": {"gate"},
+}
+
+
+class Resources(NamedTuple):
+    """What one compiled kernel uses: per thread (registers, bytes spilled) and per block (bytes of shared memory)."""
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def compile_kernel(
+    kernel: str, mode: str, dtype: str, size: int, arch: int, config: Config | None = None, group: int = 4
+) -> Resources:
+    """Compile for ``sm_<arch>`` with the launch's own specialisation: pointers and strides divisible by 16."""
+    fn, configured = KERNELS[kernel]
+    config = config or default(configured, size, DTYPES[dtype])
+    constants = {"GROUP": group, "MODE": MODES[mode], "SIZE": size, "BLOCK_D": max(16, triton.next_power_of_2(size))}
+    if "EVEN" in fn.arg_names:
+        constants["EVEN"] = True
+    options = config.options()
+    constants |= {name: options.pop(name) for name in ("BLOCK_M", "BLOCK_N")}
+    signature, attributes = {}, {}
+    for index, name in enumerate(fn.arg_names):
+        role = name.removeprefix("p_")
+        if name in constants:
+            signature[name] = "constexpr"
+        elif role in _ABSENT[mode]:
+            signature[name], constants[name] = "constexpr", None
+        elif name.startswith("p_"):
+            signature[name] = "*fp32" if role in _FLOAT32 else _OTHER_TYPES.get(role, _POINTERS[dtype])
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+        if name.startswith(("p_", "stride_")) and signature[name] != "constexpr":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn, signature, {(fn.arg_names.index(k),): v for k, v in constants.items()}, attributes)
+    log = io.StringIO()
+    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True  # printed when it compiles, so never taken from the cache
+        triton.knobs.compilation.always_compile = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers = re.search(r"Used (\d+) registers", log.getvalue())
+    spills = re.search(r"(\d+) bytes spill stores", log.getvalue())
+    assert registers is not None, log.getvalue()
+    return Resources(int(registers[1]), int(spills[1]) if spills else 0, compiled.metadata.shared)
+
+
+def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
+    """(kernel, mode) pairs that exist: the far kernel serves hard gates alone."""
+    for kernel, mode in itertools.product(kernels, modes):
+        if kernel != "bwd_far_dkdv" or mode == "hard":
+            yield kernel, mode
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="*", default=[90], help="80, 90, ...")
+    parser.add_argument("--size", type=int, nargs="*", default=[64, 128, 256], help="head sizes D")
+    parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=DTYPES)
+    parser.add_argument("--mode", nargs="*", default=list(MODES), choices=MODES)
+    parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages instead of the default")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
+    options = parser.parse_args()
+    candidates = [Config(*(int(x) for x in text.split(","))) for text in options.config]
+    columns = ("arch", "dtype", "D", "kernel", "mode", "M x N, warps, stages", "registers", "spilled", "shared")
+    if not options.json:
+        print("|", " | ".join(columns), "|\n|" + "---|" * len(columns))
+    for arch, dtype, size in itertools.product(options.arch, options.dtype, options.size):
+        for kernel, mode in cases(options.kernel, options.mode):
+            for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:
+                used = compile_kernel(kernel, mode, dtype, size, arch, config)
+                tile = f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
+                row = dict(zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True))
+                if options.json:
+                    print(json.dumps({**row, "shared_limit": SHARED_LIMIT[arch]}), flush=True)
+                else:
+                    print("|", " | ".join(str(x) for x in row.values()), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Backward kernels: dq (which also leaves delta = <dout, out>), dk, dv and d log u, without atomics.
+
+    p = exp2(s - lse),   dS = p * (<dout, v> - delta),   dv = sum_t p dout,   dk = scale * sum_t dS q,
+    dq = scale * sum_s dS k,   d log u_s = sum over t outside the window, and over the query heads, of dS
+
+The kernel of dq walks the keys as the forward kernel does. That of dk and dv walks the queries of a block of keys, and
+the G query heads that share them, so that it sums over all of them by itself; it works on scores transposed, keys
+by queries, and never transposes dS. Kept keys of hard gates get their part from the far queries in a kernel over the
+gathered keys, which leaves it in float32 at the keys' own positions, where the kernel of the window picks it up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from spkv_kernels.triton.common import (
+    HARD,
+    KEPT,
+    LOG2E,
+    MIXED,
+    NEVER,
+    PLAIN,
+    SOFT,
+    STAIR,
+    add_bias,
+    kept_ranges,
+    key_ranges,
+    load_gate,
+    load_positions,
+    load_rows,
+    load_values,
+    store_rows,
+)
+
+
+@triton.jit
+def _visit_keys(
+    b_dq, b_q, b_grad, b_lse, b_delta, o_t,
+    p_k, stride_k, p_v, stride_v, p_gate, p_positions,
+    low, high, jump, gap, stop, window, scale,
+    MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq over tiles of keys; the arguments are those of the forward kernel's ``_visit``."""
+    CUT: tl.constexpr = (PHASE == MIXED) | (PHASE == STAIR)
+    for tile in range(low, high, BLOCK_N):
+        start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_N)
+        o_s = start + tl.arange(0, BLOCK_N)
+        b_k = load_rows(p_k, start, stride_k, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
+        b_v = load_rows(p_v, start, stride_v, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
+        scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
+        gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
+        position = load_positions(p_positions, o_s, stop, PHASE)
+        scores = add_bias(
+            scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
+        )
+        p = tl.exp2(scores - b_lse[:, None])
+        dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
+        ds = p * (dp - b_delta[:, None])
+        b_dq = tl.dot(ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+    return b_dq
+
+
+@triton.jit
+def attention_bwd_dq_kernel(
+    p_q, p_k, p_v, p_gate, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_out, p_lse, p_grad, p_delta, p_dq,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_gb, stride_gh, stride_gt,
+    scale, length, heads,
+    GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq, laid out as out, and delta [B, Hq, T], float32. Grid and layouts as in the forward kernel."""
+    blocks = tl.cdiv(length, BLOCK_M)
+    row = tl.program_id(0) // blocks
+    first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+    last = tl.minimum(first + BLOCK_M, length)
+    kv_row = row // GROUP
+    batch = (kv_row // heads).to(tl.int64)
+    head = (kv_row % heads).to(tl.int64)
+    query_head = (row % (heads * GROUP)).to(tl.int64)
+    window = tl.minimum(tl.load(p_windows + head), length)
+    o_gate = kv_row.to(tl.int64) * length
+    p_k += batch * stride_kb + head * stride_kh
+    p_v += batch * stride_vb + head * stride_vh
+    if MODE == SOFT:
+        p_gate += o_gate
+    o_t = first + tl.arange(0, BLOCK_M)
+    width = heads * GROUP * SIZE
+    o_out = batch * length * width + query_head * SIZE
+    p_q += batch * stride_qb + query_head * stride_qh
+    p_grad += batch * stride_gb + query_head * stride_gh
+    b_q = load_rows(p_q, first, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, True)
+    b_grad = load_rows(p_grad, first, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, True)
+    b_out = load_rows(p_out + o_out, first, width, length, SIZE, BLOCK_M, BLOCK_D, True)
+    b_delta = tl.sum(b_grad.to(tl.float32) * b_out.to(tl.float32), 1)
+    o_row = row.to(tl.int64) * length + o_t
+    tl.store(p_delta + o_row, b_delta, mask=o_t < length)
+    b_lse = tl.load(p_lse + o_row, mask=o_t < length, other=float("inf"))
+    b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    edge, inside, diagonal = key_ranges(first, last, window, MODE, BLOCK_N)
+    b_dq = _visit_keys(
+        b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
+        edge, last - (diagonal - inside), inside, diagonal - inside, length,
+        window, scale, MODE, MIXED, SIZE, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    if MODE == HARD:
+        p_far_k += o_gate * SIZE
+        p_far_v += o_gate * SIZE
+        p_positions += o_gate
+        stair, kept = kept_ranges(p_rank + o_gate, first, last, window, BLOCK_N)
+        b_dq = _visit_keys(
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
+            0, stair, kept, 0, kept, window, scale, MODE, KEPT, SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+        b_dq = _visit_keys(
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
+            stair, kept, kept, 0, kept, window, scale, MODE, STAIR, SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
+        b_dq = _visit_keys(
+            b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
+            0 if MODE == SOFT else edge, edge + (diagonal - inside), edge, inside - edge, length,
+            window, scale, MODE, PLAIN, SIZE, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    store_rows(p_dq + o_out, first, width, length, b_dq * (scale / LOG2E), SIZE, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _visit_queries(
+    b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+    p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse, p_delta,
+    low, high, jump, gap, length, window, scale,
+    GROUP: tl.constexpr, MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """dk (without its scale), dv and d log u of keys at positions ``o_s``, over the query heads of their group.
+
+    Visits tiles of queries from ``low`` up to ``high``; from ``jump`` on, ``gap`` further. Queries past the end have an
+    infinite lse, so that p = 0. One loop goes through all heads: with one nested in another, registers spill.
+    """
+    tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
+    o_left = o_s + window
+    for index in range(GROUP * tiles):
+        member = (index // tiles).to(tl.int64)
+        tile = low + index % tiles * BLOCK_M
+        start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_M)
+        o_t = start + tl.arange(0, BLOCK_M)
+        b_q = load_rows(p_q + member * stride_qh, start, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
+        b_lse = load_values(p_lse + member * length + o_t, o_t < length, float("inf"), EVEN)
+        scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
+        gate = b_gate
+        if PHASE == PLAIN:
+            gate = tl.where(tile < jump, 0.0, b_gate)
+        scores = add_bias(scores, o_t[None, :], o_s[:, None], o_left[:, None], gate[:, None], MODE, PHASE)
+        p = tl.exp2(scores - b_lse[None, :])
+        b_grad = load_rows(p_grad + member * stride_gh, start, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
+        b_dv = tl.dot(p.to(b_grad.dtype), b_grad, b_dv, input_precision="ieee")
+        b_delta = load_values(p_delta + member * length + o_t, o_t < length, 0.0, EVEN)
+        dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
+        ds = p * (dp - b_delta[None, :])
+        b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+        if MODE == SOFT:
+            if PHASE == PLAIN:
+                b_dgate += tl.where(tile < jump, 0.0, tl.sum(ds, 1))
+            else:
+                b_dgate += tl.sum(tl.where(o_t[None, :] >= o_left[:, None], ds, 0.0), 1)
+    return b_dk, b_dv, b_dgate
+
+
+@triton.jit
+def attention_bwd_dkdv_kernel(
+    p_q, p_k, p_v, p_gate, p_keep, p_far_dk, p_far_dv, p_windows, p_lse, p_grad, p_delta, p_dk, p_dv, p_dgate,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_gb, stride_gh, stride_gt,
+    scale, length, heads,
+    GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """dk and dv [B, T, Hkv, D], and (soft) d log u [B * Hkv, T], float32. Grid: blocks of keys * B * Hkv.
+
+    Hard gates: of the keys inside the window only, plus what ``attention_bwd_far_dkdv_kernel`` left for kept keys.
+    """
+    blocks = tl.cdiv(length, BLOCK_N)
+    kv_row = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BLOCK_N  # keys with the most queries first
+    last = tl.minimum(first + BLOCK_N, length)
+    batch = (kv_row // heads).to(tl.int64)
+    head = (kv_row % heads).to(tl.int64)
+    window = tl.minimum(tl.load(p_windows + head), length)
+    o_gate = kv_row.to(tl.int64) * length
+    p_k += batch * stride_kb + head * stride_kh
+    p_v += batch * stride_vb + head * stride_vh
+    o_s = first + tl.arange(0, BLOCK_N)
+    b_k = load_rows(p_k, first, stride_kt, length, SIZE, BLOCK_N, BLOCK_D, True)
+    b_v = load_rows(p_v, first, stride_vt, length, SIZE, BLOCK_N, BLOCK_D, True)
+    b_gate = tl.zeros([BLOCK_N], tl.float32)
+    if MODE == SOFT:
+        b_gate = tl.load(p_gate + o_gate + o_s, mask=o_s < length, other=0.0) * LOG2E
+    b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    b_dgate = tl.zeros([BLOCK_N], tl.float32)
+    if MODE == HARD:
+        kept = tl.load(p_keep + o_gate + o_s, mask=o_s < length, other=0) != 0
+        o_far = (o_gate + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]
+        m_far = kept[:, None] & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
+        b_dk = tl.load(p_far_dk + o_far, mask=m_far, other=0.0)
+        b_dv = tl.load(p_far_dv + o_far, mask=m_far, other=0.0)
+
+    # in whole tiles of queries: from ``inside`` to ``edge`` all have all keys inside their window, from ``far`` on none
+    diagonal = first // BLOCK_M * BLOCK_M
+    inside = tl.cdiv(last - 1, BLOCK_M) * BLOCK_M
+    far = tl.cdiv(tl.minimum(last - 1 + window, length), BLOCK_M) * BLOCK_M
+    edge = tl.minimum(tl.maximum((first + window) // BLOCK_M * BLOCK_M, inside), far)
+    if MODE == HARD:
+        edge = inside
+    query_head = head * GROUP
+    p_q += batch * stride_qb + query_head * stride_qh
+    p_grad += batch * stride_gb + query_head * stride_gh
+    o_row = (batch * heads * GROUP + query_head) * length
+    b_dk, b_dv, b_dgate = _visit_queries(
+        b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+        p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
+        diagonal, far - (edge - inside), inside, edge - inside, length, window, scale,
+        GROUP, MODE, MIXED, SIZE, BLOCK_M, BLOCK_D, EVEN,
+    )  # fmt: skip
+    if MODE != HARD:
+        b_dk, b_dv, b_dgate = _visit_queries(
+            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+            p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
+            inside, length - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, window, scale,
+            GROUP, MODE, PLAIN, SIZE, BLOCK_M, BLOCK_D, EVEN,
+        )  # fmt: skip
+    width = heads * SIZE
+    o_out = batch * length * width + head * SIZE
+    store_rows(p_dk + o_out, first, width, length, b_dk * (scale / LOG2E), SIZE, BLOCK_N, BLOCK_D)
+    store_rows(p_dv + o_out, first, width, length, b_dv, SIZE, BLOCK_N, BLOCK_D)
+    if MODE == SOFT:
+        tl.store(p_dgate + o_gate + o_s, b_dgate, mask=o_s < length)
+
+
+@triton.jit
+def attention_bwd_far_dkdv_kernel(
+    p_q, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_lse, p_grad, p_delta, p_far_dk, p_far_dv,
+    stride_qb, stride_qh, stride_qt, stride_gb, stride_gh, stride_gt,
+    scale, length, heads,
+    GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """dk (without its scale) and dv of kept keys from the queries whose window they left.
+
+    far_dk and far_dv [B * Hkv, T, D], float32, at the keys' own positions; other positions stay unwritten. Grid: blocks
+    of gathered keys * B * Hkv; blocks past a head's count return at once.
+    """
+    blocks = tl.cdiv(length, BLOCK_N)
+    kv_row = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * BLOCK_N
+    o_gate = kv_row.to(tl.int64) * length
+    count = tl.load(p_rank + o_gate + length - 1)
+    if first < count:
+        batch = (kv_row // heads).to(tl.int64)
+        head = (kv_row % heads).to(tl.int64)
+        window = tl.minimum(tl.load(p_windows + head), length)
+        o_kept = first + tl.arange(0, BLOCK_N)
+        p_positions += o_gate
+        o_s = tl.load(p_positions + o_kept, mask=o_kept < count, other=NEVER)
+        b_k = load_rows(p_far_k + o_gate * SIZE, first, SIZE, count, SIZE, BLOCK_N, BLOCK_D, True)
+        b_v = load_rows(p_far_v + o_gate * SIZE, first, SIZE, count, SIZE, BLOCK_N, BLOCK_D, True)
+        b_gate = tl.zeros([BLOCK_N], tl.float32)
+        b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        b_dgate = tl.zeros([BLOCK_N], tl.float32)
+        stair = (tl.load(p_positions + first) + window) // BLOCK_M * BLOCK_M  # the first query that sees any of them
+        newest = tl.load(p_positions + tl.minimum(first + BLOCK_N, count) - 1)
+        far = tl.cdiv(tl.minimum(newest + window, length), BLOCK_M) * BLOCK_M  # from here on all see all of them
+        query_head = head * GROUP
+        p_q += batch * stride_qb + query_head * stride_qh
+        p_grad += batch * stride_gb + query_head * stride_gh
+        o_row = (batch * heads * GROUP + query_head) * length
+        b_dk, b_dv, b_dgate = _visit_queries(
+            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+            p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
+            stair, far, far, 0, length, window, scale, GROUP, MODE, STAIR, SIZE, BLOCK_M, BLOCK_D, EVEN,
+        )  # fmt: skip
+        b_dk, b_dv, b_dgate = _visit_queries(
+            b_dk, b_dv, b_dgate, b_k, b_v, b_gate, o_s,
+            p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
+            far, length, length, 0, length, window, scale, GROUP, MODE, KEPT, SIZE, BLOCK_M, BLOCK_D, EVEN,
+        )  # fmt: skip
+        o_far = (o_gate + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]
+        m_far = (o_kept < count)[:, None] & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
+        tl.store(p_far_dk + o_far, b_dk, mask=m_far)
+        tl.store(p_far_dv + o_far, b_dv, mask=m_far)

@@ -1,0 +1,79 @@
+"""Inputs of the attention operator, and how its backends are compared: with the eager oracle in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spkv_kernels import attention
+from torch import Tensor
+
+SHAPES = [
+    pytest.param((1, 1, 1, 1, 8), 1, id="T1"),
+    pytest.param((2, 2, 1, 5, 8), 8, id="T<w"),
+    pytest.param((1, 3, 1, 7, 16), 7, id="T=w"),
+    pytest.param((1, 2, 2, 8, 16), 7, id="T=w+1"),
+    pytest.param((2, 6, 3, 67, 16), 1, id="w1"),
+    pytest.param((2, 6, 3, 131, 16), 32, id="G2-odd"),
+    pytest.param((1, 3, 1, 200, 24), 48, id="G3"),
+    pytest.param((2, 8, 2, 97, 16), 5, id="G4"),
+    pytest.param((1, 6, 1, 300, 8), 290, id="G6-wide"),
+    pytest.param((1, 4, 4, 512, 16), 300, id="G1-block<w"),
+]
+GATES = ["none", "soft", "tiny", "hard", "all", "nothing"]
+
+
+def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> dict[str, Tensor | None]:
+    batch, query_heads, heads, length, size = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*dims: int) -> Tensor:
+        return torch.randn(*dims, generator=generator, dtype=torch.float64)
+
+    given: dict[str, Tensor | None] = {
+        "q": normal(batch, query_heads, length, size),
+        "k": normal(batch, heads, length, size),
+        "v": normal(batch, heads, length, size),
+    }
+    log_utility = keep = None
+    if gate == "soft":
+        log_utility = torch.nn.functional.logsigmoid(2 * normal(batch, heads, length))
+    elif gate == "tiny":
+        log_utility = torch.log(torch.full((batch, heads, length), 1e-30, dtype=torch.float64))
+    elif gate == "hard":
+        keep = torch.rand(batch, heads, length, generator=generator) < 0.2
+    elif gate in ("all", "nothing"):
+        keep = torch.full((batch, heads, length), gate == "all")
+    return given | {"log_utility": log_utility, "keep": keep}
+
+
+def run(
+    given: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu", **options: object
+) -> dict[str, Tensor]:
+    """Output and gradients of a weighted sum of it."""
+    given = {name: x.to(device) if x is not None else None for name, x in given.items()}
+    leaves = {
+        name: x.detach()
+        .to(torch.promote_types(dtype, torch.float32) if name == "log_utility" else dtype, copy=True)
+        .requires_grad_()
+        for name, x in given.items()
+        if x is not None and name != "keep"
+    }
+    out = attention(**{**given, **leaves}, **options)  # type: ignore[arg-type]
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (out * weight.to(out)).sum().backward()
+    return {"out": out.detach()} | {f"d{name}": x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest error over the largest value; gradients that are zero by nature (w = 1) count from 0.1."""
+    return float((found.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(0.1))
+
+
+def check(given: dict[str, Tensor | None], window: int | Tensor, backend: str, **options: object) -> None:
+    """Compare output and every gradient, in float32, with the float64 oracle; ``options`` may say a ``device``."""
+    same = {name: value for name, value in options.items() if name != "device"}
+    expected = run(given, torch.float64, window=window, backend="reference", **same)
+    found = run(given, torch.float32, window=window, backend=backend, **options)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_error(found[name], value) <= (2e-5 if name == "out" else 1e-4), name

@@ -1,0 +1,290 @@
+"""The Triton kernels: in the interpreter where there is no GPU, compiled where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from operator_cases import GATES, check, inputs, relative_error, run
+from spkv_kernels import attention
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BENCHMARKS = Path(__file__).parent.parent / "kernels" / "benchmarks"
+SHAPES = [  # float32 tiles are 64 x 32 forward and 32 x 32 backward at these head sizes
+    pytest.param((1, 1, 1, 1, 8), 1, id="T1"),
+    pytest.param((1, 2, 2, 13, 16), 20, id="T<w"),
+    pytest.param((1, 3, 1, 70, 16), 1, id="G3-w1"),
+    pytest.param((1, 4, 2, 131, 24), 7, id="G2-D24"),
+    pytest.param((2, 4, 1, 97, 32), 40, id="G4-odd"),
+    pytest.param((1, 1, 1, 200, 16), 150, id="wide"),
+    pytest.param((1, 6, 1, 66, 64), 33, id="G6-D64"),
+]
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(("shape", "window"), SHAPES)
+def test_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
+    check(inputs(shape, gate), window, "triton", device=DEVICE)
+
+
+@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+def test_windows_per_head(gate: str) -> None:
+    check(inputs((1, 6, 3, 110, 16), gate), torch.tensor([16, 1 << 30, 109]), "triton", device=DEVICE)
+
+
+def test_dead_full_and_single_key_heads_side_by_side() -> None:
+    given = inputs((2, 8, 4, 150, 16), "nothing")
+    assert given["keep"] is not None
+    given["keep"][:, 1] = True
+    given["keep"][0, 2, 0] = True
+    given["keep"][1, 3, 100] = True
+    check(given, 33, "triton", device=DEVICE)
+
+
+def test_scale_replaces_the_default() -> None:
+    check(inputs((1, 2, 1, 90, 16), "soft"), 16, "triton", device=DEVICE, scale=0.7)
+
+
+def test_a_utility_of_exactly_zero() -> None:
+    given = inputs((1, 2, 1, 100, 16), "soft")
+    assert given["log_utility"] is not None
+    given["log_utility"][:, :, ::3] = -torch.inf
+    check(given, 20, "triton", device=DEVICE)
+
+
+@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+def test_half_precision_loses_its_own_rounding_only(gate: str) -> None:
+    """Not bfloat16: the interpreter's products of it are wrong; on a GPU ``test_real_sizes`` covers it."""
+    given = {
+        name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
+        for name, x in inputs((1, 4, 2, 130, 16), gate).items()
+    }
+    expected = run(given, torch.float64, window=32, backend="reference")
+    found = run(given, torch.float16, device=DEVICE, window=32, backend="triton")
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 4 * torch.finfo(torch.float16).eps, name
+
+
+@pytest.mark.parametrize("gate", ["soft", "hard"])
+def test_strided_inputs(gate: str) -> None:
+    """Tokens before heads, as models hand them over; slices of one projection; a value whose D is not contiguous."""
+    given = inputs((2, 4, 2, 70, 16), gate)
+    q, k, v = (given[name] for name in ("q", "k", "v"))
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    fused = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k)], -1)
+    strided = {
+        **given,
+        "q": fused[..., :64].unflatten(-1, (4, 16)).transpose(1, 2),
+        "k": fused[..., 64:].unflatten(-1, (2, 16)).transpose(1, 2),
+        "v": v.mT.contiguous().mT,
+    }
+    device = {n: x.to(DEVICE, torch.float32) if x is not None and n != "keep" else x for n, x in strided.items()}
+    keep = given["keep"].to(DEVICE) if given["keep"] is not None else None
+    out = attention(**{**device, "keep": keep}, window=16, backend="triton")  # type: ignore[arg-type]
+    expected = attention(**given, window=16, backend="reference")  # type: ignore[arg-type]
+    assert relative_error(out, expected) < 2e-5
+    assert out.transpose(1, 2).is_contiguous(), "what follows in a model flattens the heads of a token"
+
+
+@pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+def test_memory_that_nobody_wrote_does_not_show(gate: str) -> None:
+    """Deterministic mode fills every fresh tensor with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(inputs((1, 4, 2, 90, 24), gate), 16, "triton", device=DEVICE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("gate", ["soft", "hard"])
+def test_runs_repeat_bitwise(gate: str) -> None:
+    given = inputs((1, 4, 2, 100, 16), gate)
+    first, second = (run(given, torch.float32, device=DEVICE, window=20, backend="triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class TestLaws:
+    shape = (1, 4, 2, 100, 16)
+
+    def out(self, given: dict[str, Tensor | None], window: int) -> Tensor:
+        return run(given, torch.float32, device=DEVICE, window=window, backend="triton")["out"]
+
+    def test_open_gates_are_causal_attention(self) -> None:
+        causal = self.out(inputs(self.shape, "none"), 100)
+        assert torch.allclose(self.out(inputs(self.shape, "all"), 10), causal, atol=1e-5)
+
+    def test_closed_gates_are_the_window(self) -> None:
+        window = self.out(inputs(self.shape, "none"), 10)
+        assert torch.allclose(self.out(inputs(self.shape, "nothing"), 10), window, atol=1e-5)
+
+    def test_a_window_of_everything_ignores_the_gate(self) -> None:
+        result = run(inputs(self.shape, "soft"), torch.float32, device=DEVICE, window=100, backend="triton")
+        assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), 100), atol=1e-5)
+        assert not result["dlog_utility"].any()
+
+    def test_hard_is_soft_at_zero_and_one(self) -> None:
+        hard = inputs(self.shape, "hard")
+        keep = hard["keep"]
+        assert keep is not None
+        soft = {**hard, "keep": None, "log_utility": torch.where(keep, 0.0, -1e4).double()}
+        assert torch.allclose(self.out(hard, 10), self.out(soft, 10), atol=1e-5)
+
+
+class TestTorch:
+    """The operator inside torch's machinery."""
+
+    def leaves(self, gate: str) -> dict[str, Tensor | None]:
+        given = inputs((1, 2, 1, 40, 16), gate)
+        return {
+            name: x.to(DEVICE, torch.float32).requires_grad_() if x is not None and name != "keep" else x
+            for name, x in given.items()
+        }
+
+    @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
+    def test_is_a_well_formed_operator(self, gate: str) -> None:
+        given = self.leaves(gate)
+        keep = given["keep"].to(DEVICE) if given["keep"] is not None else None
+        run(inputs((1, 1, 1, 4, 8), "none"), torch.float32, device=DEVICE, window=2, backend="triton")  # registers it
+        window = torch.tensor([9], dtype=torch.int32, device=DEVICE)
+        arguments = (given["q"], given["k"], given["v"], window, given["log_utility"], keep, 0.25)
+        torch.library.opcheck(torch.ops.spkv.attention.default, arguments)
+
+    def test_compiles_without_a_graph_break(self) -> None:
+        def loss(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor) -> Tensor:
+            out = attention(q * 2, k, v, window=9, log_utility=log_utility - 1, backend="triton")
+            return out.square().sum()
+
+        found, expected = [], []
+        for function, grads in ((torch.compile(loss, fullgraph=True, backend="aot_eager"), found), (loss, expected)):
+            given = [x for x in self.leaves("soft").values() if x is not None]
+            function(*given).backward()
+            grads += [x.grad for x in given]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    def test_activation_checkpointing(self) -> None:
+        def layer(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor) -> Tensor:
+            return attention(q.sin(), k, v, window=9, log_utility=log_utility, backend="triton")
+
+        found, expected = [], []
+        for recompute, grads in ((True, found), (False, expected)):
+            given = [x for x in self.leaves("soft").values() if x is not None]
+            out = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
+            out.square().sum().backward()
+            grads += [x.grad for x in given]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "message"),
+    [(torch.float64, 8, "computes float32, bfloat16 and float16; found torch.float64"), (torch.half, 264, "found 264")],
+    ids=["float64", "D264"],
+)
+def test_what_the_kernels_do_not_serve_is_refused(dtype: torch.dtype, size: int, message: str) -> None:
+    q = torch.zeros(1, 1, 4, size, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, window=2, backend="triton")
+
+
+def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=r"'triton' expects tensors on a CUDA .* cpu .*TRITON_INTERPRET=1"):
+        attention(q, q, q, window=2, backend="triton")
+
+
+class TestAheadOfTime:
+    """Compiled for a GPU without one: every default tile, and what it takes of registers and shared memory."""
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(("arch", "modes"), [(80, ["hard"]), (90, ["soft", "hard"])])
+    def test_every_default_compiles(self, arch: int, modes: list[str]) -> None:
+        command = [sys.executable, str(BENCHMARKS / "resources.py"), "--json", "--arch", str(arch), "--mode", *modes]
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(rows) == 2 * 3 * (3 * len(modes) + 1), "two dtypes, three sizes; three kernels a mode, and far keys"
+        for row in rows:
+            assert row["shared"] <= row["shared_limit"], row
+            assert row["spilled"] == 0 or row["D"] > 128 or arch != 90, row
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+class TestOnGPU:
+    """Compiled, at real sizes. Bars for 16 bits: twice the error of the eager formula in the same dtype."""
+
+    @pytest.mark.parametrize("gate", ["none", "soft", "hard", "all", "nothing"])
+    @pytest.mark.parametrize("size", [64, 80, 128, 256])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+    def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
+        for length in (1000, 2048):
+            given = {
+                name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
+                for name, x in inputs((1, 4, 2, length, size), gate).items()
+            }
+            expected = run(given, torch.float64, device="cuda", window=128, backend="reference")
+            eager = run(given, dtype, device="cuda", window=128, backend="reference")
+            found = run(given, dtype, device="cuda", window=128, backend="triton")
+            for name, value in expected.items():
+                limit = 2e-5 if name == "out" else 1e-4
+                if dtype != torch.float32:
+                    limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(eager[name], value.cpu())
+                    rms = (found[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
+                    assert name == "dlog_utility" or rms <= 5e-3, name
+                assert relative_error(found[name], value.cpu()) <= limit, name
+
+    @pytest.mark.parametrize("gate", ["soft", "hard"])
+    def test_a_hundred_runs_repeat_bitwise(self, gate: str) -> None:
+        given = inputs((1, 8, 2, 4096, 128), gate)
+        first = run(given, torch.bfloat16, device="cuda", window=128, backend="triton")
+        for _ in range(99):
+            again = run(given, torch.bfloat16, device="cuda", window=128, backend="triton")
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+    def test_long_sequences_agree_with_causal_attention(self) -> None:
+        """Open gates at T = 32,768, where the oracle's [T, T] scores no longer fit."""
+        q, k, v = (torch.randn(1, 2, 32768, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        for gates in (
+            {"log_utility": torch.zeros(1, 2, 32768, device="cuda")},
+            {"keep": torch.ones(1, 2, 32768, device="cuda").bool()},
+        ):
+            found = attention(q, k, v, window=128, **gates)
+            assert torch.allclose(found.float(), expected.float(), atol=2e-2)
+
+    @pytest.mark.parametrize("gate", ["soft", "hard"])
+    def test_captured_in_a_cuda_graph(self, gate: str) -> None:
+        given = {
+            name: x.to("cuda", torch.bfloat16) if x is not None and x.is_floating_point() else x
+            for name, x in inputs((1, 4, 2, 512, 64), gate).items()
+        }
+        given["keep"] = given["keep"].cuda() if given["keep"] is not None else None
+        given["window"] = torch.tensor([64, 1 << 20], device="cuda")
+        expected = attention(**given)  # type: ignore[arg-type]  # also compiles the kernels
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attention(**given)  # type: ignore[arg-type]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+
+    def test_inductor(self) -> None:
+        given = [x.cuda().float() for x in inputs((1, 4, 2, 256, 64), "soft").values() if x is not None]
+
+        def layer(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor) -> Tensor:
+            return attention(q * 2, k, v, window=64, log_utility=log_utility).relu()
+
+        assert torch.allclose(torch.compile(layer, fullgraph=True)(*given), layer(*given), atol=1e-6)
