@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/attention.py                  # CPU: the table, then one line of JSON
     python kernels/benchmarks/attention.py --memory         # CPU: peak memory at T = 32,768
+    python kernels/benchmarks/attention.py --work           # the share of score tiles that each gate set leaves
     python kernels/benchmarks/attention.py --device cuda    # Triton against cuDNN, SDPA's default and FlexAttention
 
 Every case is checked against the eager oracle (on the same code path, at a short length) before a speed is printed.
@@ -13,6 +14,7 @@ so that a gate which saves work shows more than the machine's peak.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 GATE_SETS = ("independent", "clustered", "mixed")
+DENSITIES = (0.25, 0.11)
 Call = Callable[[], None]
 
 
@@ -216,7 +219,7 @@ def cuda_cases() -> Iterator[Case]:
             bar = 0.65 if length >= 8192 else None
             yield Case(f"soft fwd+bwd, {where}", shape, kind="soft", must=bar, against="cuDNN")
             for kind in GATE_SETS if query_heads == 32 else GATE_SETS[:1]:
-                for density in (0.25, 0.11):
+                for density in DENSITIES:
                     name, must = f"hard fwd+bwd, {where}, {density:.2f}, {kind}", hard.get(length, {}).get(density)
                     yield Case(name, shape, kind=kind, density=density, must=must, against="cuDNN")
     # 18 of 63 heads global, as a layout has them: a layer with 1 of 3 costs about a third
@@ -239,6 +242,22 @@ def memory() -> None:
     print(f"T=32768 Hq=8 Hkv=2 D=64 soft forward+backward: peak resident memory {peak:.2f} GB")
 
 
+def work(rows: int = 128, keys: int = 64, heads: int = 8, window: int = 128) -> None:
+    """Share of full attention's tiles that hard gates leave: kept keys gathered, or blocks without one skipped."""
+    print(f"{'T':>6} {'density':>8} {'gate set':12} {'gathered':>9} {'blocks skipped':>15}")
+    for length, kind, density in itertools.product((8192, 32768), GATE_SETS, DENSITIES):
+        keep = gate(kind, heads, length, density)[0]
+        last = torch.arange(rows, length + 1, rows)  # one past the last query of each row of tiles
+        full = (last / keys).ceil().sum() * heads
+        near = ((torch.minimum(last, torch.tensor(window + rows)) / keys).ceil()).sum() * heads
+        left = (last - window).clamp_min(0)  # keys before this have left the last query's window
+        rank = F.pad(keep.cumsum(-1), (1, 0))
+        gathered = (rank[:, left] / keys).ceil().sum()
+        blocks = F.pad(keep.unflatten(-1, (-1, keys)).any(-1).cumsum(-1), (1, 0))
+        skipped = blocks[:, (left / keys).ceil().long()].sum()
+        print(f"{length:6} {density:8} {kind:12} {(near + gathered) / full:9.3f} {(near + skipped) / full:15.3f}")
+
+
 def matmul_peak() -> float:
     """Measured bfloat16 TFLOP/s of a large matrix product on the GPU: the roof of all rows."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -253,7 +272,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="torch threads; all by default")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--memory", action="store_true", help="peak memory at T = 32,768 instead")
+    parser.add_argument("--work", action="store_true", help="tiles that hard gates leave, counted, instead")
     options = parser.parse_args()
+    if options.work:
+        work()
+        return
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.memory:
