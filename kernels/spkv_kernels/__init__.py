@@ -1,5 +1,6 @@
 """Attention and cache operators of SP-KV. Knows nothing of models; needs torch (and triton on GPUs) alone."""
 
-from spkv_kernels.api import attention
+from spkv_kernels.api import attention, decode_attention, extend_attention
+from spkv_kernels.cache import CacheFullError, PagedKVCache
 
-__all__ = ["attention"]
+__all__ = ["CacheFullError", "PagedKVCache", "attention", "decode_attention", "extend_attention"]

@@ -16,6 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from spkv_kernels.cache import PagedKVCache
+
 BACKENDS = ("reference", "cpu", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -61,6 +63,75 @@ def attention(
         raise ValueError(f"scale: expected a finite number other than 0; found {scale}")
     out: Tensor = _implementation(name)(q, k, v, windows, log_utility, keep, scale)
     return out
+
+
+def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = None, backend: str = "auto") -> Tensor:
+    """Attention of the newest token of every sequence over what its cache holds. Not differentiable.
+
+    Args:
+        q: [B, Hq, D]; the token's own key has been appended.
+        cache: of the layer. A sequence must hold at least one token.
+        scale: of the scores; 1 / sqrt(D) by default.
+        backend: "auto", "cpu" (torch operations, any device) or "reference" (a loop over sequences and heads).
+
+    Returns:
+        [B, Hq, D] in the dtype of ``q``, computed in float32 (float64 for float64).
+
+    Raises:
+        ValueError: ``q`` does not fit the cache, or a sequence is empty.
+    """
+    _check_queries(q, (cache.batch_size, None, cache.head_dim), cache)
+    if not bool((cache.seq_lens > 0).all()):
+        raise ValueError("cache: a sequence is empty; append a token to it first")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend not in ("auto", "cpu", "reference"):
+        raise ValueError(f"backend: expected 'auto', 'cpu' or 'reference'; found {backend!r}")
+    if backend == "reference":
+        from spkv_kernels import reference
+
+        return reference.decode_attention(q, cache, scale)
+    from spkv_kernels import decode
+
+    return decode.decode_attention(q, cache, scale)
+
+
+def extend_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedKVCache, *, scale: float | None = None
+) -> Tensor:
+    """Attention of T new tokens over the cache and each other; ``cache.prefill`` takes them afterwards.
+
+    For a prompt in chunks and for a conversation that goes on. A query at position t sees its window, and older keys
+    if they are kept. Not differentiable; torch operations, any device.
+
+    Args:
+        q: [B, Hq, T, D].
+        k, v: [B, Hkv, T, D].
+        keep: bool [B, Hkv, T].
+
+    Returns:
+        [B, Hq, T, D] in the dtype of ``q``.
+
+    Raises:
+        ValueError: shapes do not fit the cache or each other.
+    """
+    batch, num_tokens = cache.batch_size, k.shape[2] if k.ndim == 4 else -1
+    _check_queries(q, (batch, None, num_tokens, cache.head_dim), cache)
+    _check(q, k, v, None, keep)
+    if k.shape[1] != cache.num_kv_heads:
+        raise ValueError(f"k: expected {cache.num_kv_heads} heads as the cache; found {k.shape[1]}")
+    from spkv_kernels import decode
+
+    return decode.extend_attention(q, k, v, keep, cache, q.shape[-1] ** -0.5 if scale is None else float(scale))
+
+
+def _check_queries(q: Tensor, shape: tuple[int | None, ...], cache: PagedKVCache) -> None:
+    fits = q.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, q.shape, strict=True))
+    if not fits or q.shape[1] % cache.num_kv_heads:
+        wanted = ", ".join("Hq" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"q: expected [{wanted}], Hq a multiple of the cache's {cache.num_kv_heads} heads; "
+            f"found shape {tuple(q.shape)}"
+        )
 
 
 def _backend(name: str, q: Tensor) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spkv_kernels.cache import PagedKVCache
+
 
 def attention(
     q: Tensor,
@@ -47,3 +49,17 @@ def _bias(
         gate = outside.expand(1, 1, 1, 1)
     zero = torch.zeros((), dtype=dtype, device=device)
     return torch.where(age < 0, outside, torch.where(age < limit, zero, gate))
+
+
+def decode_attention(q: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
+    """See ``spkv_kernels.decode_attention``: one sequence and head after the other."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = torch.empty_like(q)
+    group = q.shape[1] // cache.num_kv_heads
+    for sequence in range(cache.batch_size):
+        for head in range(cache.num_kv_heads):
+            k, v = (x.to(dtype) for x in cache.entries(sequence, head))
+            rows = slice(head * group, (head + 1) * group)
+            scores = q[sequence, rows].to(dtype) @ k.T * scale
+            out[sequence, rows] = (torch.softmax(scores, -1) @ v).to(q.dtype)
+    return out

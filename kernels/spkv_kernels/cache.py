@@ -1,0 +1,345 @@
+"""Paged key-value cache of one attention layer, in which every (sequence, KV head) keeps its own keys.
+
+The last ``window`` tokens of a sequence lie in a ring. A token that leaves the ring is moved to long-term pages of its
+head if its gate kept it, and dropped otherwise. All pages come from one pool; each (sequence, head) has a block table
+with headroom, so that appending is O(1). A head that keeps all is global, one that keeps none is local: a hybrid layout
+is this cache too. SP-KV paper, sections "Inference Efficiency" and "Inference efficiency" (appendix).
+
+    cache = PagedKVCache(batch_size=2, num_kv_heads=8, head_dim=128, window=128)
+    cache.prefill(k, v, keep)                  # a prompt: [B, Hkv, T, D], keep bool [B, Hkv, T]
+    cache.append(k, v, keep)                   # one token: [B, Hkv, D], keep bool [B, Hkv]
+    out = decode_attention(q, cache)           # [B, Hq, D]
+
+Nothing here is differentiable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GROWTH = 20  # a full pool grows by one part in so many: at most 5 % of it is spare
+_MIN_PAGES = 16
+_STATE = (
+    "pool_k", "pool_v", "ring_k", "ring_v", "ring_keep",
+    "seq_lens", "lengths", "block_table", "page_owner", "page_block",
+)  # fmt: skip
+
+
+class CacheFullError(RuntimeError):
+    """The pool may not grow any more; the cache is as it was before the call."""
+
+
+class PagedKVCache:
+    """See the module's docstring. N = B * Hkv; owner n is sequence n // Hkv, head n % Hkv.
+
+    Attributes:
+        pool_k, pool_v: [num_pages, page_size, D].
+        ring_k, ring_v: [B, Hkv, w, D]; the token at position p lies in slot p % w.
+        ring_keep: bool [B, Hkv, w], what its gate decided about each token in the ring.
+        seq_lens: int64 [B], tokens seen.
+        lengths: int64 [B, Hkv], long-term entries.
+        block_table: int64 [B, Hkv, blocks], pages of each head in the order of its entries; -1 past its end.
+        page_owner: int64 [num_pages], n of the page's head, -1 for a free page.
+        page_block: int64 [num_pages], place of the page in its head's row of the block table.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        window: int,
+        page_size: int = 16,
+        num_pages: int = 0,
+        max_pages: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """An empty cache.
+
+        Args:
+            window: w, the query's own key included.
+            page_size: tokens per page.
+            num_pages: pages to reserve at once; the pool grows when they run out.
+            max_pages: pages that it must not exceed; None: no limit.
+
+        Raises:
+            ValueError: a size is below 1, or ``num_pages`` above ``max_pages``.
+        """
+        sizes = {"batch_size": batch_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, value in {**sizes, "window": window, "page_size": page_size}.items():
+            if value < 1:
+                raise ValueError(f"{name}: expected at least 1; found {value}")
+        if num_pages < 0 or (max_pages is not None and num_pages > max_pages):
+            raise ValueError(f"num_pages: expected 0 to max_pages ({max_pages}); found {num_pages}")
+        self.window, self.page_size, self.max_pages = window, page_size, max_pages
+        shape = (batch_size, num_kv_heads)
+        on: dict[str, Any] = {"device": device}
+        self.pool_k = torch.empty(0, page_size, head_dim, dtype=dtype, **on)
+        self.pool_v = torch.empty_like(self.pool_k)
+        self.ring_k = torch.zeros(*shape, window, head_dim, dtype=dtype, **on)
+        self.ring_v = torch.zeros_like(self.ring_k)
+        self.ring_keep = torch.zeros(*shape, window, dtype=torch.bool, **on)
+        self.seq_lens = torch.zeros(batch_size, dtype=torch.int64, **on)
+        self.lengths = torch.zeros(shape, dtype=torch.int64, **on)
+        self.block_table = torch.full((*shape, 4), -1, dtype=torch.int64, **on)
+        self.page_owner = torch.empty(0, dtype=torch.int64, **on)
+        self.page_block = torch.empty(0, dtype=torch.int64, **on)
+        self._free = torch.empty(0, dtype=torch.int64, **on)  # a stack of free pages, of which
+        self._num_free = 0  # are on it
+        if num_pages:
+            self._add_pages(num_pages)
+
+    # ------------------------------------------------------------ what there is
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences B."""
+        return self.ring_k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads Hkv."""
+        return self.ring_k.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels D."""
+        return self.ring_k.shape[3]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool, free ones included."""
+        return self.pool_k.shape[0]
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that belong to a head."""
+        return self.num_pages - self._num_free
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors: pool (free pages too), rings and tables."""
+        tensors = [getattr(self, name) for name in _STATE] + [self._free]
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    @property
+    def num_entries(self) -> Tensor:
+        """int64 [B, Hkv], keys that a query sees: those in the ring and the long-term ones."""
+        return self.lengths + self.seq_lens.clamp(max=self.window)[:, None]
+
+    # ------------------------------------------------------------ writing
+
+    @torch.no_grad()
+    def prefill(self, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor | None = None) -> None:
+        """Add many tokens to every sequence, which need not be empty.
+
+        Args:
+            k, v: [B, Hkv, T, D], in the cache's dtype.
+            keep: bool [B, Hkv, T].
+            lengths: int [B], tokens of each sequence, the first ones of its row; None: all T.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+            CacheFullError: more pages are needed than ``max_pages`` allows; nothing has changed.
+        """
+        num_tokens = k.shape[2] if k.ndim == 4 else -1
+        self._check(k, v, keep, (self.batch_size, self.num_kv_heads, num_tokens))
+        if lengths is None:
+            lengths = torch.full_like(self.seq_lens, num_tokens)
+        if lengths.shape != self.seq_lens.shape or bool(((lengths < 0) | (lengths > num_tokens)).any()):
+            raise ValueError(
+                f"lengths: expected [{self.batch_size}] numbers from 0 to T = {num_tokens}; found {lengths}"
+            )
+        lengths = lengths.to(self.seq_lens)
+        seen = self.seq_lens[:, None]
+        # in order of position: what leaves the ring, then what is new and already past the window
+        old = seen - self.window + torch.arange(self.window, device=k.device)  # [B, w]
+        old_slot = old % self.window
+        leaves = (old >= 0) & (old < seen + lengths[:, None] - self.window)
+        old_kept = leaves[:, None] & self.ring_keep.gather(2, old_slot[:, None].expand_as(self.ring_keep))
+        index = torch.arange(num_tokens, device=k.device)
+        new_kept = keep & (index < (lengths - self.window)[:, None])[:, None]
+        old_count, new_count = old_kept.sum(-1), new_kept.sum(-1)
+        self._reserve(old_count + new_count)
+        batch, head, place = old_kept.nonzero(as_tuple=True)
+        rank = self.lengths[batch, head] + (old_kept.cumsum(-1) - 1)[batch, head, place]
+        slot = old_slot[batch, place]
+        self._write(batch, head, rank, self.ring_k[batch, head, slot], self.ring_v[batch, head, slot])
+        batch, head, place = new_kept.nonzero(as_tuple=True)
+        rank = (self.lengths + old_count)[batch, head] + (new_kept.cumsum(-1) - 1)[batch, head, place]
+        self._write(batch, head, rank, k[batch, head, place], v[batch, head, place])
+        self.lengths += old_count + new_count
+        recent = (index < lengths[:, None]) & (index >= (lengths - self.window)[:, None])
+        batch, place = recent.nonzero(as_tuple=True)
+        slot = (self.seq_lens[batch] + place) % self.window
+        self.ring_k[batch, :, slot] = k[batch, :, place]
+        self.ring_v[batch, :, slot] = v[batch, :, place]
+        self.ring_keep[batch, :, slot] = keep[batch, :, place]
+        self.seq_lens += lengths
+
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor, keep: Tensor) -> None:
+        """Add one token to every sequence: k, v [B, Hkv, D], keep bool [B, Hkv]. Raises as ``prefill`` does."""
+        self._check(k, v, keep, (self.batch_size, self.num_kv_heads))
+        slot = (self.seq_lens % self.window)[:, None, None]
+        kept = self.ring_keep.gather(2, slot.expand(-1, self.num_kv_heads, 1))[..., 0]
+        kept &= (self.seq_lens >= self.window)[:, None]
+        batch, head = kept.nonzero(as_tuple=True)
+        if len(batch):
+            self._reserve(kept.long())
+            place = slot[batch, 0, 0]
+            row_k, row_v = self.ring_k[batch, head, place], self.ring_v[batch, head, place]
+            self._write(batch, head, self.lengths[batch, head], row_k, row_v)
+            self.lengths += kept
+        rows = torch.arange(self.batch_size, device=k.device)
+        slot = slot[:, 0, 0]
+        self.ring_k[rows, :, slot], self.ring_v[rows, :, slot] = k, v
+        self.ring_keep[rows, :, slot] = keep
+        self.seq_lens += 1
+
+    @torch.no_grad()
+    def decide(self, keep: Tensor, age: int) -> None:
+        """Change what the gates decided about the token ``age`` tokens back (0: the newest) of every sequence.
+
+        For predictors that look ahead: a token may be decided upon until it leaves the window.
+
+        Args:
+            keep: bool [B, Hkv].
+
+        Raises:
+            ValueError: ``age`` is not within the window and all sequences.
+        """
+        if not 0 <= age < min(self.window, int(self.seq_lens.min())):
+            raise ValueError(f"age: expected 0 to {min(self.window, int(self.seq_lens.min())) - 1}; found {age}")
+        rows = torch.arange(self.batch_size, device=keep.device)
+        self.ring_keep[rows, :, (self.seq_lens - 1 - age) % self.window] = keep
+
+    @torch.no_grad()
+    def free(self, sequence: int) -> None:
+        """Forget a sequence and give its pages back; its row is empty then and may take another one."""
+        if not 0 <= sequence < self.batch_size:
+            raise ValueError(f"sequence: expected 0 to {self.batch_size - 1}; found {sequence}")
+        mine = (self.page_owner >= 0) & (self.page_owner // self.num_kv_heads == sequence)
+        pages = mine.nonzero()[:, 0]
+        self._free[self._num_free : self._num_free + len(pages)] = pages.flip(0)
+        self._num_free += len(pages)
+        self.page_owner[pages] = -1
+        self.block_table[sequence] = -1
+        self.lengths[sequence] = 0
+        self.seq_lens[sequence] = 0
+
+    @torch.no_grad()
+    def select(self, sequences: Tensor) -> PagedKVCache:
+        """A new cache whose row i is a copy of row ``sequences[i]`` (int [B']), pages and all, as beam search needs."""
+        found = PagedKVCache(
+            len(sequences), self.num_kv_heads, self.head_dim, window=self.window, page_size=self.page_size,
+            max_pages=self.max_pages, dtype=self.pool_k.dtype, device=self.pool_k.device,
+        )  # fmt: skip
+        for name in ("ring_k", "ring_v", "ring_keep", "seq_lens"):
+            setattr(found, name, getattr(self, name)[sequences])
+        lengths = self.lengths[sequences]
+        found._reserve(lengths)
+        found.lengths = lengths
+        batch, head, block = (found.block_table >= 0).nonzero(as_tuple=True)
+        source = self.block_table[sequences[batch], head, block]
+        target = found.block_table[batch, head, block]
+        found.pool_k[target], found.pool_v[target] = self.pool_k[source], self.pool_v[source]
+        return found
+
+    # ------------------------------------------------------------ reading
+
+    @torch.no_grad()
+    def entries(self, sequence: int, head: int) -> tuple[Tensor, Tensor]:
+        """k, v [n, D] that a query of this head sees, oldest first: long-term entries, then the window."""
+        count = int(self.lengths[sequence, head])
+        pages = self.block_table[sequence, head, : -(-count // self.page_size)]
+        seen = int(self.seq_lens[sequence])
+        slots = torch.arange(max(0, seen - self.window), seen, device=self.ring_k.device) % self.window
+        k, v = (
+            torch.cat([pool[pages].flatten(0, 1)[:count], ring[sequence, head, slots]])
+            for pool, ring in ((self.pool_k, self.ring_k), (self.pool_v, self.ring_v))
+        )
+        return k, v
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors, to be saved; ``load_state_dict`` of a cache of the same sizes takes them."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Take over what ``state_dict`` gave. Raises ``ValueError`` if it is of another kind of cache."""
+        for name in ("ring_k", "pool_k"):
+            if state[name].shape[1:] != getattr(self, name).shape[1:]:
+                raise ValueError(f"{name}: expected [*, {self._sizes(name)}]; found {tuple(state[name].shape)}")
+        for name in _STATE:
+            setattr(self, name, state[name].to(getattr(self, name)).clone())
+        free = (self.page_owner < 0).nonzero()[:, 0].flip(0)
+        self._free, self._num_free = torch.empty_like(self.page_owner), len(free)
+        self._free[: len(free)] = free
+
+    def _sizes(self, name: str) -> str:
+        return ", ".join(str(n) for n in getattr(self, name).shape[1:])
+
+    # ------------------------------------------------------------ pages
+
+    def _check(self, k: Tensor, v: Tensor, keep: Tensor, shape: tuple[int, ...]) -> None:
+        for name, tensor in (("k", k), ("v", v)):
+            if tensor.shape != (*shape, self.head_dim) or tensor.dtype != self.pool_k.dtype:
+                raise ValueError(
+                    f"{name}: expected {self.pool_k.dtype} {(*shape, self.head_dim)}; "
+                    f"found {tensor.dtype} {tuple(tensor.shape)}"
+                )
+        if keep.shape != shape or keep.dtype != torch.bool:
+            raise ValueError(f"keep: expected bool {shape}; found {keep.dtype} {tuple(keep.shape)}")
+
+    def _reserve(self, count: Tensor) -> None:
+        """Pages for ``count`` [B, Hkv] more entries of each head. Changes nothing if it raises."""
+        have = -(-self.lengths // self.page_size)
+        need = (-(-(self.lengths + count) // self.page_size) - have).flatten()
+        total = int(need.sum())
+        if total == 0:
+            return
+        if total > self._num_free:
+            self._add_pages(total - self._num_free)
+        owner = torch.repeat_interleave(need)
+        rank = torch.arange(total, device=owner.device) - (need.cumsum(0) - need)[owner]
+        block = have.flatten()[owner] + rank
+        width = int(block.max()) + 1
+        if width > self.block_table.shape[2]:
+            extra = width + width // 2 - self.block_table.shape[2]
+            self.block_table = torch.nn.functional.pad(self.block_table, (0, extra), value=-1)
+        pages = self._free[self._num_free - total : self._num_free].flip(0)
+        self._num_free -= total
+        self.block_table.view(-1, self.block_table.shape[2])[owner, block] = pages
+        self.page_owner[pages], self.page_block[pages] = owner, block
+
+    def _add_pages(self, least: int) -> None:
+        """Grow the pool by at least so many pages, and by 5 %."""
+        now = self.num_pages
+        extra = max(least, now // _GROWTH, _MIN_PAGES)
+        if self.max_pages is not None:
+            extra = min(extra, self.max_pages - now)
+        if extra < least:
+            raise CacheFullError(
+                f"the cache needs {now + least} pages of {self.page_size} tokens, but max_pages is {self.max_pages}: "
+                "free a sequence, raise max_pages or tau"
+            )
+        for name, value in (("page_owner", -1), ("page_block", 0), ("_free", 0)):
+            setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, extra), value=value))
+        # zeros: what lies past a head's end is masked, but must be finite
+        self.pool_k, self.pool_v = (
+            torch.cat([x, x.new_zeros(extra, *x.shape[1:])]) for x in (self.pool_k, self.pool_v)
+        )
+        fresh = torch.arange(now + extra - 1, now - 1, -1, device=self._free.device)
+        self._free[self._num_free : self._num_free + extra] = fresh
+        self._num_free += extra
+
+    def _write(self, batch: Tensor, head: Tensor, rank: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store rows [n, D] as entries ``rank`` of their heads; the pages are there."""
+        page = self.block_table[batch, head, rank // self.page_size]
+        self.pool_k[page, rank % self.page_size] = k
+        self.pool_v[page, rank % self.page_size] = v
