@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spkv_nas.density import DensityTable as DensityTable
     from spkv_nas.errors import UserError as UserError
     from spkv_nas.layout import Layout as Layout
+    from spkv_nas.model.cache import SPKVCache as SPKVCache
     from spkv_nas.model.checkpoint import load as load
     from spkv_nas.model.checkpoint import save as save
     from spkv_nas.model.gates import GateConfig as GateConfig
@@ -37,6 +38,7 @@ _HOMES = {
     "DensityTable": "spkv_nas.density",
     "GateConfig": "spkv_nas.model.gates",
     "Layout": "spkv_nas.layout",
+    "SPKVCache": "spkv_nas.model.cache",
     "UserError": "spkv_nas.errors",
     "apply_layout": "spkv_nas.model.hook",
     "attach_gates": "spkv_nas.model.hook",

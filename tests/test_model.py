@@ -193,10 +193,8 @@ class TestRefusals:
             self.gated()(input_ids=tokens, output_attentions=True)
 
     def test_a_cache(self, tokens: Tensor) -> None:
-        model = self.gated()
-        cache = model(input_ids=tokens, use_cache=True).past_key_values
         with pytest.raises(UserError, match="use_cache=False"):
-            model(input_ids=tokens[:, :1], past_key_values=cache)
+            self.gated()(input_ids=tokens, use_cache=True)
 
     def test_a_window_of_the_model_that_is_too_short(self, tokens: Tensor) -> None:
         model = tiny_model("mistral", sliding_window=10)

@@ -85,7 +85,20 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if predictor is not None and state.mode != "open":
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         extra["spkv_gate"] = gate_from_logits(predictor(hidden_states), state.mode, state.tau, state.anneal)
+    if kwargs.get("past_key_values") is not None:
+        extra["spkv_cache"] = _cache_layer(kwargs["past_key_values"], layer)
     return args, {**kwargs, **extra}
+
+
+def _cache_layer(cache: Any, layer: nn.Module) -> Any:
+    """The part of an ``SPKVCache`` that belongs to ``layer``."""
+    index = getattr(layer, "layer_idx", None)
+    if not isinstance(index, int) or index >= len(cache.layers) or not hasattr(cache.layers[index], "attend"):
+        raise UserError(
+            f"SP-KV attention cannot use a {type(cache).__name__}, which would keep every key: generate with "
+            "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
+        )
+    return cache.layers[index]
 
 
 def _attention_function(
@@ -102,9 +115,17 @@ def _attention_function(
     watcher = _watchers[-1] if _watchers else None
     if watcher is not None:
         watcher.append(_Call(module, key.shape[1], kwargs))
+    cache = kwargs.get("spkv_cache")
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
     state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
     gate = kwargs.get("spkv_gate")
+    if cache is not None:
+        if gate is not None and gate.log_utility is not None:
+            raise UserError('soft gates keep every key: call set_gate_mode(model, "hard") to generate with a cache')
+        real = attention_mask[:, -query.shape[2] :].bool() if attention_mask is not None else None
+        keep = gate.keep if gate else None
+        cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, real, scaling)
+        return cached.transpose(1, 2).contiguous(), None
     out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
         query.to(value.dtype),
         key.to(value.dtype),
@@ -150,14 +171,12 @@ def _refuse_unsupported(
     for keyword, what in _REFUSED_KEYWORDS.items():
         if kwargs.get(keyword) is not None:
             raise UserError(f"this model uses {what} ('{keyword}'), which SP-KV attention does not compute")
-    if attention_mask is not None:
-        raise UserError("SP-KV attention takes no attention mask: give full blocks without padding")
+    if attention_mask is not None and (attention_mask.ndim != 2 or kwargs.get("spkv_cache") is None):
+        what = "padding" if attention_mask.ndim == 2 else "an attention mask of its own"
+        raise UserError(f"this batch has {what}, which SP-KV attention would ignore: give full blocks instead")
     if dropout:
         raise UserError(f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config")
-    if query.shape[2] != key.shape[2]:
-        raise UserError(
-            "SP-KV attention got a key-value cache; it computes whole sequences only: generate with use_cache=False"
-        )
+    assert query.shape[2] == key.shape[2], "a cache that is not ours got past _cache_layer"
     if query.shape[3] != value.shape[3]:
         raise UserError(
             f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]} "
@@ -172,22 +191,26 @@ def _mask_function(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     **_: Any,
-) -> None:
-    """Refuses padding and packing; a causal mask is the operator's own business, so nothing is returned."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise UserError("this batch has padding, which SP-KV attention would ignore: give full blocks instead")
+) -> Tensor | None:
+    """Padding as it is, [B, tokens] (None without any), for the attention function to use or refuse; refuses packing.
+
+    A causal mask is the operator's own business.
+    """
     if not allow_is_causal_skip:
         raise UserError(
             "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
             "ignore: leave position_ids out"
         )
+    return attention_mask if attention_mask is not None and not bool(attention_mask.all()) else None
 
 
 AttentionInterface.register("spkv", _attention_function)
 AttentionMaskInterface.register("spkv", _mask_function)
 
 
-def _refuse_attention_weights(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("past_key_values") is not None and kwargs.get("use_cache") is False:
+        raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
 
@@ -272,7 +295,7 @@ def install(layer: nn.Module, state: LayerState) -> None:
 
 def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
     """Model-wide part of attaching: refuse attention weights, generate without a cache, remember what was there."""
-    handle = model.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
+    handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
     generation = getattr(model, "generation_config", None)
     caches = (model.config.use_cache, generation.use_cache if generation else None)
     model._spkv_before = (attn_implementation, handle, caches)

@@ -1,0 +1,211 @@
+"""Generation with the paged cache: the same logits and text as whole forward passes with the same gates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from spkv_nas import GateConfig, SPKVCache, UserError, apply_layout, attach_gates, set_gate_mode
+from spkv_nas.layout import Layout
+from spkv_nas.model.gates import predictors
+
+LENGTHS = (5, 31, 12, 1, 24)
+
+
+def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
+    """A tiny model with a window of 6: hard gates, a mixed layout, or one of whole layers."""
+    model = tiny_model(family, max_position_embeddings=4096)
+    model.generation_config.eos_token_id = None
+    if kind == "gates":
+        attach_gates(model, GateConfig(window=6, bias=0.0), seed=0)
+        for predictor in predictors(model).values():
+            torch.nn.init.normal_(predictor.down.weight, std=2.0)
+        set_gate_mode(model, "hard", 0.5)
+    elif kind == "mixed":
+        apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6))
+    else:
+        apply_layout(model, Layout(("GG", "LL", "GG", "LL"), 6))
+    return model
+
+
+def prompts(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(ids, mask) of five prompts of different lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 97, (len(LENGTHS), max(LENGTHS)), generator=generator)
+    mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]
+    return ids.masked_fill(~mask, 0), mask.long()
+
+
+def generate(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: object) -> Tensor:
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+def whole_pass(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, kind) for family in ("llama", "qwen3") for kind in ("gates", "mixed", "layers")),
+        *((family, "gates") for family in ("gemma3_text", "phi3", "granite")),
+    ],
+)
+def test_greedy_text_and_logits_of_ragged_prompts(family: str, kind: str) -> None:
+    model = model_with(kind, family)
+    ids, mask = prompts()
+    found = generate(
+        model, ids, mask, past_key_values=SPKVCache(model), return_dict_in_generate=True, output_logits=True
+    )
+    for row, length in enumerate(LENGTHS):
+        text = found.sequences[row, max(LENGTHS) - length :]
+        expected = whole_pass(model, text[None, :-1])[0, length - 1 :]
+        logits = torch.stack(found.logits, 1)[row]
+        assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
+        assert torch.equal(text[length:], expected.argmax(-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["gates", "mixed"])
+def test_two_thousand_tokens(kind: str, family: str) -> None:
+    model = model_with(kind, family)
+    ids, mask = prompts()
+    cache = SPKVCache(model)
+    found = generate(
+        model, ids, mask, past_key_values=cache, max_new_tokens=2000,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    for row, length in enumerate(LENGTHS):
+        text = found.sequences[row, max(LENGTHS) - length :]
+        expected = whole_pass(model, text[None, :-1])[0, length - 1 :]
+        logits = torch.stack([step[row] for step in found.logits])
+        assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
+    assert cache.num_bytes < cache.full_attention_bytes
+
+
+def test_chunked_prefill() -> None:
+    model = model_with("gates")
+    ids, mask = prompts()
+    expected = generate(model, ids, mask, past_key_values=SPKVCache(model))
+    assert torch.equal(generate(model, ids, mask, past_key_values=SPKVCache(model), prefill_chunk_size=7), expected)
+
+
+def test_a_conversation_goes_on() -> None:
+    """All tokens so far are passed with the same cache; those that it has seen are not computed again."""
+    model = model_with("gates")
+    ids, mask = prompts()
+    cache = SPKVCache(model)
+    first = generate(model, ids, mask, past_key_values=cache)
+    turn = torch.randint(3, 97, (len(LENGTHS), 9), generator=torch.Generator().manual_seed(1))
+    ids, mask = torch.cat([first, turn], 1), torch.nn.functional.pad(mask, (0, 29), value=1)
+    found = generate(model, ids, mask, past_key_values=cache)
+    assert torch.equal(found, generate(model, ids, mask, past_key_values=SPKVCache(model)))
+    assert cache.get_seq_length() == found.shape[1] - 1
+
+
+def test_saved_and_loaded(tmp_path: Path) -> None:
+    model = model_with("gates")
+    ids, mask = prompts()
+    cache = SPKVCache(model)
+    first = generate(model, ids, mask, past_key_values=cache)
+    cache.save(tmp_path / "cache.safetensors")
+    mask = torch.nn.functional.pad(mask, (0, 20), value=1)
+    expected = generate(model, first, mask, past_key_values=cache)
+    loaded = SPKVCache.load(model, tmp_path / "cache.safetensors")
+    assert torch.equal(generate(model, first, mask, past_key_values=loaded), expected)
+    other = tiny_model()
+    attach_gates(other, GateConfig(window=7), seed=0)
+    with pytest.raises(UserError, match="another window"):
+        SPKVCache.load(other, tmp_path / "cache.safetensors")
+    (tmp_path / "cut").write_bytes((tmp_path / "cache.safetensors").read_bytes()[:-100])
+    with pytest.raises(UserError, match="cannot read cache"):
+        SPKVCache.load(model, tmp_path / "cut")
+
+
+def test_beam_search() -> None:
+    model = model_with("gates")
+    ids, mask = prompts()
+    found = generate(model, ids, mask, past_key_values=SPKVCache(model), num_beams=3)
+    model.generation_config.use_cache = False
+    assert torch.equal(found[0, -20:], generate(model, ids[:1, -5:], mask[:1, -5:], num_beams=3)[0, -20:])
+
+
+def test_sampling_repeats_with_its_seed() -> None:
+    model = model_with("mixed")
+    ids, mask = prompts()
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        cache = SPKVCache(model)
+        texts.append(generate(model, ids, mask, past_key_values=cache, do_sample=True, num_return_sequences=2))
+    assert texts[0].shape[0] == 10
+    assert torch.equal(*texts)
+
+
+def test_what_the_cache_saves() -> None:
+    model = model_with("layers")
+    cache = SPKVCache(model, page_size=4)
+    assert cache.density != cache.density
+    ids = torch.randint(3, 97, (2, 400), generator=torch.Generator().manual_seed(0))
+    generate(model, ids, torch.ones_like(ids), past_key_values=cache)
+    assert cache.density == 0.5
+    assert 0.5 * cache.full_attention_bytes < cache.num_bytes < 0.65 * cache.full_attention_bytes
+
+
+def test_tau_is_a_dial() -> None:
+    model = model_with("gates")
+    ids, mask = prompts()
+    densities = []
+    for tau in (0.1, 0.5, 0.9):
+        set_gate_mode(model, "hard", tau)
+        cache = SPKVCache(model)
+        generate(model, ids, mask, past_key_values=cache)
+        densities.append(cache.density)
+    assert densities[0] > densities[1] > densities[2]
+
+
+class TestRefused:
+    def test_a_stock_cache(self) -> None:
+        model = model_with("gates")
+        ids, mask = prompts()
+        with pytest.raises(UserError, match=r"past_key_values=spkv_nas\.SPKVCache\(model\)"):
+            generate(model, ids, mask, past_key_values=DynamicCache(), use_cache=True)
+
+    def test_soft_gates(self) -> None:
+        model = model_with("gates")
+        set_gate_mode(model, "soft")
+        with pytest.raises(UserError, match=r'set_gate_mode\(model, "hard"\)'):
+            generate(model, *prompts(), past_key_values=SPKVCache(model))
+
+    def test_a_model_without_gates_or_layout(self) -> None:
+        with pytest.raises(UserError, match="neither gates nor a layout"):
+            SPKVCache(tiny_model())
+
+    def test_another_batch_size(self) -> None:
+        model = model_with("gates")
+        ids, mask = prompts()
+        cache = SPKVCache(model)
+        generate(model, ids, mask, past_key_values=cache)
+        longer = torch.nn.functional.pad(ids[:2], (0, 30), value=5)
+        with pytest.raises(UserError, match="holds 5 sequences, this batch has 2"):
+            generate(model, longer, torch.ones_like(longer), past_key_values=cache)
+
+    def test_cutting_back(self) -> None:
+        model = model_with("gates")
+        cache = SPKVCache(model)
+        generate(model, *prompts(), past_key_values=cache)
+        with pytest.raises(UserError, match="cannot be cut back"):
+            cache.crop(-2)
+
+    def test_no_cache_with_a_cache(self) -> None:
+        model = model_with("gates")
+        with pytest.raises(UserError, match="would store every token twice"):
+            generate(model, *prompts(), past_key_values=SPKVCache(model), use_cache=False)
