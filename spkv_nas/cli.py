@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from spkv_nas.density import DensityTable
+    from spkv_nas.evaluation.sweep import Evaluation
     from spkv_nas.layout import Layout
     from spkv_nas.workspace import Workspace
 
@@ -162,6 +163,49 @@ def report(probe: ProbeOption = DEFAULT_NAME, workspace: WorkspaceOption = Path(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[
+        str, typer.Option(help="Checkpoint, with or without gates: a folder, an id, or embedded:NAME.")
+    ] = "embedded:reference",
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text to evaluate on: files or folders; repeat for several.")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Threshold in [0, 1]; the checkpoint's by default.")] = None,
+    tau_sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Thresholds to compare with open gates: a range, evenly spaced in logit, or a list.",
+            metavar="LOW..HIGH|LIST",
+        ),
+    ] = None,
+    points: Annotated[
+        int | None, typer.Option(help="Thresholds of a range, its ends included; 13 by default.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use at most so many tokens, from the first; all by default.", show_default=False)
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the result.")] = None,
+    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block, with --data.")] = 512,
+    workspace: WorkspaceOption = Path(),
+    device: DeviceOption = None,
+) -> None:
+    """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
+
+    Without --data: the held-out standard library text of the embedded models. Without --tau-sweep nothing is written.
+    """
+    from spkv_nas import stages
+
+    place = _workspace(workspace)
+    name, evaluation, rows = stages.evaluate_stage(
+        place, model=model, data=data, tau=tau, tau_sweep=tau_sweep, points=points, max_tokens=max_tokens, name=name,
+        block_size=block_size, device=device, announce=_announce,
+    )  # fmt: skip
+    _show_evaluation(name, evaluation, rows)
+    if rows is not None:
+        out.print(f"sweep: [bold]{_escaped(str(place.report_dir(name) / 'tau-sweep.png'))}[/bold]")
+
+
+@app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
     workspace: WorkspaceOption = Path(),
@@ -265,6 +309,24 @@ def _show_proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.Dat
             f"random layouts: coverage {100 * spread[0]:.2f} % on average, standard deviation {100 * spread[1]:.2f}"
         )
     out.print(f"layouts: {place.layout_dir(table.name)}")
+
+
+def _show_evaluation(name: str, evaluation: Evaluation, rows: pd.DataFrame | None) -> None:
+    num_tokens = evaluation.nll.num_tokens
+    text = f"{num_tokens.sum():,} tokens in {(num_tokens > 0).sum()} documents"
+    if rows is None:
+        gated = (
+            f", density {100 * evaluation.density:.1f} % at tau {evaluation.tau:g}"
+            if evaluation.density is not None
+            else ""
+        )
+        out.print(f"[bold]{_escaped(name)}[/bold]: NLL {evaluation.nll.mean:.4f}{gated}; {text}")
+        return
+    shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{_escaped(name)}: {text}")
+    for row in rows.itertuples():
+        change = f"{row.delta_nll_percent:+.3f} ± {row.delta_nll_standard_error:.3f}" if row.tau else "-"
+        shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", change)
+    out.print(shown)
 
 
 def _show_comparison(rows: pd.DataFrame, correlation: dict[str, Any] | None) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import yaml
 
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
-from spkv_nas.files import read_yaml
+from spkv_nas.files import read_yaml, write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.recipe import Recipe
 from spkv_nas.workspace import Workspace, environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.evaluation.sweep import Evaluation
 
 Announce = Callable[[str], None]
 EMBEDDED = Path(__file__).parent / "assets" / "stdlib-21x3"
@@ -56,9 +64,6 @@ def probe_stage(
     announce: Announce = _silent,
 ) -> DensityTable:
     """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference."""
-    from spkv_nas.data.blocks import build_blocks, load_heldout
-    from spkv_nas.data.corpus import documents
-    from spkv_nas.model.checkpoint import load
     from spkv_nas.probing import probe
 
     _quiet()
@@ -67,8 +72,7 @@ def probe_stage(
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     if model is not None and not data:
         raise UserError("--model needs --data: the text to probe on (files or folders)")
-    if tau is not None and not 0.0 <= tau <= 1.0:
-        raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
+    _check_tau(tau)
     workspace.check_writable()
     if recipe is not None:
         _, checkpoint = train_stage(workspace, recipe, device=device, announce=announce)
@@ -76,33 +80,81 @@ def probe_stage(
     else:
         source = model or "embedded:reference"
         config, base = Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED
-    announce(f"loading {source}")
-    network, tokenizer = load(source)
-    network.to(_device(device))
-    if data:
-        blocks = build_blocks(documents(data, Path()), tokenizer, block_size)
-        name = name or (Path(source).name if model else config.name)
-        text: Any = data
-    else:
-        announce("reading and tokenising held-out text")
-        blocks = load_heldout(config.data, tokenizer, workspace.run_dir(config.name) / "blocks", base)
-        name = name or config.name
-        text = config.data.model_dump(mode="json")
+    network, blocks, text = _model_and_text(
+        workspace, source, data, config, base, block_size=block_size, device=device, announce=announce
+    )
+    name = name or (Path(source).name if data and model else config.name)
     metadata = {"model": source if recipe is None else config.name, "data": text, "environment": environment()}
-    from rich.progress import Progress
-
-    with Progress(transient=True, console=_stderr()) as bar:
-        task = bar.add_task("probing", total=blocks.num_blocks)
-        table = probe(
-            network,
-            blocks,
-            tau,
-            name=name,
-            metadata=metadata,
-            progress=lambda done, _: bar.update(task, completed=done),
-        )
+    with _bar("probing") as progress:
+        table = probe(network, blocks, tau, name=name, metadata=metadata, progress=progress)
     table.write(workspace.probe_dir(name))
     return table
+
+
+def evaluate_stage(
+    workspace: Workspace,
+    *,
+    model: str | None = None,
+    data: list[str] | None = None,
+    tau: float | None = None,
+    tau_sweep: str | None = None,
+    points: int | None = None,
+    max_tokens: int | None = None,
+    name: str | None = None,
+    block_size: int = 512,
+    device: str | None = None,
+    announce: Announce = _silent,
+) -> tuple[str, Evaluation, pd.DataFrame | None]:
+    """Held-out NLL of a checkpoint; with ``tau_sweep`` also the trade-off figure, written to ``reports/<name>/``.
+
+    Returns:
+        The name; the evaluation at ``tau``, or with a sweep the one with open gates; the sweep's table.
+    """
+    from spkv_nas.evaluation.sweep import evaluate, parse_taus, sweep_table
+    from spkv_nas.evaluation.sweep import tau_sweep as sweep_taus
+
+    _quiet()
+    source = model or "embedded:reference"
+    embedded = source.startswith("embedded:")
+    config = Recipe.read(EMBEDDED / "recipe.yaml")
+    if not embedded and not data:
+        raise UserError("--model needs --data: the text to evaluate on (files or folders)")
+    if tau is not None and tau_sweep is not None:
+        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
+    if points is not None and tau_sweep is None:
+        raise UserError("--points goes with --tau-sweep LOW..HIGH")
+    _check_tau(tau)
+    taus = None if tau_sweep is None else parse_taus(tau_sweep, points)
+    workspace.check_writable()
+    network, blocks, text = _model_and_text(
+        workspace, source, data, config, EMBEDDED,
+        block_size=block_size, max_tokens=max_tokens, device=device, announce=announce,
+    )  # fmt: skip
+    name = name or (config.name if embedded else Path(source).resolve().name)
+    with _bar("evaluating") as progress:
+        if taus is None:
+            return name, evaluate(network, blocks, tau, progress=progress), None
+        sweep = sweep_taus(network, blocks, taus, progress=progress)
+    rows = sweep_table(sweep)
+    summary = {
+        "model": source,
+        "data": text,
+        "block_size": blocks.block_size,
+        "num_tokens": int(sweep[0].nll.num_tokens.sum()),
+        "num_documents": int((sweep[0].nll.num_tokens > 0).sum()),
+        "environment": environment(),
+    }
+    _write_sweep(workspace.report_dir(name), rows, summary)
+    return name, sweep[0], rows
+
+
+def _write_sweep(folder: Path, rows: pd.DataFrame, summary: dict[str, Any]) -> None:
+    """``tau-sweep.csv``, its origin in ``tau-sweep.yaml``, and the figure."""
+    from spkv_nas.report.figures import write_tau_sweep
+
+    write_atomic(folder / "tau-sweep.csv", rows.to_csv(index=False, float_format="%.6g"))
+    write_atomic(folder / "tau-sweep.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
+    write_tau_sweep(folder, rows)
 
 
 def propose_stage(
@@ -205,6 +257,44 @@ def find_layouts(workspace: Workspace, name: str, files: list[Path] | None) -> d
     return layouts
 
 
+def _model_and_text(
+    workspace: Workspace,
+    source: str,
+    data: list[str] | None,
+    recipe: Recipe,
+    base: Path,
+    *,
+    block_size: int,
+    max_tokens: int | None = None,
+    device: str | None,
+    announce: Announce,
+) -> tuple[PreTrainedModel, TokenBlocks, Any]:
+    """A model on its device, the blocks of ``data`` or else of the recipe's held-out text, and what text that is."""
+    from spkv_nas.data.blocks import build_blocks, load_heldout
+    from spkv_nas.data.corpus import documents
+    from spkv_nas.model.checkpoint import load
+
+    length = block_size if data else recipe.data.block_size
+    if max_tokens is not None and max_tokens < length:
+        raise UserError(f"--max-tokens {max_tokens} is less than one block of {length} tokens")
+    announce(f"loading {source}")
+    network, tokenizer = load(source)
+    network.to(_device(device))
+    text: Any = data
+    if data:
+        blocks = build_blocks(documents(data, Path()), tokenizer, length, max_tokens)
+    else:
+        announce("reading and tokenising held-out text")
+        blocks = load_heldout(recipe.data, tokenizer, workspace.run_dir(recipe.name) / "blocks", base)
+        text = recipe.data.model_dump(mode="json")
+    return network, blocks if max_tokens is None else blocks.take(max_tokens // length), text
+
+
+def _check_tau(tau: float | None) -> None:
+    if tau is not None and not 0.0 <= tau <= 1.0:
+        raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
+
+
 def _quiet() -> None:
     """Switch off the bars with which transformers reports every file that it reads or writes."""
     from transformers.utils import logging
@@ -220,7 +310,12 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _stderr() -> Any:
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr while the block runs; yields what tells it (done, total)."""
     from rich.console import Console
+    from rich.progress import Progress
 
-    return Console(stderr=True)
+    with Progress(transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

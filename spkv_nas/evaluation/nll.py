@@ -6,6 +6,7 @@ as clusters: far smaller than that of either NLL, and honest about tokens of one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,17 @@ class DocumentNLL:
 
 
 @torch.inference_mode()
-def document_nll(model: PreTrainedModel, blocks: TokenBlocks, *, batch_size: int = 8) -> DocumentNLL:
-    """NLL of ``blocks`` under ``model``, in evaluation mode, by document. A token belongs to the document it is in."""
+def document_nll(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    *,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] | None = None,
+) -> DocumentNLL:
+    """NLL of ``blocks`` under ``model``, in evaluation mode, by document. A token belongs to the document it is in.
+
+    ``progress`` is called with (blocks done, blocks in all).
+    """
     was_training = model.training
     model.eval()
     total = np.zeros(len(blocks.documents))
@@ -56,6 +66,8 @@ def document_nll(model: PreTrainedModel, blocks: TokenBlocks, *, batch_size: int
         owner = blocks.document[start : start + batch_size, 1:].ravel()
         np.add.at(total, owner, losses.cpu().numpy().astype(np.float64))
         np.add.at(count, owner, 1)
+        if progress is not None:
+            progress(start + len(tokens), blocks.num_blocks)
     model.train(was_training)
     return DocumentNLL(total, count)
 

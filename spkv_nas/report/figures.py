@@ -9,11 +9,14 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import seaborn as sns
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -26,7 +29,7 @@ from numpy.typing import NDArray
 from spkv_nas.density import DensityTable
 from spkv_nas.files import write_atomic
 from spkv_nas.report.charts import jitter
-from spkv_nas.report.geometry import place_labels
+from spkv_nas.report.geometry import Box, place_labels
 from spkv_nas.report.summary import (
     FULL_ATTENTION,
     SP_KV,
@@ -70,14 +73,19 @@ def write_figures(folder: Path, inputs: Inputs) -> list[str]:
         "histogram": lambda inputs: histogram_figure(inputs.table),
     }
     written = []
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, still labelled
+    with _style():
         for name, make in makers.items():
             figure = make(inputs)
             if figure is not None:
                 _save(figure, folder, name)
                 written.append(name)
     return written
+
+
+def write_tau_sweep(folder: Path, rows: pd.DataFrame) -> None:
+    """Write ``tau-sweep.png`` and ``.svg`` from the table of ``spkv_nas.evaluation.sweep``."""
+    with _style():
+        _save(tau_sweep_figure(rows), folder, "tau-sweep")
 
 
 def density_figure(table: DensityTable) -> Figure:
@@ -225,6 +233,44 @@ def histogram_figure(table: DensityTable) -> Figure:
     return figure
 
 
+def tau_sweep_figure(rows: pd.DataFrame) -> Figure:
+    """Density against the change of NLL from open gates as tau moves, with one standard error.
+
+    SP-KV paper, figure "Relationship between NLL and KV cache density".
+    """
+    figure, ax = _figure(6.4, 4.2)
+    density, change = 100 * rows["density"].to_numpy(), rows["delta_nll_percent"].to_numpy()
+    errors = rows["delta_nll_standard_error"].to_numpy()
+    ax.axhline(0, color=MUTED, linewidth=0.8)
+    gated = rows["tau"].to_numpy() > 0
+    ax.plot(density, change, "-", color=ACCENT, linewidth=1.2, alpha=0.6)
+    ax.errorbar(
+        density[gated],
+        change[gated],
+        yerr=errors[gated],
+        fmt="o",
+        color=ACCENT,
+        markersize=5,
+        capsize=2.5,
+        elinewidth=1.2,
+    )
+    ax.plot(density[~gated], change[~gated], "s", color=INK, markersize=6)
+    ax.set_xlim(-3, 106)
+    ax.margins(y=0.12)
+    ax.set_xlabel("density, % of keys kept (mean over heads)")
+    ax.set_ylabel("NLL change from open gates, %")
+    names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
+    _label_points(figure, ax, np.column_stack([density, change]), errors.tolist(), names, curve=True)
+    return figure
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, still labelled
+        yield
+
+
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -257,8 +303,19 @@ def _heatmap(ax: Axes, table: DensityTable, *, annotate: bool) -> None:
     ax.set_ylabel("KV head", fontsize=10 if annotate else 8.5)
 
 
-def _label_points(figure: Figure, ax: Axes, points: NDArray[np.float64], errors: list[float], names: list[str]) -> None:
-    """Names beside their points, none on another; placed in points (1/72 inch), y downward."""
+def _label_points(
+    figure: Figure,
+    ax: Axes,
+    points: NDArray[np.float64],
+    errors: list[float],
+    names: list[str],
+    *,
+    curve: bool = False,
+) -> None:
+    """Names beside their points, none on another; placed in points (1/72 inch), y downward.
+
+    On a ``curve`` through the points, names keep off the line, and those without room are left out.
+    """
     figure.draw_without_rendering()  # settles the layout, so pixels are final
     scale = 72 / figure.dpi
     height = figure.bbox.height * scale
@@ -273,8 +330,13 @@ def _label_points(figure: Figure, ax: Axes, points: NDArray[np.float64], errors:
         reach=[unit * error for error in errors],
         letter=5.8,
         line=13,
+        avoid=_along(marks) if curve else (),
+        farthest=1 if curve else 8,
+        omit=curve,
     )
     for point, (x, y), text in zip(points.tolist(), marks, texts, strict=True):
+        if not text.text:
+            continue
         ax.annotate(
             text.text,
             tuple(point),
@@ -288,6 +350,16 @@ def _label_points(figure: Figure, ax: Axes, points: NDArray[np.float64], errors:
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5},
             arrowprops={"arrowstyle": "-", "color": MUTED, "linewidth": 0.6} if text.leader else None,
         )
+
+
+def _along(marks: list[tuple[float, float]]) -> list[Box]:
+    """Small boxes along the line through ``marks``."""
+    boxes = []
+    for (x0, y0), (x1, y1) in pairwise(marks):
+        for share in np.linspace(0, 1, 2 + int(math.hypot(x1 - x0, y1 - y0) / 4)).tolist():
+            x, y = x0 + share * (x1 - x0), y0 + share * (y1 - y0)
+            boxes.append((x - 1.5, y - 1.5, x + 1.5, y + 1.5))
+    return boxes
 
 
 def _save(figure: Figure, folder: Path, name: str) -> None:

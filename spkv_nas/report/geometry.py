@@ -94,24 +94,33 @@ def place_labels(
     reach: Sequence[float],
     letter: float = LETTER,
     line: float = LINE,
+    avoid: Sequence[Box] = (),
+    farthest: int = 8,
+    omit: bool = False,
 ) -> list[Text]:
     """Labels beside their marks that cover neither another label nor a mark: the nearest free place, greedily.
 
-    All lengths in one unit, y downward. ``reach`` is how far each mark's error bar reaches up and down. A label that
-    finds no free place keeps its first one.
+    All lengths in one unit, y downward. ``reach`` is how far each mark's error bar reaches up and down, ``avoid`` what
+    else not to cover, ``farthest`` how many lines a label may move. A label that finds no free place keeps its first
+    one, or with ``omit`` becomes empty.
     """
     extent = [max(7.0, bar) for bar in reach]
     taken: list[Box] = [(x - 7, y - e, x + 7, y + e) for (x, y), e in zip(marks, extent, strict=True)]
+    taken += avoid
     labels = []
     for (x, y), name in zip(marks, names, strict=True):
         boxes = [
             (left, y + shift - line / 2, left + letter * len(name), y + shift + line / 2)
-            for shift in (0.0, *(sign * k * line for k in range(1, 9) for sign in (-1, 1)))
+            for shift in (0.0, *(sign * k * line for k in range(1, farthest + 1) for sign in (-1, 1)))
             for left in (x + 10, x - 10 - letter * len(name))
         ]
         inside = [box for box in boxes if within[0] <= box[0] and within[1] <= box[1]]
         inside = [box for box in inside if box[2] <= within[2] and box[3] <= within[3]] or boxes[:1]
-        box = next((box for box in inside if not any(_overlap(box, other) for other in taken)), inside[0])
+        free = (box for box in inside if not any(_overlap(box, other) for other in taken))
+        box = next(free, None if omit else inside[0])
+        if box is None:
+            labels.append(Text(x, y, ""))
+            continue
         taken.append(box)
         middle = (box[1] + box[3]) / 2
         moved = (x, y) if abs(middle - y) > line * 0.6 else None

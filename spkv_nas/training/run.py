@@ -7,7 +7,6 @@ share data order, number of steps, learning rates and optimizer state.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +24,17 @@ from transformers import (
 
 from spkv_nas.data.blocks import TokenBlocks, load_split, train_tokenizer
 from spkv_nas.errors import UserError
-from spkv_nas.evaluation.nll import DocumentNLL, document_nll
+from spkv_nas.evaluation.nll import DocumentNLL
+from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.files import write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import is_complete, load, load_tokenizer, save, write_manifest
 from spkv_nas.model.gates import GateConfig, predictors
-from spkv_nas.model.hook import apply_layout, attach_gates, set_gate_mode
+from spkv_nas.model.hook import apply_layout, attach_gates
 from spkv_nas.recipe import Recipe
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.trainer import (
     BlockDataset,
-    DensityWatch,
     SPKVTrainer,
     TokenProgressCallback,
     newest_complete_checkpoint,
@@ -164,21 +163,17 @@ def train_branch(
         callbacks=[_progress(variant if isinstance(variant, str) else variant.strategy, recipe, phase)],
     )
     _train(trainer, folder)
-    if gates is not None:
-        set_gate_mode(model, "hard", recipe.gates.tau)
-    watch = DensityWatch(model)
-    watch.start()
-    nll = document_nll(model, corpus.heldout, batch_size=recipe.evaluation.batch_size)
-    density = watch.stop()
+    tau = None if gates is None else recipe.gates.tau
+    measured = evaluate(model, corpus.heldout, tau, batch_size=recipe.evaluation.batch_size)
     shutil.rmtree(final, ignore_errors=True)
     save(model, corpus.tokenizer, final)
-    nll.save(final / "heldout-nll.npz")
+    measured.nll.save(final / "heldout-nll.npz")
     write_train_log(trainer.state, final / "train-log.csv")
     record = {
         "variant": variant if isinstance(variant, str) else variant.strategy,
-        "heldout_nll": nll.mean,
-        "heldout_tokens": int(nll.num_tokens.sum()),
-        "heldout_density": None if math.isnan(density) else density,
+        "heldout_nll": measured.nll.mean,
+        "heldout_tokens": int(measured.nll.num_tokens.sum()),
+        "heldout_density": measured.density,
         "steps": phase.steps,
         "seed": seed,
         "recipe": recipe.model_dump(mode="json"),

@@ -22,9 +22,10 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.errors import UserError
+from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.files import write_atomic
-from spkv_nas.model.gates import predictor_parameters, predictors, threshold_logit
-from spkv_nas.model.hook import attention_layers, layer_state, set_gate_mode
+from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.hook import set_gate_mode
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 
 
@@ -203,36 +204,6 @@ class TokenProgressCallback(ProgressCallback):
         super().on_train_end(args, state, control, **kwargs)
         if self._watch is not None:
             self._watch.stop()
-
-
-class DensityWatch:
-    """Mean density (share of tokens with ``u >= tau``) of the forward passes between ``start`` and ``stop``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._handles: list[Any] = []
-        self._kept: list[Tensor] = []
-
-    def start(self) -> None:
-        self.stop()
-        taus = [layer_state(layer).tau for layer in attention_layers(self._model).values()]
-        for tau, predictor in zip(taus, predictors(self._model).values(), strict=False):
-            limit = threshold_logit(tau)
-            self._handles.append(
-                predictor.register_forward_hook(
-                    lambda _module, _args, logits, limit=limit: self._kept.append(
-                        (logits.detach() >= limit).float().mean()
-                    )
-                )
-            )
-
-    def stop(self) -> float:
-        """Remove the hooks; the mean density seen, or NaN if no gate ran."""
-        for handle in self._handles:
-            handle.remove()
-        density = float(torch.stack(self._kept).mean()) if self._kept else math.nan
-        self._handles, self._kept = [], []
-        return density
 
 
 # ---------------------------------------------------------------- checkpoints of a run

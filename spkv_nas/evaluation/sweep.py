@@ -1,0 +1,172 @@
+"""Evaluate a model on held-out text, and sweep the threshold tau: what NLL costs which density.
+
+SP-KV paper, "Threshold Optimization" and "Controlling sparsity at inference time": tau moves the density of a trained
+model without touching its weights. Each threshold is a pass of its own, because a key that is dropped in one layer
+changes the utilities in all later ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from torch import nn
+from transformers import PreTrainedModel
+
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.density import DensityWatch
+from spkv_nas.evaluation.nll import DocumentNLL, document_nll, paired_difference
+from spkv_nas.model.checkpoint import gate_config
+from spkv_nas.model.hook import attention_layers, layer_state, set_gate_mode
+
+COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
+DEFAULT_POINTS = 13
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """NLL by document, with the threshold and the density of the gated heads; both None without gates."""
+
+    nll: DocumentNLL
+    tau: float | None = None
+    density: float | None = None
+
+
+def evaluate(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    tau: float | None = None,
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """NLL of ``blocks`` under ``model``; its gates, if it has any, are hard at ``tau``. Leaves them as they were.
+
+    Args:
+        model: any causal language model, with or without gates.
+        tau: threshold in [0, 1]; None takes the model's own.
+        progress: called with (blocks done, blocks in all).
+
+    Raises:
+        UserError: ``tau`` is outside [0, 1], or given for a model without gates.
+    """
+    gates = gate_config(model)
+    if gates is None:
+        if tau is not None:
+            raise UserError("this model has no gates, so a threshold means nothing to it: leave tau out")
+        return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
+    tau = gates.tau if tau is None else tau
+    watch = DensityWatch(model)
+    with _gates(model, "hard", tau):
+        watch.start()
+        try:
+            nll = document_nll(model, blocks, batch_size=batch_size, progress=progress)
+        finally:
+            density = watch.stop()
+    return Evaluation(nll, tau, density)
+
+
+def tau_sweep(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    taus: Sequence[float],
+    *,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> list[Evaluation]:
+    """The model with its gates open (tau 0, density 1), then with hard gates at each of ``taus`` above 0, ascending.
+
+    Args:
+        progress: called with (blocks done, blocks in all) over all passes.
+
+    Raises:
+        UserError: the model has no gates, or a threshold is outside [0, 1].
+    """
+    if gate_config(model) is None:
+        raise UserError("this model has no gates, so there is no threshold to sweep: it has one NLL and one density")
+    passes = [tau for tau in sorted(set(taus)) if tau != 0.0]
+
+    def step(done: int, num_blocks: int) -> None:
+        if progress is not None:
+            progress(len(sweep) * num_blocks + done, (1 + len(passes)) * num_blocks)
+
+    sweep: list[Evaluation] = []
+    with _gates(model, "open"):
+        sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))
+    for tau in passes:
+        sweep.append(evaluate(model, blocks, tau, batch_size=batch_size, progress=step))
+    return sweep
+
+
+def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
+    """One row per evaluation, columns ``COLUMNS``: NLL in nats per token, its change in percent of the first one's.
+
+    The standard error is that of the difference paired by document.
+    """
+    changes = [paired_difference(evaluation.nll, sweep[0].nll) for evaluation in sweep]
+    rows = [
+        (evaluation.tau, evaluation.density, evaluation.nll.mean, change.percent, change.standard_error)
+        for evaluation, change in zip(sweep, changes, strict=True)
+    ]
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def parse_taus(text: str, points: int | None = None) -> list[float]:
+    """Thresholds, ascending: ``0.1,0.5,0.9`` as it is, ``0.01..0.99`` as ``points`` values evenly spaced in logit.
+
+    Raises:
+        UserError: naming what is wrong with ``text`` or ``points``.
+    """
+    low, dots, high = text.partition("..")
+    try:
+        taus = [float(part) for part in ((low, high) if dots else text.split(","))]
+    except ValueError as error:
+        raise UserError(
+            f"'{text}' is neither a range LOW..HIGH nor a list of thresholds\n"
+            "give for example 0.01..0.99 or 0.1,0.5,0.9"
+        ) from error
+    outside = [tau for tau in taus if not 0.0 <= tau <= 1.0]
+    if outside:
+        raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
+    if dots:
+        return _logit_spaced(taus[0], taus[1], DEFAULT_POINTS if points is None else points)
+    if points is not None:
+        raise UserError(f"a number of points goes with a range LOW..HIGH; '{text}' says its thresholds itself")
+    if len(set(taus)) < 2:
+        raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
+    return sorted(set(taus))
+
+
+def _logit_spaced(low: float, high: float, points: int) -> list[float]:
+    if low >= high:
+        raise UserError(f"a range LOW..HIGH must rise; found {low:g}..{high:g}")
+    if low == 0.0 or high == 1.0:
+        raise UserError(
+            f"a range is evenly spaced in logit, so its ends lie inside (0, 1); found {low:g}..{high:g}\n"
+            "the open model (tau 0) is always measured; a list such as 0.5,0.9,1 may hold 1"
+        )
+    if points < 2:
+        raise UserError(f"a range needs at least 2 points, its ends; found {points}")
+    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
+    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits: as the CSV shows them
+    return [low, *between, high]
+
+
+@contextmanager
+def _gates(model: nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
+    """The gates in ``mode`` inside the ``with`` block, and as they were before after it."""
+    states = [layer_state(layer) for layer in attention_layers(model).values()]
+    before = [(state.mode, state.tau, state.anneal) for state in states]
+    try:
+        set_gate_mode(model, mode, tau)
+        yield
+    finally:
+        for state, (was, threshold, anneal) in zip(states, before, strict=True):
+            state.mode, state.tau, state.anneal = was, threshold, anneal

@@ -1,0 +1,248 @@
+"""Evaluate: a sweep is what each threshold gives by hand, and the command writes it or says what is wrong."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from conftest import tiny_model
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from test_model import scatter_gates
+from test_pipeline import fails
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
+from spkv_nas.data.corpus import documents
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.density import DensityWatch
+from spkv_nas.evaluation.nll import document_nll, paired_difference
+from spkv_nas.evaluation.sweep import COLUMNS, evaluate, parse_taus, sweep_table, tau_sweep
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.gates import GateConfig
+from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, layer_state, set_gate_mode
+from spkv_nas.probing import probe
+from spkv_nas.report.figures import tau_sweep_figure
+
+BLOCK = 32
+
+
+def gated(family: str = "llama") -> PreTrainedModel:
+    model = tiny_model(family, vocab_size=300)
+    attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
+    scatter_gates(model)
+    return model
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """9 blocks of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
+    tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
+    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Ten short documents."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
+        (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A model with gates, window 6, tau 0.4."""
+    save(gated(), tiny_tokenizer, tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+class TestSweep:
+    taus = (0.2, 0.5, 0.8, 1.0)
+
+    def test_rows_are_what_each_threshold_gives_by_hand(self, blocks: TokenBlocks) -> None:
+        model = gated()
+        rows = sweep_table(tau_sweep(model, blocks, self.taus, batch_size=4)).set_index("tau")
+        assert list(rows.index) == [0.0, *self.taus]
+        assert rows["density"].is_monotonic_decreasing
+        assert rows["density"].nunique() == 5
+        set_gate_mode(model, "open")
+        opened = document_nll(model, blocks)
+        for tau in self.taus:
+            set_gate_mode(model, "hard", tau)
+            nll = document_nll(model, blocks)
+            change = paired_difference(nll, opened)
+            expected = (probe(model, blocks, tau).mean, nll.mean, change.percent, change.standard_error)
+            assert rows.loc[tau].tolist() == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+    def test_its_first_row_is_the_model_without_gates(self, blocks: TokenBlocks) -> None:
+        """Open gates, hard gates at tau 0, and the model before it had gates are one model."""
+        nll = document_nll(tiny_model(vocab_size=300), blocks).mean
+        row = sweep_table(tau_sweep(gated(), blocks, [0.5])).iloc[0]
+        assert row.tolist() == pytest.approx([0.0, 1.0, nll, 0.0, 0.0], rel=1e-6)
+        zero = evaluate(gated(), blocks, 0.0)
+        assert (zero.nll.mean, zero.density) == (pytest.approx(nll, rel=1e-6), 1.0)
+
+    @pytest.mark.parametrize("tau", [0.7, 1.5])
+    def test_the_gates_are_left_as_they_were(self, tau: float, blocks: TokenBlocks) -> None:
+        model = gated()
+        set_gate_mode(model, "soft", 0.3, anneal=0.25)
+        try:
+            tau_sweep(model, blocks, [0.1, tau])
+        except UserError:
+            assert tau > 1.0
+        states = {(s.mode, s.tau, s.anneal) for s in map(layer_state, attention_layers(model).values())}
+        assert states == {("soft", 0.3, 0.25)}
+
+    def test_progress_counts_all_passes(self, blocks: TokenBlocks) -> None:
+        seen: list[tuple[int, int]] = []
+        tau_sweep(gated(), blocks, [0.0, 0.5, 0.9], batch_size=6, progress=lambda *step: seen.append(step))
+        assert seen == [(done, 27) for done in (6, 9, 15, 18, 24, 27)]
+
+
+def test_a_short_last_batch_weighs_what_it_holds(blocks: TokenBlocks) -> None:
+    """The density was the mean of the batches' means, in which a last batch of one block counted like one of eight."""
+    densities = [evaluate(gated(), blocks, batch_size=size).density for size in (1, 8)]
+    assert densities[0] == pytest.approx(densities[1], rel=1e-9)
+
+
+def test_layers_without_gates_do_not_lend_their_threshold(blocks: TokenBlocks) -> None:
+    """In a Gemma, every other layer is local by design and keeps the default tau; it was read for its neighbour's."""
+    model = gated("gemma3_text")
+    logits = []
+    for layer in attention_layers(model).values():
+        if hasattr(layer, "utility_predictor"):
+            layer.utility_predictor.register_forward_hook(lambda _m, _a, out: logits.append(out))
+    set_gate_mode(model, "hard", 0.9)
+    watch = DensityWatch(model)
+    watch.start()
+    document_nll(model, blocks, batch_size=9)
+    expected = np.mean([(out.numpy() >= np.log(9.0)).mean() for out in logits])
+    assert 0.0 < expected < 0.45
+    assert watch.stop() == pytest.approx(expected)
+
+
+class TestThresholds:
+    def test_a_range_is_even_in_logit(self) -> None:
+        taus = np.array(parse_taus("0.01..0.99"))
+        assert (len(taus), taus[0], taus[6], taus[-1]) == (13, 0.01, 0.5, 0.99)
+        assert np.diff(np.log(taus / (1 - taus))) == pytest.approx(np.log(99) / 6, rel=1e-3)
+
+    def test_a_list_is_taken_as_it_is(self) -> None:
+        assert parse_taus("0.9, 0,1,.5,0.9") == [0.0, 0.5, 0.9, 1.0]
+
+
+class TestCommand:
+    def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        place = tmp_path / "w"
+        options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
+        main(["evaluate", *options, "--tau-sweep", "0.1..0.9", "--points", "3", "--workspace", str(place)])
+        shown = capsys.readouterr().out
+        assert "open" in shown
+        assert "tau-sweep.png" in shown.replace("\n", "")
+        folder = place / "reports" / "mine"
+        assert {p.name for p in folder.iterdir()} == {f"tau-sweep.{kind}" for kind in ("csv", "yaml", "png", "svg")}
+        rows = pd.read_csv(folder / "tau-sweep.csv")
+        assert tuple(rows.columns) == COLUMNS
+        assert rows["tau"].tolist() == [0.0, 0.1, 0.5, 0.9]
+        model, tokenizer = load(checkpoint)
+        blocks = build_blocks(documents([str(text)], Path()), tokenizer, BLOCK)
+        half = evaluate(model, blocks, 0.5)
+        assert rows.loc[2, ["density", "nll"]].tolist() == pytest.approx([half.density, half.nll.mean], rel=1e-5)
+        summary = yaml.safe_load((folder / "tau-sweep.yaml").read_text())
+        assert summary["model"] == str(checkpoint)
+        assert summary["data"] == [str(text)]
+        assert summary["num_tokens"] == blocks.num_blocks * (BLOCK - 1)
+        assert "torch" in summary["environment"]
+        assert (folder / "tau-sweep.png").read_bytes().startswith(b"\x89PNG")
+        drawn = "".join(ElementTree.parse(folder / "tau-sweep.svg").getroot().itertext())
+        assert "NLL change" in drawn
+
+    def test_one_threshold_writes_nothing(
+        self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The checkpoint's own threshold unless --tau gives another, and no more text than --max-tokens."""
+        model, tokenizer = load(checkpoint)
+        blocks = build_blocks(documents([str(text)], Path()), tokenizer, BLOCK).take(3)
+        options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK), "--max-tokens", "127"]
+        for tau, extra in ((0.4, []), (0.9, ["--tau", "0.9"])):
+            main(["evaluate", *options, *extra, "--workspace", str(tmp_path / "w")])
+            expected = evaluate(model, blocks, tau)
+            assert expected.density is not None
+            shown = " ".join(capsys.readouterr().out.split())
+            assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in shown
+        assert list((tmp_path / "w").iterdir()) == []
+
+    @pytest.mark.parametrize("kind", ["dense", "hybrid"])
+    def test_a_model_without_gates(
+        self,
+        kind: str,
+        text: Path,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        model = tiny_model(vocab_size=300)
+        if kind == "hybrid":
+            apply_layout(model, Layout(("GL", "LL", "LL", "GG"), window=6))
+        save(model, tiny_tokenizer, tmp_path / kind)
+        blocks = build_blocks(documents([str(text)], Path()), tiny_tokenizer, BLOCK)
+        options = ["--model", tmp_path / kind, "--data", text, "--block-size", BLOCK, "--workspace", tmp_path / "w"]
+        main(["evaluate", *map(str, options)])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"{kind}: NLL {document_nll(model, blocks).mean:.4f}; " in shown
+        assert "no gates" in fails(capsys, "evaluate", *options, "--tau", "0.5")
+        assert "no gates" in fails(capsys, "evaluate", *options, "--tau-sweep", "0.1..0.9")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--tau-sweep", "0.1..x"], "'0.1..x' is neither a range LOW..HIGH nor a list"),
+            (["--tau-sweep", "0.1..0.5..0.9"], "neither a range"),
+            (["--tau-sweep", "0.1,,0.9"], "neither a range"),
+            (["--tau-sweep", ""], "neither a range"),
+            (["--tau-sweep", "0.1..1.2"], "must lie in [0, 1]; found 1.2"),
+            (["--tau-sweep", "nan,0.5"], "must lie in [0, 1]; found nan"),
+            (["--tau-sweep", "0.9..0.1"], "must rise; found 0.9..0.1"),
+            (["--tau-sweep", "0.5..0.5"], "must rise"),
+            (["--tau-sweep", "0..0.9"], "its ends lie inside (0, 1)"),
+            (["--tau-sweep", "0.5"], "at least two thresholds"),
+            (["--tau-sweep", "0.1..0.9", "--points", "1"], "at least 2 points, its ends; found 1"),
+            (["--tau-sweep", "0.1,0.9", "--points", "5"], "says its thresholds itself"),
+            (["--points", "5"], "--points goes with --tau-sweep"),
+            (["--tau", "-0.1"], "--tau must lie in [0, 1]; found -0.1"),
+            (["--tau", "0.5", "--tau-sweep", "0.1..0.9"], "not both"),
+            (["--max-tokens", "31"], "--max-tokens 31 is less than one block of 512 tokens"),
+            (["--model", "somewhere"], "--model needs --data"),
+        ],
+    )
+    def test_bad_input(
+        self, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert message in fails(capsys, "evaluate", *options, "--workspace", tmp_path / "w")
+        assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_labels_of_a_crowded_curve_cover_nothing() -> None:
+    """Some thresholds go without a label; no label lies on another or on the curve."""
+    tau = np.array([0.0, *parse_taus("0.01..0.99", 25)])
+    rows = pd.DataFrame({"tau": tau, "density": 1 - tau, "delta_nll_percent": 8 * tau**4})
+    figure = tau_sweep_figure(rows.assign(delta_nll_standard_error=0.1 + tau / 2))
+    FigureCanvasAgg(figure).draw()
+    ax = figure.axes[0]
+    boxes = [Text.get_window_extent(label) for label in ax.texts]  # without the leaders
+    assert 5 < len(boxes) < len(rows)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    share = np.linspace(0, 1, 2000)
+    curve = ax.transData.transform(np.column_stack([100 * (1 - share), 8 * share**4]))
+    assert not any(box.contains(x, y) for box in boxes for x, y in curve)
