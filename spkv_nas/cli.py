@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from spkv_nas.density import DensityTable
     from spkv_nas.evaluation.sweep import Evaluation
+    from spkv_nas.generation import Generation
     from spkv_nas.layout import Layout
     from spkv_nas.workspace import Workspace
 
@@ -206,6 +208,44 @@ def evaluate(
 
 
 @app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file; - is standard input.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Checkpoint, dense, hybrid or SP-KV: a folder, an id, or embedded:NAME.")
+    ] = "embedded:reference",
+    tau: Annotated[
+        float | None,
+        typer.Option(help="Threshold in [0, 1]; the checkpoint's by default. A higher one keeps fewer keys."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Stop after so many.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token, more samples.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of the probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    device: DeviceOption = None,
+) -> None:
+    """Continue a prompt with the per-head paged cache; says tokens/s, bytes of the cache, and density.
+
+    The text goes to standard output, the figures to standard error. A dense checkpoint uses the cache of transformers.
+    """
+    from spkv_nas import stages
+    from spkv_nas.files import read_text
+
+    if (prompt is None) == (file is None):
+        raise UserError("give a prompt, or --file with one" if file is None else "give a prompt or --file, not both")
+    if file is not None:
+        prompt = sys.stdin.read() if str(file) == "-" else read_text(file, "prompt")
+    result = stages.generate_stage(
+        prompt or "", model=model, tau=tau, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p,
+        seed=seed, device=device, stream=lambda text: print(text, end="", flush=True), announce=_announce,
+    )  # fmt: skip
+    print(flush=True)
+    _show_generation(result)
+
+
+@app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
     workspace: WorkspaceOption = Path(),
@@ -327,6 +367,19 @@ def _show_evaluation(name: str, evaluation: Evaluation, rows: pd.DataFrame | Non
         change = f"{row.delta_nll_percent:+.3f} ± {row.delta_nll_standard_error:.3f}" if row.tau else "-"
         shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", change)
     out.print(shown)
+
+
+def _show_generation(result: Generation) -> None:
+    share = result.cache_bytes / result.full_attention_bytes
+    err.print(
+        f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
+        f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
+        f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
+        f"{100 * share:.0f} %"
+    )
+    if result.density is not None:
+        kept = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
+        err.print(f"{kept} at tau {result.tau:g}" if result.tau is not None else kept)
 
 
 def _show_comparison(rows: pd.DataFrame, correlation: dict[str, Any] | None) -> None:

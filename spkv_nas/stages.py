@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.evaluation.sweep import Evaluation
+    from spkv_nas.generation import Generation
 
 Announce = Callable[[str], None]
 EMBEDDED = Path(__file__).parent / "assets" / "stdlib-21x3"
@@ -155,6 +156,35 @@ def _write_sweep(folder: Path, rows: pd.DataFrame, summary: dict[str, Any]) -> N
     write_atomic(folder / "tau-sweep.csv", rows.to_csv(index=False, float_format="%.6g"))
     write_atomic(folder / "tau-sweep.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
     write_tau_sweep(folder, rows)
+
+
+def generate_stage(
+    prompt: str,
+    *,
+    model: str | None = None,
+    tau: float | None = None,
+    max_new_tokens: int = 200,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str | None = None,
+    stream: Announce = _silent,
+    announce: Announce = _silent,
+) -> Generation:
+    """Continue a prompt with a checkpoint; ``stream`` gets the text as it comes."""
+    from spkv_nas.generation import generate
+    from spkv_nas.model.checkpoint import load
+
+    _quiet()
+    _check_tau(tau)
+    source = model or "embedded:reference"
+    announce(f"loading {source}")
+    network, tokenizer = load(source)
+    network.to(_device(device))
+    return generate(
+        network, tokenizer, prompt, max_new_tokens=max_new_tokens, tau=tau, temperature=temperature, top_p=top_p,
+        seed=seed, stream=stream,
+    )  # fmt: skip
 
 
 def propose_stage(

@@ -8,13 +8,11 @@ changes the utilities in all later ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from torch import nn
 from transformers import PreTrainedModel
 
 from spkv_nas.data.blocks import TokenBlocks
@@ -22,7 +20,7 @@ from spkv_nas.errors import UserError
 from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import DocumentNLL, document_nll, paired_difference
 from spkv_nas.model.checkpoint import gate_config
-from spkv_nas.model.hook import attention_layers, layer_state, set_gate_mode
+from spkv_nas.model.hook import gate_mode
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 DEFAULT_POINTS = 13
@@ -64,7 +62,7 @@ def evaluate(
         return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
     tau = gates.tau if tau is None else tau
     watch = DensityWatch(model)
-    with _gates(model, "hard", tau):
+    with gate_mode(model, "hard", tau):
         watch.start()
         try:
             nll = document_nll(model, blocks, batch_size=batch_size, progress=progress)
@@ -98,7 +96,7 @@ def tau_sweep(
             progress(len(sweep) * num_blocks + done, (1 + len(passes)) * num_blocks)
 
     sweep: list[Evaluation] = []
-    with _gates(model, "open"):
+    with gate_mode(model, "open"):
         sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))
     for tau in passes:
         sweep.append(evaluate(model, blocks, tau, batch_size=batch_size, progress=step))
@@ -157,16 +155,3 @@ def _logit_spaced(low: float, high: float, points: int) -> list[float]:
     logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
     between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits: as the CSV shows them
     return [low, *between, high]
-
-
-@contextmanager
-def _gates(model: nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
-    """The gates in ``mode`` inside the ``with`` block, and as they were before after it."""
-    states = [layer_state(layer) for layer in attention_layers(model).values()]
-    before = [(state.mode, state.tau, state.anneal) for state in states]
-    try:
-        set_gate_mode(model, mode, tau)
-        yield
-    finally:
-        for state, (was, threshold, anneal) in zip(states, before, strict=True):
-            state.mode, state.tau, state.anneal = was, threshold, anneal

@@ -361,6 +361,19 @@ def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anne
         state.tau = state.tau if tau is None else tau
 
 
+@contextmanager
+def gate_mode(model: nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
+    """The gates in ``mode`` inside the ``with`` block, and as they were before after it."""
+    states = [layer_state(layer) for layer in attention_layers(model).values()]
+    before = [(state.mode, state.tau, state.anneal) for state in states]
+    try:
+        set_gate_mode(model, mode, tau)
+        yield
+    finally:
+        for state, (was, threshold, anneal) in zip(states, before, strict=True):
+            state.mode, state.tau, state.anneal = was, threshold, anneal
+
+
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:
     """Give every KV head of ``model`` the window that ``layout`` says, in place.
 
