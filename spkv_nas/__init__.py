@@ -21,11 +21,11 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from spkv_nas.density import DensityTable as DensityTable
     from spkv_nas.errors import UserError as UserError
+    from spkv_nas.gate_config import GateConfig as GateConfig
     from spkv_nas.layout import Layout as Layout
     from spkv_nas.model.cache import SPKVCache as SPKVCache
     from spkv_nas.model.checkpoint import load as load
     from spkv_nas.model.checkpoint import save as save
-    from spkv_nas.model.gates import GateConfig as GateConfig
     from spkv_nas.model.hook import apply_layout as apply_layout
     from spkv_nas.model.hook import attach_gates as attach_gates
     from spkv_nas.model.hook import detach as detach
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DensityTable": "spkv_nas.density",
-    "GateConfig": "spkv_nas.model.gates",
+    "GateConfig": "spkv_nas.gate_config",
     "Layout": "spkv_nas.layout",
     "SPKVCache": "spkv_nas.model.cache",
     "UserError": "spkv_nas.errors",

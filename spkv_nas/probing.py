@@ -21,7 +21,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.density import DensityTable, LogitHistogram
 from spkv_nas.errors import UserError
 from spkv_nas.model.checkpoint import gate_config
-from spkv_nas.model.gates import threshold_logit
+from spkv_nas.model.gates import keeps
 from spkv_nas.model.hook import attention_layers, layer_predictor, layer_state, set_gate_mode
 
 NUM_POSITION_BUCKETS = 16
@@ -95,7 +95,7 @@ class _Collector:
 
     def __init__(self, model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> None:
         self._blocks = blocks
-        self._limit = threshold_logit(tau)
+        self._tau = tau
         self._domains = blocks.domains
         numbers = {domain: i for i, domain in enumerate(self._domains)}
         self._domain_of = np.array([numbers[d.domain] for d in blocks.documents])
@@ -138,7 +138,7 @@ class _Collector:
 
     def _hook(self, layer: int) -> Callable[[Any, Any, Tensor], None]:
         def collect(_module: Any, _args: Any, logits: Tensor) -> None:
-            kept = (logits >= self._limit).float().transpose(0, 1)  # [H, B, T]
+            kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
             self._batch_kept[layer] = kept.flatten(1) @ self._membership
             self._stats.position[layer].index_add_(1, self._bucket_of, kept.sum(1).double())
             bins = ((logits + BIN_LIMIT) / BIN_WIDTH).floor_().clamp_(-1, self._num_bins - 2).long() + 1

@@ -13,7 +13,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from spkv_nas.errors import UserError
 from spkv_nas.files import read_yaml, validate
+from spkv_nas.gate_config import GATED, GLOBAL, GateConfig
+from spkv_nas.layout import Layout
 
 
 class _Section(BaseModel):
@@ -99,24 +102,48 @@ class BranchConfig(_Section):
     max_grad_norm: float = Field(1.0, gt=0.0)
 
 
-class GatesConfig(_Section):
-    """Gates and how they learn (paper: window 128, bias 5, multiplier 5, weight decay 0.1, soft 75 %)."""
+class GatesConfig(GateConfig):
+    """The model's gates, and how they learn (paper: multiplier 5, weight decay 0.1, soft 75 %, then hard)."""
 
-    window: int = Field(128, ge=1)
-    tau: float = Field(0.5, ge=0.0, le=1.0)
-    hidden_size: int | None = Field(None, ge=1)
-    bias: float = 5.0
+    layers: list[int] | None = Field(
+        None, min_length=1, description="only these layers have gates, the others are global"
+    )
+    training: Literal["continued", "from-scratch", "frozen-model"] = "continued"
+    mode: Literal["soft", "sampled"] = Field("soft", description="sampled: Bernoulli gates, gradient straight through")
+    p_min: float = Field(0.0, ge=0.0, le=0.5, description="probabilities of sampled gates lie in [p_min, 1 - p_min]")
     learning_rate_multiplier: float = Field(5.0, gt=0.0)
     weight_decay: float = Field(0.1, ge=0.0)
-    soft_fraction: float = Field(0.75, ge=0.0, le=1.0)
+    soft_fraction: float = Field(0.75, ge=0.0, le=1.0, description="share of the branch before gates are hard")
     anneal_steps: int = Field(0, ge=0)
+    density_weight: float = Field(0.0, description="lambda of the regulariser -lambda * mean(u); below 0: sparser")
+    target_density: float | None = Field(None, ge=0.0, le=1.0, description="moves lambda to reach this density")
     start_from: str | None = Field(None, description="a checkpoint whose predictors to start from")
+
+    @model_validator(mode="after")
+    def _one_grid(self) -> GatesConfig:
+        if self.heads is not None and self.layers is not None:
+            raise ValueError("give one of 'heads', 'layers' and 'layout': each says which heads have gates")
+        if self.p_min and self.mode != "sampled":
+            raise ValueError("p_min belongs to mode: sampled")
+        return self
+
+    def of_model(self, grid: tuple[int, int]) -> GateConfig:
+        """The part that a model of ``grid`` (layers, KV heads) is built from. Raises ``UserError``: no such layer."""
+        heads = self.heads
+        if self.layers is not None:
+            heads = [(GATED if layer in self.layers else GLOBAL) * grid[1] for layer in range(grid[0])]
+            outside = [layer for layer in self.layers if not 0 <= layer < grid[0]]
+            if outside:
+                raise UserError(f"gates.layers: there is no layer {outside[0]}; the model has {grid[0]} layers")
+        return GateConfig(**{**self.model_dump(include=set(GateConfig.model_fields)), "heads": heads})
 
 
 class EvaluationConfig(_Section):
     """Held-out evaluation."""
 
     batch_size: int = Field(8, ge=1)
+    every: int | None = Field(None, ge=1, description="also while an SP-KV branch trains, every so many steps")
+    max_tokens: int = Field(65536, ge=1, description="held-out tokens of an evaluation while training")
 
 
 class Recipe(_Section):
@@ -132,6 +159,7 @@ class Recipe(_Section):
     gates: GatesConfig = GatesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint_every: int = Field(200, ge=1)
+    tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
 
     @model_validator(mode="after")
@@ -140,14 +168,33 @@ class Recipe(_Section):
             raise ValueError("a new model (model.config) needs a 'dense' section that trains it")
         if self.model.path is not None and self.dense is not None:
             raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
+        if self.gates.training == "from-scratch":
+            self._check_from_scratch()
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
         return self
 
+    def _check_from_scratch(self) -> None:
+        if self.dense is None:
+            raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")
+        for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
+            if getattr(self.dense, key) != getattr(self.branch, key):
+                raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
+
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Read and check a recipe file. Raises ``UserError``."""
-        return validate(cls, read_yaml(path, "recipe"), f"recipe {path}")
+        """Read and check a recipe file. Raises ``UserError``.
+
+        ``gates.layout``, a layout file (from the recipe's folder), becomes ``gates.heads``: its local heads stay local,
+        its global ones get gates, and its window is the gates' unless the recipe says another.
+        """
+        data = read_yaml(path, "recipe")
+        gates = data.get("gates") if isinstance(data, dict) else None
+        if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
+            layout = Layout.read(path.parent / gates.pop("layout"))
+            gates["heads"] = [row.replace(GLOBAL, GATED) for row in layout.heads]
+            gates.setdefault("window", layout.window)
+        return validate(cls, data, f"recipe {path}")
 
     def content_hash(self, *sections: str) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections."""

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from spkv_nas.cli import main
 from spkv_nas.export import export
+from spkv_nas.gate_config import GateConfig
 from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.gates import GateConfig
 from spkv_nas.model.hook import apply_layout, attach_gates, set_gate_mode
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the quick fox"

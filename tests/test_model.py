@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spkv_nas.errors import UserError
+from spkv_nas.gate_config import GateConfig
 from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import MANIFEST, load, save
-from spkv_nas.model.gates import GateConfig, gate_from_logits, predictors
+from spkv_nas.model.gates import gate_from_logits, predictors
 from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, detach, layer_state, set_gate_mode
 
 CONFIG = GateConfig(window=6, hidden_size=16)

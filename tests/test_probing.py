@@ -15,7 +15,8 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.nll import document_nll, paired_difference
-from spkv_nas.model.gates import GateConfig, predictors, threshold_logit
+from spkv_nas.gate_config import GateConfig
+from spkv_nas.model.gates import predictors, threshold_logit
 from spkv_nas.model.hook import attach_gates, set_gate_mode
 from spkv_nas.probing import probe
 

@@ -67,8 +67,8 @@ def evaluate(
         try:
             nll = document_nll(model, blocks, batch_size=batch_size, progress=progress)
         finally:
-            density = watch.stop()
-    return Evaluation(nll, tau, density)
+            heads = watch.stop()
+    return Evaluation(nll, tau, None if heads is None else float(np.nanmean(heads)))
 
 
 def tau_sweep(

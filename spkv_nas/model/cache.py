@@ -41,6 +41,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         self.window = _window(state) or window
         keeps_all = state.gate_window is not None or state.native_window is None
         self._keep = tuple(w >= GLOBAL_WINDOW for w in state.windows or ()) or (keeps_all,) * state.num_kv_heads
+        self._sinks = state.sinks
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # of the longest sequence, padding included
 
@@ -84,6 +85,10 @@ class SPKVCacheLayer(CacheLayerMixin):
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         if keep is None:
             keep = torch.tensor(self._keep, device=k.device)[:, None].expand(*k.shape[:3])
+        elif any(self._sinks):
+            index = torch.arange(k.shape[2], device=k.device) if real is None else real.cumsum(1) - 1
+            position = (self.paged.seq_lens[:, None] + index)[:, None]
+            keep = keep | (position < torch.tensor(self._sinks, device=k.device)[:, None])
         if q.shape[2] == 1 and real is None:
             self.paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
             self.tokens += 1

@@ -23,14 +23,16 @@ from transformers import (
 
 from spkv_nas.errors import UserError
 from spkv_nas.files import read_text, sha256_file, write_atomic
+from spkv_nas.gate_config import GateConfig
 from spkv_nas.layout import Layout
-from spkv_nas.model.gates import GateConfig, UtilityPredictor
 from spkv_nas.model.hook import (
     LayerState,
     apply_layout,
     attention_layers,
     dry_run,
+    gate_rows,
     install,
+    install_gates,
     layer_state,
     prepare,
 )
@@ -154,17 +156,17 @@ def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedMod
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            size = config.get_text_config().hidden_size
-            kinds = getattr(config.get_text_config(), "layer_types", None) or []
             # in the model's order: config.json sorts its keys, layer 10 before layer 2
             names = [name for name, _ in self.named_modules() if name in section["layers"]]
-            for index, name in enumerate(names):
-                layer, saved = self.get_submodule(name), section["layers"][name]
+            layers = [self.get_submodule(name) for name in names]
+            for name, layer in zip(names, layers, strict=True):
+                saved = section["layers"][name]
                 install(layer, LayerState(saved["num_kv_heads"], saved["native_window"]))
-                if gates is not None and kinds[index : index + 1] != ["sliding_attention"]:
-                    state = layer_state(layer)
-                    state.gate_window, state.tau = gates.window, gates.tau
-                    layer.utility_predictor = UtilityPredictor(size, saved["num_kv_heads"], gates)
+            if gates is not None:
+                rows = gate_rows(self, gates, [section["layers"][name]["num_kv_heads"] for name in names])
+                for layer, row in zip(layers, rows, strict=True):
+                    if row is not None:
+                        install_gates(layer, row, gates, config.get_text_config().hidden_size)
 
     Restored.__name__ = base.__name__
     Restored.__qualname__ = base.__qualname__

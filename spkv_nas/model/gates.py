@@ -1,8 +1,9 @@
 """The utility predictor: one small network per attention layer, one output per KV head.
 
-SP-KV paper, section "Self-Pruned KV Mechanism" (u_s = sigmoid(f(h_s))) and the reference listing. The predictor
-returns the *logit* of the utility; ``log u = logsigmoid(logit)`` is exact where ``log(sigmoid + 1e-8)`` clamps, and
-``u >= tau`` is ``logit >= log(tau / (1 - tau))``.
+SP-KV paper, section "Self-Pruned KV Mechanism" (u_s = sigmoid(f(h_s))), the reference listing, and the variants of
+appendix "Extended Ablations". The predictor returns the *logit* of the utility; ``log u = logsigmoid(logit)`` is exact
+where ``log(sigmoid + 1e-8)`` clamps, and ``u >= tau`` is ``logit >= log(tau / (1 - tau))``. A head without a gate is
+one whose logit is infinite: +inf keeps every key (global), -inf none (local).
 """
 
 from __future__ import annotations
@@ -12,50 +13,83 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-MODES = ("open", "soft", "hard")
+from spkv_nas.gate_config import GLOBAL, LOCAL, GateConfig
 
-
-class GateConfig(BaseModel):
-    """What the gates of a model are made of; saved in ``config.json`` under ``spkv.gates``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    window: int = Field(128, ge=1, description="visible recent keys, the query's own included (paper: 128)")
-    hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; None: half the model's")
-    bias: float = Field(5.0, description="initial logit of every gate (paper: 5, so that u = 0.993)")
-    tau: float = Field(0.5, ge=0.0, le=1.0, description="keep a key when u >= tau")
+MODES = ("open", "soft", "sampled", "hard")
+_FIXED = {GLOBAL: math.inf, LOCAL: -math.inf}
 
 
 class UtilityPredictor(nn.Module):
     """Two linear layers with SiLU between: hidden states to one utility logit per KV head.
 
+    ``linear`` is the second layer alone. ``bidirectional`` has a depthwise convolution over the tokens between the two,
+    zero beyond both ends (paper, "Locally bidirectional utility predictor").
+
     Computes in its own parameters' dtype (float32 unless converted) even under autocast: thresholding a bfloat16
     logit would move the density.
     """
 
-    def __init__(self, model_size: int, num_kv_heads: int, config: GateConfig) -> None:
+    def __init__(self, model_size: int, row: str, config: GateConfig) -> None:
+        """``row`` says which KV heads of the layer have a gate, as in ``GateConfig.heads``."""
         super().__init__()
         hidden_size = config.hidden_size or max(1, model_size // 2)
-        self.up = nn.Linear(model_size, hidden_size)
-        self.down = nn.Linear(hidden_size, num_kv_heads)
-        self._bias = config.bias
+        linear = config.predictor == "linear"
+        self.up = None if linear else nn.Linear(model_size, hidden_size)
+        self.mix = None
+        if config.predictor == "bidirectional":
+            size = config.kernel_size
+            self.mix = nn.Conv1d(hidden_size, hidden_size, size, padding=size // 2, groups=hidden_size)
+        self.down = nn.Linear(model_size if linear else hidden_size, len(row))
+        self.row = row
+        self._config = config
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """PyTorch's default for the first layer; a small second layer, so that every logit starts near the bias."""
-        self.up.reset_parameters()
-        nn.init.normal_(self.down.weight, std=0.02)
-        nn.init.constant_(self.down.bias, self._bias)
+        """PyTorch's default for the first layer; a small last layer, so that every logit starts near the bias."""
+        for layer in (self.up, self.mix):
+            if layer is not None:
+                layer.reset_parameters()
+                layer.weight *= self._config.init_scale
+        nn.init.normal_(self.down.weight, std=0.02 * self._config.init_scale)
+        nn.init.constant_(self.down.bias, self._config.bias)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Utility logits ``[B, Hkv, T]`` (float32) of the layer's attention input ``[B, T, model_size]``."""
+    def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
+        """Utility logits ``[B, Hkv, T]`` (float32) of the layer's attention input ``[B, T, model_size]``.
+
+        ``sinks`` says that the first token is that of a sequence, so that the first ``GateConfig.sinks`` are kept.
+        """
         with torch.autocast(device_type=hidden_states.device.type, enabled=False):
-            hidden = F.silu(self.up(hidden_states.to(self.up.weight.dtype)))
-            logits: Tensor = self.down(hidden)
-            return logits.float().transpose(1, 2)
+            hidden = hidden_states.to(self.down.weight.dtype)
+            if self.up is not None:
+                hidden = self.up(hidden)
+                if self.mix is not None:
+                    hidden = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
+                hidden = F.silu(hidden)
+            logits: Tensor = self.down(hidden).float().transpose(1, 2)
+        if sinks and self._config.sinks:
+            logits[:, :, : self._config.sinks] = math.inf
+        for head, letter in enumerate(self.row):
+            if letter in _FIXED:
+                logits[:, head] = _FIXED[letter]
+        return logits
+
+
+class FixedGates(nn.Module):
+    """In the place of the predictor on a layer of which no head has a gate: infinite logits, no parameters."""
+
+    def __init__(self, row: str) -> None:
+        super().__init__()
+        self.row = row
+
+    def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
+        """Logits ``[B, Hkv, T]`` of the hidden states ``[B, T, model_size]``."""
+        logits = hidden_states.new_empty(len(self.row), 1, dtype=torch.float32)
+        for head, letter in enumerate(self.row):
+            logits[head] = _FIXED[letter]
+        return logits.expand(len(hidden_states), len(self.row), hidden_states.shape[1])
 
 
 class Gate(NamedTuple):
@@ -63,6 +97,11 @@ class Gate(NamedTuple):
 
     log_utility: Tensor | None
     keep: Tensor | None
+
+
+def keeps(logits: Tensor, tau: float) -> Tensor:
+    """Which keys hard gates at ``tau`` keep: ``u >= tau``, and never a logit of -inf. bool, the shape of ``logits``."""
+    return logits >= threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
 def threshold_logit(tau: float) -> float:
@@ -74,26 +113,63 @@ def threshold_logit(tau: float) -> float:
     return math.log(tau) - math.log1p(-tau)
 
 
-def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float) -> Gate:
+def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:
     """The gate of one layer.
 
     Args:
-        logits: utility logits ``[B, Hkv, T]``.
-        mode: ``open`` (no gate), ``soft`` (bias ``log u``) or ``hard`` (keep ``u >= tau``).
+        logits: utility logits ``[B, Hkv, T]``; infinite ones are always kept, or never.
+        mode: ``open`` (every key is kept), ``soft`` (bias ``log u``), ``sampled`` (keep with probability ``u``,
+            gradient straight through: paper, appendix "Hard Gated Training") or ``hard`` (keep ``u >= tau``).
         tau: threshold, in [0, 1].
-        anneal: ``a`` in [0, 1] of ``u~ = (1 - a) u + a 1[u >= tau]`` (paper, "Threshold-Aware Hard Gating"); 0 is
-            plain soft gating. While annealing the predictor is frozen, so no gradient reaches the logits.
+        anneal: ``a`` in [0, 1] of ``u~ = (1 - a) u + a 1[u >= tau]`` (paper, "Threshold-Aware Hard Gating"), in place
+            of ``u`` in the modes ``soft`` and ``sampled``. While annealing the predictor is frozen, so no gradient
+            reaches the logits.
+        p_min: probabilities of ``sampled`` are clipped to [p_min, 1 - p_min] (paper, "Bernoulli clipping").
     """
     if mode == "open":
-        return Gate(None, None)
+        return Gate(None, logits > -math.inf)
     if mode == "hard":
-        return Gate(None, logits.detach() >= threshold_logit(tau))
+        return Gate(None, keeps(logits.detach(), tau))
+    above = keeps(logits.detach(), tau)
+    if mode == "sampled":
+        u = torch.sigmoid(logits.detach())
+        likely = torch.lerp(u, above.to(u.dtype), anneal).clamp(p_min, 1.0 - p_min)
+        kept = torch.where(logits.isinf(), logits > 0, torch.rand_like(u) < likely)
+        if anneal > 0.0:
+            return Gate(None, kept)
+        log_u = F.logsigmoid(logits)  # value 0 or -inf, gradient that of log u; where -inf, attention's own is 0
+        return Gate(torch.where(kept, log_u - log_u.detach(), -math.inf), None)
     if anneal == 0.0:
         return Gate(F.logsigmoid(logits), None)
     logits = logits.detach()
     below = math.log1p(-anneal) + F.logsigmoid(logits)
-    above = torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits))
-    return Gate(torch.where(logits >= threshold_logit(tau), above, below), None)
+    return Gate(torch.where(above, torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits)), below), None)
+
+
+class _Regulariser(torch.autograd.Function):
+    """Identity on logits; the backward pass adds the gradient of ``-weight * mean(sigmoid(logits))``.
+
+    As a gradient, not a term of the loss: the loss that is logged stays the language model's, and activation
+    checkpointing, of any kind, recomputes it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, weight: float) -> Tensor:
+        ctx.save_for_backward(logits)
+        ctx.weight = weight
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (logits,) = ctx.saved_tensors
+        u = torch.sigmoid(logits)
+        return grad - ctx.weight / logits.numel() * u * (1.0 - u), None
+
+
+def regularised(logits: Tensor, weight: float) -> Tensor:
+    """``logits`` whose gradient holds that of ``-weight * mean(u)``."""
+    result: Tensor = _Regulariser.apply(logits, weight)  # type: ignore[no-untyped-call]
+    return result
 
 
 def predictors(model: nn.Module) -> dict[str, UtilityPredictor]:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from spkv_nas.errors import UserError
+from spkv_nas.gate_config import GATED, GLOBAL, LOCAL, GateConfig
 from spkv_nas.layout import Layout
-from spkv_nas.model.gates import MODES, GateConfig, UtilityPredictor, gate_from_logits
+from spkv_nas.model.gates import MODES, FixedGates, UtilityPredictor, gate_from_logits, regularised
 
 GLOBAL_WINDOW = 1 << 30  # a window no sequence outgrows
 
@@ -40,11 +41,14 @@ class LayerState:
 
     num_kv_heads: int
     native_window: int | None  # the checkpoint's own sliding window on this layer
-    windows: tuple[int, ...] | None = None  # per KV head, from a layout
+    windows: tuple[int, ...] | None = None  # per KV head, from a layout, or where no head has a gate
     gate_window: int | None = None  # w of the gates; None: no gates
+    sinks: tuple[int, ...] = ()  # first tokens that the gates always keep, per KV head
     mode: str = "soft"
     tau: float = 0.5
     anneal: float = 0.0
+    p_min: float = 0.0
+    density_weight: float = 0.0  # of the layer's mean utility in the loss
     _window_tensor: Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     def window_tensor(self, device: torch.device) -> Tensor:
@@ -61,10 +65,10 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
 
 
-def layer_predictor(layer: nn.Module) -> UtilityPredictor | None:
-    """The predictor of an attention layer; None if the layer has no gates."""
+def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
+    """The predictor of an attention layer, or what stands in its place; None if the model's gates pass the layer by."""
     predictor = getattr(layer, "utility_predictor", None)
-    assert predictor is None or isinstance(predictor, UtilityPredictor)
+    assert predictor is None or isinstance(predictor, (UtilityPredictor, FixedGates))
     return predictor
 
 
@@ -82,11 +86,18 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     state = layer_state(layer)
     extra: dict[str, Any] = {"spkv_state": state}
     predictor = layer_predictor(layer)
-    if predictor is not None and state.mode != "open":
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        extra["spkv_cache"] = _cache_layer(cache, layer)
+    if predictor is not None and (state.mode != "open" or LOCAL in predictor.row):
+        if cache is not None and getattr(predictor, "mix", None) is not None:
+            raise UserError("a bidirectional predictor waits for tokens to come: generate with use_cache=False")
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        extra["spkv_gate"] = gate_from_logits(predictor(hidden_states), state.mode, state.tau, state.anneal)
-    if kwargs.get("past_key_values") is not None:
-        extra["spkv_cache"] = _cache_layer(kwargs["past_key_values"], layer)
+        logits = predictor(hidden_states, sinks=cache is None)  # with a cache, the first token is not that of the text
+        if state.density_weight:
+            logits = regularised(logits, state.density_weight)
+        if state.windows is None:
+            extra["spkv_gate"] = gate_from_logits(logits, state.mode, state.tau, state.anneal, state.p_min)
     return args, {**kwargs, **extra}
 
 
@@ -121,10 +132,9 @@ def _attention_function(
     gate = kwargs.get("spkv_gate")
     if cache is not None:
         if gate is not None and gate.log_utility is not None:
-            raise UserError('soft gates keep every key: call set_gate_mode(model, "hard") to generate with a cache')
-        real = attention_mask[:, -query.shape[2] :].bool() if attention_mask is not None else None
+            raise UserError('gates of training keep every key: call set_gate_mode(model, "hard") to use a cache')
         keep = gate.keep if gate else None
-        cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, real, scaling)
+        cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, attention_mask, scaling)
         return cached.transpose(1, 2).contiguous(), None
     out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
         query.to(value.dtype),
@@ -192,7 +202,7 @@ def _mask_function(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Tensor | None:
-    """Padding as it is, [B, tokens] (None without any), for the attention function to use or refuse; refuses packing.
+    """Which of the new tokens are no padding, bool [B, T] (None: all), for the attention function; refuses packing.
 
     A causal mask is the operator's own business.
     """
@@ -201,7 +211,10 @@ def _mask_function(
             "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
             "ignore: leave position_ids out"
         )
-    return attention_mask if attention_mask is not None and not bool(attention_mask.all()) else None
+    if attention_mask is None:
+        return None
+    real = attention_mask[:, -q_length:].bool()
+    return None if bool(real.all()) else real
 
 
 AttentionInterface.register("spkv", _attention_function)
@@ -312,42 +325,84 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
 
     Layers with a sliding window of their own by design (``layer_types``) stay as they are: nothing outside their
     window is ever visible, so there is nothing to keep. Gates start in mode ``soft``, nearly open (``config.bias``).
+    With ``config.heads`` only its S heads have gates; G heads see all tokens, L heads the window (paper, appendix
+    "Ablating design choices", rows "3 SWA : 1 Full Attn").
 
     Args:
         model: any Hugging Face decoder that uses the attention interface.
-        config: window and predictor; the defaults are the paper's.
+        config: window, predictor, and which heads; the defaults are the paper's.
         seed: makes the predictors' initial weights repeatable; None draws from torch's global generator.
 
     Raises:
-        UserError: the model has gates, or its class or settings cannot be gated (see the module's docstring).
+        UserError: the model has gates, its class or settings cannot be gated (see the module's docstring), or
+            ``config.heads`` is for another number of layers or KV heads.
     """
     config = config or GateConfig()
     if any(layer_state(layer).gate_window is not None for layer in attention_layers(model).values()):
         raise UserError("this model has gates already: call detach(model) first")
+    if any(layer_state(layer).windows is not None for layer in attention_layers(model).values()):
+        detach(model)
     _hook_layers(model)
-    local = _local_by_design(model)
-    size = model.config.get_text_config().hidden_size
+    layers = list(attention_layers(model).values())
+    try:
+        rows = gate_rows(model, config, [layer_state(layer).num_kv_heads for layer in layers])
+    except UserError:
+        detach(model)
+        raise
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
-        for index, layer in enumerate(attention_layers(model).values()):
-            state = layer_state(layer)
-            if index in local:
-                continue
-            state.gate_window, state.mode, state.tau = config.window, "soft", config.tau
-            layer.utility_predictor = UtilityPredictor(size, state.num_kv_heads, config).to(model.device)
+        for layer, row in zip(layers, rows, strict=True):
+            if row is not None:
+                install_gates(layer, row, config, model.config.get_text_config().hidden_size, model.device)
     _describe(model, gates=config.model_dump())
     dry_run(model)
 
 
-def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0) -> None:
-    """Set the mode of all gates: ``open`` (no gate), ``soft`` (bias ``log u``) or ``hard`` (keep ``u >= tau``).
+def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
+    """Letters of each attention layer's heads; None for a layer that is local by design, which gates pass by.
+
+    Raises ``UserError`` if ``config.heads`` does not fit the model.
+    """
+    local = _local_by_design(model)
+    if config.heads is None:
+        return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
+    if [len(row) for row in config.heads] != num_kv_heads:
+        raise UserError(
+            f"the gates' heads are for {len(config.heads)} layers x {len(config.heads[0])} KV heads, the model has "
+            f"{len(num_kv_heads)} layers x {'/'.join(str(h) for h in sorted(set(num_kv_heads)))} KV heads"
+        )
+    wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
+    if wrong:
+        raise UserError(f"layer {wrong[0]} is local by design: its row of the gates' heads must be all {LOCAL}")
+    return [None if i in local else row for i, row in enumerate(config.heads)]
+
+
+def install_gates(
+    layer: nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
+) -> None:
+    """Put a predictor and its settings on one hooked attention layer; fixed windows where no head of it has a gate."""
+    state = layer_state(layer)
+    state.gate_window, state.mode, state.tau = config.window, "soft", config.tau
+    state.sinks = tuple(0 if letter == LOCAL else config.sinks for letter in row)
+    if GATED in row:
+        layer.utility_predictor = UtilityPredictor(model_size, row, config).to(device)
+    else:
+        layer.utility_predictor = FixedGates(row)
+        state.windows = tuple(GLOBAL_WINDOW if letter == GLOBAL else config.window for letter in row)
+
+
+def set_gate_mode(
+    model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
+) -> None:
+    """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard``, as ``gate_from_logits`` says.
 
     Args:
         model: a model with gates.
-        mode: one of "open", "soft", "hard".
+        mode: one of "open", "soft", "sampled", "hard".
         tau: threshold in [0, 1]; None leaves it as it is.
-        anneal: with "soft", the share ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
+        anneal: with "soft" or "sampled", the share ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
+        p_min: with "sampled", the least probability of either outcome, in [0, 0.5].
     """
     if mode not in MODES:
         raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(MODES)}")
@@ -357,21 +412,33 @@ def set_gate_mode(model: nn.Module, mode: str, tau: float | None = None, *, anne
     if not gated:
         raise UserError("this model has no gates: call attach_gates(model) first")
     for state in gated:
-        state.mode, state.anneal = mode, anneal
+        state.mode, state.anneal, state.p_min = mode, anneal, p_min
         state.tau = state.tau if tau is None else tau
+
+
+def set_density_weight(model: nn.Module, weight: float) -> None:
+    """Set lambda of the density regulariser, ``-lambda * mean(u)`` over all gated layers, heads and tokens, in the loss.
+
+    SP-KV paper, appendix "Controlling sparsity at train time", paragraph "Regularization". A negative one makes sparser.
+    """
+    states = [
+        layer_state(x) for x in attention_layers(model).values() if isinstance(layer_predictor(x), UtilityPredictor)
+    ]
+    for state in states:
+        state.density_weight = weight / len(states)
 
 
 @contextmanager
 def gate_mode(model: nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
     """The gates in ``mode`` inside the ``with`` block, and as they were before after it."""
     states = [layer_state(layer) for layer in attention_layers(model).values()]
-    before = [(state.mode, state.tau, state.anneal) for state in states]
+    before = [(state.mode, state.tau, state.anneal, state.p_min) for state in states]
     try:
         set_gate_mode(model, mode, tau)
         yield
     finally:
-        for state, (was, threshold, anneal) in zip(states, before, strict=True):
-            state.mode, state.tau, state.anneal = was, threshold, anneal
+        for state, values in zip(states, before, strict=True):
+            state.mode, state.tau, state.anneal, state.p_min = values
 
 
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:

@@ -1,7 +1,8 @@
 """Which gate mode and which learning rate at which step: pure functions of the step, so a resumed run agrees.
 
 SP-KV paper, section "Training": soft gates for the first 75 % of the cosine decay, then the predictor freezes and
-gates are binary at tau; optionally a linear ramp between the two. Learning rates: appendix "Scaling analysis details"
+gates are binary at tau; optionally a linear ramp between the two. Appendix "Hard Gated Training": sampled in place of
+soft. Learning rates: appendix "Scaling analysis details"
 (warm-up, stable, cosine decay to 1 % of the peak).
 """
 
@@ -15,31 +16,38 @@ from dataclasses import dataclass
 class GatePhase:
     """Gate mode of one training step."""
 
-    mode: str  # "soft" or "hard"
+    mode: str  # "soft", "sampled" or "hard"
     anneal: float  # share of the binary gate while annealing
     frozen: bool  # whether the predictor is frozen
 
 
 @dataclass(frozen=True)
 class GateSchedule:
-    """Soft, then (optionally annealed) hard gates over ``steps`` steps."""
+    """Soft or sampled, then (optionally annealed) hard gates over ``steps`` steps.
+
+    The hard phase is the last ``1 - soft_fraction`` of the decay, which is the whole run unless ``decay_steps`` says less
+    (training from scratch).
+    """
 
     steps: int
     soft_fraction: float = 0.75
     anneal_steps: int = 0
+    mode: str = "soft"
+    decay_steps: int | None = None
 
     @property
     def soft_steps(self) -> int:
         """Number of steps in which the predictor learns."""
-        return round(self.steps * self.soft_fraction)
+        decay = self.steps if self.decay_steps is None else self.decay_steps
+        return self.steps - decay + round(decay * self.soft_fraction)
 
     def at(self, step: int) -> GatePhase:
         """Phase of training step ``step`` (from 0)."""
         if step < self.soft_steps:
-            return GatePhase("soft", 0.0, False)
+            return GatePhase(self.mode, 0.0, False)
         annealed = step - self.soft_steps + 1
         if annealed <= self.anneal_steps:
-            return GatePhase("soft", annealed / (self.anneal_steps + 1), True)
+            return GatePhase(self.mode, annealed / (self.anneal_steps + 1), True)
         return GatePhase("hard", 0.0, True)
 
 

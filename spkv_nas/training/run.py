@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,19 @@ from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.files import write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import is_complete, load, load_tokenizer, save, write_manifest
-from spkv_nas.model.gates import GateConfig, predictors
+from spkv_nas.model.gates import predictors
 from spkv_nas.model.hook import apply_layout, attach_gates
-from spkv_nas.recipe import Recipe
+from spkv_nas.recipe import BranchConfig, Recipe
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.trainer import (
     BlockDataset,
+    HeldoutCallback,
     SPKVTrainer,
     TokenProgressCallback,
     newest_complete_checkpoint,
     save_optimizer_state,
+    write_density_log,
+    write_heldout_log,
     write_train_log,
 )
 from spkv_nas.workspace import environment
@@ -113,7 +116,7 @@ def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | N
         args=_arguments(recipe, phase, folder, device),
         train_dataset=BlockDataset(corpus.train),
         schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
-        callbacks=[_progress("dense", recipe, phase)],
+        callbacks=[TokenProgressCallback("dense")],
     )
     _train(trainer, folder)
     shutil.rmtree(final, ignore_errors=True)
@@ -141,40 +144,39 @@ def train_branch(
         seed: of the data order (and of new predictors); the recipe's by default.
     """
     final = folder / "final"
-    phase = recipe.branch
     if is_complete(final):
         return read_branch(final)
     seed = recipe.seed if seed is None else seed
-    model, _ = load(dense, dtype=torch.float32)
-    gates = _dress(model, recipe, variant, seed)
-    state = Path(dense) / OPTIMIZER_STATE
+    plan = _plan(recipe, corpus, dense, variant, seed)
+    model = plan.model
     trainer = SPKVTrainer(
         model=model,
-        args=_arguments(recipe, phase, folder, device, seed=seed + 1),
+        args=_arguments(recipe, plan.phase, folder, device, seed=seed + 1),
         train_dataset=BlockDataset(corpus.train),
-        schedule=LearningRateSchedule(
-            phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
-        ),
-        gates=gates,
-        predictor_learning_rate_multiplier=recipe.gates.learning_rate_multiplier,
-        predictor_weight_decay=recipe.gates.weight_decay,
-        tau=recipe.gates.tau,
-        optimizer_state=state if state.is_file() else None,
-        callbacks=[_progress(variant if isinstance(variant, str) else variant.strategy, recipe, phase)],
+        schedule=plan.schedule,
+        gates=plan.gates,
+        gate_options=recipe.gates,
+        optimizer_state=plan.optimizer_state,
+        callbacks=[TokenProgressCallback(variant if isinstance(variant, str) else variant.strategy)],
     )
+    if plan.gates is not None and recipe.evaluation.every is not None:
+        some = corpus.heldout.take(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
+        trainer.add_callback(HeldoutCallback(trainer, some, recipe.evaluation.every))
     _train(trainer, folder)
-    tau = None if gates is None else recipe.gates.tau
+    tau = None if plan.gates is None else recipe.gates.tau
     measured = evaluate(model, corpus.heldout, tau, batch_size=recipe.evaluation.batch_size)
     shutil.rmtree(final, ignore_errors=True)
     save(model, corpus.tokenizer, final)
     measured.nll.save(final / "heldout-nll.npz")
     write_train_log(trainer.state, final / "train-log.csv")
+    write_heldout_log(trainer.state, final / "heldout-log.csv")
+    write_density_log(trainer.state, final / "density-log.csv")
     record = {
         "variant": variant if isinstance(variant, str) else variant.strategy,
         "heldout_nll": measured.nll.mean,
         "heldout_tokens": int(measured.nll.num_tokens.sum()),
         "heldout_density": measured.density,
-        "steps": phase.steps,
+        "steps": plan.phase.steps,
         "seed": seed,
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment(),
@@ -192,21 +194,66 @@ def read_branch(final: Path) -> Branch:
     return Branch(final, DocumentNLL.read(final / "heldout-nll.npz"), record["heldout_density"])
 
 
-def _dress(model: PreTrainedModel, recipe: Recipe, variant: str | Layout, seed: int) -> GateSchedule | None:
-    """Turn the dense model into the branch's; the gate schedule of an SP-KV branch."""
+@dataclass(frozen=True)
+class _Plan:
+    """What a branch trains, and how."""
+
+    model: PreTrainedModel
+    phase: BranchConfig
+    schedule: LearningRateSchedule
+    gates: GateSchedule | None = None
+    optimizer_state: Path | None = None
+
+
+def _plan(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: str | Layout, seed: int) -> _Plan:
+    """The branch's model, dressed, and its schedules."""
+    phase, gates = recipe.branch, recipe.gates
+    if variant == SP_KV and gates.training == "from-scratch":
+        return _from_scratch(recipe, corpus, seed)
+    model, _ = load(dense, dtype=torch.float32)
+    state = Path(dense) / OPTIMIZER_STATE
+    plan = _Plan(
+        model=model,
+        phase=phase,
+        schedule=LearningRateSchedule(
+            phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
+        ),
+        optimizer_state=state if state.is_file() else None,
+    )
     if isinstance(variant, Layout):
         apply_layout(model, variant)
-        return None
-    if variant == FULL_ATTENTION:
-        return None
-    if variant != SP_KV:
+    elif variant == SP_KV:
+        if gates.training == "frozen-model":
+            model.requires_grad_(False)
+        _attach(model, recipe, seed)
+        schedule = GateSchedule(phase.steps, gates.soft_fraction, gates.anneal_steps, gates.mode)
+        return replace(plan, gates=schedule)
+    elif variant != FULL_ATTENTION:
         raise UserError(f"unknown branch '{variant}'; expected {FULL_ATTENTION}, {SP_KV} or a layout")
-    gates = recipe.gates
-    config = GateConfig(window=gates.window, hidden_size=gates.hidden_size, bias=gates.bias, tau=gates.tau)
-    attach_gates(model, config, seed=seed)
-    if gates.start_from is not None:
-        _copy_predictors(gates.start_from, model)
-    return GateSchedule(recipe.branch.steps, gates.soft_fraction, gates.anneal_steps)
+    return plan
+
+
+def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> _Plan:
+    """Gates from the first step (paper, "Training from scratch"): the dense phase and the branch are one run."""
+    assert recipe.dense is not None
+    gates, decay = recipe.gates, recipe.branch.steps
+    steps = recipe.dense.steps + decay
+    model = new_model(recipe, corpus.tokenizer)
+    _attach(model, recipe, seed)
+    return _Plan(
+        model=model,
+        phase=recipe.branch.model_copy(update={"steps": steps}),
+        schedule=LearningRateSchedule(steps, recipe.dense.warmup_steps, decay, recipe.branch.final_learning_rate),
+        gates=GateSchedule(steps, gates.soft_fraction, gates.anneal_steps, gates.mode, decay),
+    )
+
+
+def _attach(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:
+    text = model.config.get_text_config()
+    grid = (text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    attach_gates(model, recipe.gates.of_model(grid), seed=seed)
+    if recipe.gates.start_from is not None:
+        _copy_predictors(recipe.gates.start_from, model)
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:
@@ -237,13 +284,9 @@ def _arguments(recipe: Recipe, phase: Any, folder: Path, device: str | None, *, 
         use_cpu=device == "cpu" or not torch.cuda.is_available(),
         dataloader_pin_memory=torch.cuda.is_available() and device != "cpu",
         bf16=recipe.precision == "bfloat16",
-        report_to=[],
+        report_to=["tensorboard"] if recipe.tensorboard else [],
         disable_tqdm=True,  # of the library's own bar; ours is a callback
     )
-
-
-def _progress(title: str, recipe: Recipe, phase: Any) -> TokenProgressCallback:
-    return TokenProgressCallback(title, phase.batch_size * recipe.data.block_size)
 
 
 def _train(trainer: SPKVTrainer, folder: Path) -> None:

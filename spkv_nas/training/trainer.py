@@ -14,19 +14,25 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.density import DensityWatch
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.files import write_atomic
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.hook import set_gate_mode
+from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
+from spkv_nas.recipe import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+
+CONTROL_GAIN = 0.05  # of the density controller, per step
 
 
 class TrainingStoppedError(UserError):
@@ -53,9 +59,7 @@ class SPKVTrainer(Trainer):
     Args:
         schedule: learning rate by step.
         gates: gate phases by step; None for a model without gates.
-        predictor_learning_rate_multiplier: learning rate of the predictors relative to the model's (paper: 5).
-        predictor_weight_decay: of the predictors (paper: 0.1).
-        tau: threshold of the hard phase.
+        gate_options: the recipe's section ``gates``: how the predictors learn.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start fresh.
     """
 
@@ -64,34 +68,31 @@ class SPKVTrainer(Trainer):
         *args: Any,
         schedule: LearningRateSchedule,
         gates: GateSchedule | None = None,
-        predictor_learning_rate_multiplier: float = 5.0,
-        predictor_weight_decay: float = 0.1,
-        tau: float = 0.5,
+        gate_options: GatesConfig | None = None,
         optimizer_state: Path | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._schedule = schedule
-        self._predictor_multiplier = predictor_learning_rate_multiplier
-        self._predictor_weight_decay = predictor_weight_decay
+        self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
         self.remove_callback(PrinterCallback)  # TokenProgressCallback shows more
-        if gates is not None:
-            self.add_callback(GatePhaseCallback(gates, tau))
+        self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
+        self._mark: tuple[int, float] | None = None  # step and time of the last log
+        self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
+        if self._phases is not None:
+            self.add_callback(self._phases)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (betas 0.9, 0.95): matrices decay, vectors do not, predictors have their own rate and decay."""
         model = model or self.model
-        own = predictor_parameters(model)
+        own, options = predictor_parameters(model), self._gate_options
+        learning = [p for p in model.parameters() if p.requires_grad]
         groups = [
-            ([p for p in model.parameters() if p not in own and p.ndim >= 2], 1.0, self.args.weight_decay),
-            ([p for p in model.parameters() if p not in own and p.ndim < 2], 1.0, 0.0),
-            (
-                [p for p in own_in_order(model, own) if p.ndim >= 2],
-                self._predictor_multiplier,
-                self._predictor_weight_decay,
-            ),
-            ([p for p in own_in_order(model, own) if p.ndim < 2], self._predictor_multiplier, 0.0),
+            ([p for p in learning if p not in own and p.ndim >= 2], 1.0, self.args.weight_decay),
+            ([p for p in learning if p not in own and p.ndim < 2], 1.0, 0.0),
+            ([p for p in learning if p in own and p.ndim >= 2], options.learning_rate_multiplier, options.weight_decay),
+            ([p for p in learning if p in own and p.ndim < 2], options.learning_rate_multiplier, 0.0),
         ]
         self.optimizer = torch.optim.AdamW(
             [
@@ -115,8 +116,30 @@ class SPKVTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds tokens per second and the gates' density to what is logged with the loss."""
+        heads = None
+        if "loss" in logs:
+            step, now = self.state.global_step, time.perf_counter()
+            since, start = self._mark or (step, now)
+            logs["tokens_per_second"] = self._tokens_per_step() * (step - since) / max(now - start, 1e-9)
+            self._mark = (step, now)
+            heads = self._phases.density if self._phases is not None else None
+        if heads is not None and self._phases is not None:
+            logs["density"] = float(np.nanmean(heads))
+            if self._gate_options.target_density is not None:
+                logs["density_weight"] = self._phases.weight
+        super().log(logs, start_time)
+        if heads is not None:
+            self.state.log_history[-1]["head_density"] = heads.round(4).tolist()
+
+    def _tokens_per_step(self) -> int:
+        args = self.args
+        return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self._length)
+
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Next-token loss; stops the run before the update when it is not finite."""
+        self._mark = self._mark or (self.state.global_step, time.perf_counter())
         result = super().compute_loss(*args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training and not torch.isfinite(loss.detach()):
@@ -138,72 +161,95 @@ class SPKVTrainer(Trainer):
         )
 
 
-def own_in_order(model: nn.Module, own: set[Any]) -> list[nn.Parameter]:
-    """The parameters of ``own`` in the model's order."""
-    return [p for p in model.parameters() if p in own]
+class GatePhaseCallback(TrainerCallback, ExportableState):
+    """Sets the gate mode of each step, measures its density, and moves the regulariser's weight toward a target.
 
+    A frozen predictor takes part in no update. The weight is saved with the trainer's state, so a resumed run agrees.
 
-class GatePhaseCallback(TrainerCallback):
-    """Sets the gate mode of each step; a frozen predictor takes part in no update."""
+    Attributes:
+        density: [layers, KV heads] of the last measured step, None before.
+        weight: lambda of the density regulariser.
+    """
 
-    def __init__(self, schedule: GateSchedule, tau: float) -> None:
-        self._schedule = schedule
-        self._tau = tau
+    def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
+        self._schedule, self._options = schedule, options
+        self._watch: DensityWatch | None = None
+        self.density: NDArray[np.float64] | None = None
+        self.weight = options.density_weight
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {"args": {}, "attributes": {"weight": self.weight}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._watch = DensityWatch(kwargs["model"])
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved:
+            self.weight = saved["attributes"]["weight"]
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        phase = self._schedule.at(state.global_step)
-        set_gate_mode(kwargs["model"], phase.mode, self._tau, anneal=phase.anneal)
+        assert self._watch is not None
+        phase, options = self._schedule.at(state.global_step), self._options
+        set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
+        set_density_weight(kwargs["model"], 0.0 if phase.frozen else self.weight / args.gradient_accumulation_steps)
+        if options.target_density is not None or (state.global_step + 1) % args.logging_steps == 0:
+            self._watch.start()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        assert self._watch is not None
+        measured = self._watch.stop()
+        if measured is not None:
+            self.density = measured
         if self._schedule.at(state.global_step).frozen:
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
+        elif self._options.target_density is not None and measured is not None:
+            self.weight += CONTROL_GAIN * (self._options.target_density - float(np.nanmean(measured)))
+
+
+class HeldoutCallback(TrainerCallback):
+    """Every so many steps: held-out NLL with soft and with hard gates, and the density of the hard ones."""
+
+    def __init__(self, trainer: SPKVTrainer, blocks: TokenBlocks, every: int) -> None:
+        self._trainer, self._blocks, self._every = trainer, blocks, every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % self._every:
+            return
+        model, size = kwargs["model"], args.per_device_train_batch_size
+        with gate_mode(model, "soft"):
+            soft = document_nll(model, self._blocks, batch_size=size)
+        hard = evaluate(model, self._blocks, batch_size=size)
+        assert hard.density is not None
+        self._trainer.log(
+            {"heldout_soft_nll": soft.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
+        )
 
 
 class TokenProgressCallback(ProgressCallback):
-    """The trainer's progress bar with loss, mean density and tokens per second, which also enter the log history."""
+    """The trainer's progress bar with loss, mean density and tokens per second."""
 
-    def __init__(self, title: str, tokens_per_step: int) -> None:
+    def __init__(self, title: str) -> None:
         super().__init__()
-        self._title, self._tokens_per_step = title, tokens_per_step
-        self._watch: DensityWatch | None = None
-        self._mark = (0, 0.0)
+        self._title = title
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None:
             self.training_bar.set_description(self._title)
-        self._mark = (state.global_step, time.perf_counter())
-        self._watch = DensityWatch(kwargs["model"])
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._watch is not None and (state.global_step + 1) % args.logging_steps == 0:
-            self._watch.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if not logs or "loss" not in logs:
-            return
-        step, now = state.global_step, time.perf_counter()
-        entry = {"tokens_per_second": (step - self._mark[0]) * self._tokens_per_step / max(now - self._mark[1], 1e-9)}
-        self._mark = (step, now)
-        density = self._watch.stop() if self._watch is not None else math.nan
-        if not math.isnan(density):
-            entry["density"] = density
-        state.log_history[-1].update(entry)
-        if self.training_bar is not None:
-            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{entry['tokens_per_second']:,.0f}"}
-            if "density" in entry:
-                shown["density"] = f"{density:.2f}"
+        if self.training_bar is not None and logs and "loss" in logs:
+            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{logs['tokens_per_second']:,.0f}"}
+            if "density" in logs:
+                shown["density"] = f"{logs['density']:.2f}"
             self.training_bar.set_postfix(shown)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_end(args, state, control, **kwargs)
-        if self._watch is not None:
-            self._watch.stop()
 
 
 # ---------------------------------------------------------------- checkpoints of a run
@@ -227,6 +273,28 @@ def write_train_log(state: TrainerState, path: Path) -> None:
     rows = [entry for entry in state.log_history if "loss" in entry]
     lines = [",".join(f"{entry[c]:.6g}" if c in entry else "" for c in columns) for entry in rows]
     write_atomic(path, "\n".join([",".join(columns), *lines]) + "\n")
+
+
+def write_heldout_log(state: TrainerState, path: Path) -> None:
+    """Write the evaluations of ``HeldoutCallback`` as CSV, if there were any: step, soft_nll, hard_nll, density."""
+    rows = [entry for entry in state.log_history if "heldout_hard_nll" in entry]
+    keys = ("step", "heldout_soft_nll", "heldout_hard_nll", "heldout_density")
+    if rows:
+        lines = [",".join(f"{entry[key]:.6g}" for key in keys) for entry in rows]
+        write_atomic(path, "\n".join(["step,soft_nll,hard_nll,density", *lines]) + "\n")
+
+
+def write_density_log(state: TrainerState, path: Path) -> None:
+    """Write every head's density over training as CSV, if there are gates: step, layer, kv_head, density."""
+    lines = [
+        f"{entry['step']},{layer},{head},{density:.4f}"
+        for entry in state.log_history
+        for layer, row in enumerate(entry.get("head_density", []))
+        for head, density in enumerate(row)
+        if not math.isnan(density)
+    ]
+    if lines:
+        write_atomic(path, "\n".join(["step,layer,kv_head,density", *lines]) + "\n")
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
