@@ -140,7 +140,7 @@ def _attention_function(
         query.to(value.dtype),
         key.to(value.dtype),
         value,
-        window=_window(state, query),
+        window=_window(state, query, gate is not None),
         log_utility=gate.log_utility if gate else None,
         keep=gate.keep if gate else None,
         scale=scaling,
@@ -148,13 +148,13 @@ def _attention_function(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _window(state: LayerState, query: Tensor) -> int | Tensor:
+def _window(state: LayerState, query: Tensor, is_gated: bool) -> int | Tensor:
     num_tokens = query.shape[2]
     if state.windows is not None:
         if len(set(state.windows)) == 1:
             return state.windows[0]
         return state.window_tensor(query.device)
-    if state.gate_window is not None and state.mode != "open":
+    if state.gate_window is not None and is_gated:
         if state.native_window is not None and num_tokens > state.native_window:
             raise UserError(
                 f"the model's own sliding window of {state.native_window} keys is shorter than the sequence of "
@@ -417,13 +417,12 @@ def set_gate_mode(
 
 
 def set_density_weight(model: nn.Module, weight: float) -> None:
-    """Set lambda of the density regulariser, ``-lambda * mean(u)`` over all gated layers, heads and tokens, in the loss.
+    """Set lambda of the density regulariser, ``-lambda * mean(u)`` over all gated layers, heads and tokens.
 
-    SP-KV paper, appendix "Controlling sparsity at train time", paragraph "Regularization". A negative one makes sparser.
+    SP-KV paper, appendix "Controlling sparsity at train time", "Regularization". A negative lambda makes sparser.
     """
-    states = [
-        layer_state(x) for x in attention_layers(model).values() if isinstance(layer_predictor(x), UtilityPredictor)
-    ]
+    layers = attention_layers(model).values()
+    states = [layer_state(layer) for layer in layers if isinstance(layer_predictor(layer), UtilityPredictor)]
     for state in states:
         state.density_weight = weight / len(states)
 

@@ -25,8 +25,8 @@ class GatePhase:
 class GateSchedule:
     """Soft or sampled, then (optionally annealed) hard gates over ``steps`` steps.
 
-    The hard phase is the last ``1 - soft_fraction`` of the decay, which is the whole run unless ``decay_steps`` says less
-    (training from scratch).
+    The hard phase is the last ``1 - soft_fraction`` of the decay, which is the whole run unless ``decay_steps`` says
+    less (training from scratch).
     """
 
     steps: int

@@ -223,11 +223,12 @@ def _plan(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: str | Layo
     if isinstance(variant, Layout):
         apply_layout(model, variant)
     elif variant == SP_KV:
-        if gates.training == "frozen-model":
+        frozen = gates.training == "frozen-model"
+        if frozen:
             model.requires_grad_(False)
         _attach(model, recipe, seed)
-        schedule = GateSchedule(phase.steps, gates.soft_fraction, gates.anneal_steps, gates.mode)
-        return replace(plan, gates=schedule)
+        soft = 1.0 if frozen else gates.soft_fraction  # with hard gates nothing would be left to learn
+        return replace(plan, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
     elif variant != FULL_ATTENTION:
         raise UserError(f"unknown branch '{variant}'; expected {FULL_ATTENTION}, {SP_KV} or a layout")
     return plan

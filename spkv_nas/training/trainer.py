@@ -311,6 +311,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
     """Fill AdamW's moments from ``save_optimizer_state``; parameters that the file lacks keep a fresh state."""
     saved: Mapping[str, Tensor] = load_file(path)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         state = {key: saved.get(f"{name}::{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
         if all(value is not None for value in state.values()):
             optimizer.state[parameter] = {
