@@ -49,7 +49,21 @@ def train_stage(
     corpus = load_corpus(recipe, recipe_file.parent, runs)
     dense = dense_checkpoint(recipe, corpus, runs, device=device)
     folder = runs / "branches" / branch_key(recipe, dense, SP_KV, recipe.seed)
-    return dense, train_branch(recipe, corpus, dense, folder, SP_KV, device=device).checkpoint
+    reference = train_branch(recipe, corpus, dense, folder, SP_KV, device=device).checkpoint
+    _show_training(reference, workspace.report_dir(recipe.name))
+    return dense, reference
+
+
+def _show_training(checkpoint: Path, folder: Path) -> None:
+    """``density-evolution`` (.csv and figure) and ``heldout-log.csv`` of a run, if it was long enough to log them."""
+    from spkv_nas.report.figures import write_density_evolution
+
+    log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
+    if log.is_file():
+        write_atomic(folder / "density-evolution.csv", log.read_text())
+        write_density_evolution(folder, pd.read_csv(log))
+    if heldout.is_file():
+        write_atomic(folder / "heldout-log.csv", heldout.read_text())
 
 
 def probe_stage(

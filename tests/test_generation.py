@@ -18,13 +18,16 @@ LENGTHS = (5, 31, 12, 1, 24)
 
 
 def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
-    """A tiny model with a window of 6: hard gates, a mixed layout, or one of whole layers."""
+    """A tiny model with a window of 6: hard gates, ones that keep sinks alone, a mixed layout, one of whole layers."""
     model = tiny_model(family, max_position_embeddings=4096)
     model.generation_config.eos_token_id = None
     if kind == "gates":
         attach_gates(model, GateConfig(window=6, bias=0.0), seed=0)
         for predictor in predictors(model).values():
             torch.nn.init.normal_(predictor.down.weight, std=2.0)
+        set_gate_mode(model, "hard", 0.5)
+    elif kind == "sinks":
+        attach_gates(model, GateConfig(window=6, bias=-3.0, sinks=3, heads=["SS", "SL", "GG", "LS"]), seed=0)
         set_gate_mode(model, "hard", 0.5)
     elif kind == "mixed":
         apply_layout(model, Layout(("GL", "LL", "GG", "LG"), 6))
@@ -54,7 +57,7 @@ def whole_pass(model: PreTrainedModel, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, kind) for family in ("llama", "qwen3") for kind in ("gates", "mixed", "layers")),
+        *((family, kind) for family in ("llama", "qwen3") for kind in ("gates", "sinks", "mixed", "layers")),
         *((family, "gates") for family in ("gemma3_text", "phi3", "granite")),
     ],
 )
@@ -183,6 +186,13 @@ class TestRefused:
         model = model_with("gates")
         set_gate_mode(model, "soft")
         with pytest.raises(UserError, match=r'set_gate_mode\(model, "hard"\)'):
+            generate(model, *prompts(), past_key_values=SPKVCache(model))
+
+    def test_a_predictor_that_looks_ahead(self) -> None:
+        model = tiny_model()
+        attach_gates(model, GateConfig(window=6, predictor="bidirectional", kernel_size=5))
+        set_gate_mode(model, "hard")
+        with pytest.raises(UserError, match="waits for tokens to come"):
             generate(model, *prompts(), past_key_values=SPKVCache(model))
 
     def test_a_model_without_gates_or_layout(self) -> None:

@@ -88,6 +88,12 @@ def write_tau_sweep(folder: Path, rows: pd.DataFrame) -> None:
         _save(tau_sweep_figure(rows), folder, "tau-sweep")
 
 
+def write_density_evolution(folder: Path, rows: pd.DataFrame) -> None:
+    """Write ``density-evolution.png`` and ``.svg`` from a run's ``density-log.csv``."""
+    with _style():
+        _save(density_evolution_figure(rows), folder, "density-evolution")
+
+
 def density_figure(table: DensityTable) -> Figure:
     """Heatmap of density, KV heads by layers, cividis fixed to [0, 1], cells labelled in percent."""
     cell = 0.42
@@ -261,6 +267,26 @@ def tau_sweep_figure(rows: pd.DataFrame) -> Figure:
     ax.set_ylabel("NLL change from open gates, %")
     names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
     _label_points(figure, ax, np.column_stack([density, change]), errors.tolist(), names, curve=True)
+    return figure
+
+
+def density_evolution_figure(rows: pd.DataFrame) -> Figure:
+    """Density of every head over training: all heads in grey, their median, and bands of quartiles and deciles.
+
+    SP-KV paper, figure "Per-head gate density during phase 1". ``rows`` are a ``density-log.csv``.
+    """
+    heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
+    steps, values = heads.index.to_numpy(), 100 * heads.to_numpy()
+    figure, ax = _figure(6.4, 4.0)
+    ax.plot(steps, values, color=MUTED, linewidth=0.5, alpha=0.35)
+    for low, high, alpha, name in ((10, 90, 0.15, "10 to 90 % of the heads"), (25, 75, 0.3, "25 to 75 %")):
+        edges = np.percentile(values, (low, high), axis=1)
+        ax.fill_between(steps, *edges, color=ACCENT, alpha=alpha, linewidth=0, label=name)
+    ax.plot(steps, np.median(values, axis=1), color=ACCENT, linewidth=2, label="median")
+    ax.set_ylim(-2, 102)
+    ax.set_xlabel("step")
+    ax.set_ylabel("density, % of keys kept")
+    ax.legend(frameon=False, fontsize=9, loc="best")
     return figure
 
 

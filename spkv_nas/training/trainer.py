@@ -32,7 +32,9 @@ from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
 from spkv_nas.recipe import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 
-CONTROL_GAIN = 0.05  # of the density controller, per step
+# Of the density controller: lambda is a multiple of the error (a logit moves at a speed, so that a controller which only
+# summed errors would swing) and of its sum, which removes what is left. Found by trial, reports/LOG.md.
+PROPORTIONAL, INTEGRAL = 1.0, 0.01
 
 
 class TrainingStoppedError(UserError):
@@ -168,18 +170,18 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     Attributes:
         density: [layers, KV heads] of the last measured step, None before.
-        weight: lambda of the density regulariser.
+        weight: lambda of the density regulariser, of the recipe or as the target has moved it.
     """
 
     def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
         self._schedule, self._options = schedule, options
         self._watch: DensityWatch | None = None
         self.density: NDArray[np.float64] | None = None
-        self.weight = options.density_weight
+        self.weight = self._sum = options.density_weight
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
-        return {"args": {}, "attributes": {"weight": self.weight}}
+        return {"args": {}, "attributes": {"weight": self.weight, "sum": self._sum}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -187,7 +189,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         self._watch = DensityWatch(kwargs["model"])
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved:
-            self.weight = saved["attributes"]["weight"]
+            self.weight, self._sum = saved["attributes"]["weight"], saved["attributes"]["sum"]
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -210,7 +212,9 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._options.target_density is not None and measured is not None:
-            self.weight += CONTROL_GAIN * (self._options.target_density - float(np.nanmean(measured)))
+            error = self._options.target_density - float(np.nanmean(measured))
+            self._sum += INTEGRAL * error
+            self.weight = self._sum + PROPORTIONAL * error
 
 
 class HeldoutCallback(TrainerCallback):
