@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import time
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spkv_nas import __version__
+from spkv_nas.cli_layout import app as layout_app
+from spkv_nas.cli_layout import schema
 from spkv_nas.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +47,9 @@ WorkspaceOption = Annotated[
 ]
 ProbeOption = Annotated[
     str,
-    typer.Option("--probe", "-p", help="Density table: a name in the workspace, or a CSV file.", metavar="NAME|CSV"),
+    typer.Option(
+        "--probe", "-p", help="Density table: a name in the workspace, or a file (CSV, TSV).", metavar="NAME|FILE"
+    ),
 ]
 BudgetOption = Annotated[
     str, typer.Option("--budget", "-b", help="Global KV heads: a number, or a share such as 25%.", metavar="N|N%")
@@ -271,6 +278,10 @@ def export(
     out.print(export_layout(Layout.read(layout), model, to))
 
 
+app.command()(schema)
+app.add_typer(layout_app)
+
+
 @app.command()
 def demo(budget: BudgetOption = "18", workspace: WorkspaceOption = Path()) -> None:
     """The whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores)."""
@@ -291,7 +302,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point. A user's mistake prints its message and exits 2; ``--debug`` shows the traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        app(arguments)
+        with warnings.catch_warnings():
+            warnings.showwarning = partial(_show_warning, warnings.showwarning)
+            app(arguments)
     except SystemExit as done:
         if done.code:
             raise
@@ -303,6 +316,14 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         err.print("interrupted; the same command resumes")
         sys.exit(130)
+
+
+def _show_warning(usual: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *at: Any) -> None:
+    """Our own warnings as their text alone, all others in Python's way."""
+    if kind is UserWarning and Path(file).is_relative_to(Path(__file__).parent):
+        err.print(f"[yellow]warning:[/yellow] {_escaped(str(message))}")
+    else:
+        usual(message, kind, file, *at)
 
 
 def _workspace(root: Path) -> Workspace:
@@ -335,9 +356,8 @@ def _show_probe(table: DensityTable) -> None:
 def _show_proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame, place: Workspace) -> None:
     from spkv_nas.proposal import random_spread
 
-    shown = Table(
-        "strategy", "global heads", "density %", "coverage %", "note", title=f"density coverage at tau {table.tau:g}"
-    )
+    measure = f"density coverage at tau {table.tau:g}" if table.signal == "density" else f"coverage of {table.signal}"
+    shown = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
     for row in rows.itertuples():
         shown.add_row(
             row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}", row.note

@@ -115,6 +115,11 @@ class DensityTable:
         return self.num_layers * self.num_kv_heads
 
     @property
+    def signal(self) -> str:
+        """What the values are: "density", or the origin of other scores read in its place (``exchange``)."""
+        return str(self.metadata.get("signal", "density"))
+
+    @property
     def tau_of_positions(self) -> float:
         """Threshold at which ``positions`` was counted."""
         return self.tau if self.positions_tau is None else self.positions_tau

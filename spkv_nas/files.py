@@ -90,8 +90,13 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-_FLOAT = r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"
-_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), list("-+0123456789."))
+def add_float_resolver(yaml_class: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
+    """Make a loader read ``2e-5`` as a number, or a dumper quote text of that form."""
+    pattern = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
+
+
+add_float_resolver(_StrictLoader)
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -61,10 +61,12 @@ def propose(
             "probe": table.name,
             "budget": heads,
             "coverage": round(coverage(table, layout), 4),
-            "tau": round(table.tau, 4),
+            "tau": round(table.tau, 4) if table.signal == "density" else None,
             "seed": seed + int(name.removeprefix("random-")) if name.startswith("random-") else None,
             "created_by": f"spkv-nas {__version__}",
         }
+        if table.signal != "density":
+            provenance |= {"signal": table.signal, "source": table.metadata.get("source")}
         layouts[name] = Layout(layout.heads, layout.window, name, provenance)
     return layouts
 
@@ -96,6 +98,8 @@ def resolve_tau(table: DensityTable, tau: str | None, budget: int | str) -> Dens
     """The table at ``tau``: a number in [0, 1], or "match-budget" (mean density = budget / heads). None: as it is."""
     if tau is None:
         return table
+    if table.signal != "density":
+        raise UserError(f"--tau needs densities; '{table.name}' holds scores of another kind, {table.signal}")
     if tau == "match-budget":
         return table.at_tau(round(table.tau_for_density(parse_budget(budget, table.num_heads) / table.num_heads), 4))
     try:

@@ -274,9 +274,13 @@ def report_stage(workspace: Workspace, probe: str) -> Path:
 
 
 def find_table(workspace: Workspace, probe: str) -> DensityTable:
-    """A density table by name (``probes/<name>/``) or file."""
+    """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities."""
     if probe.endswith(".csv"):
         return DensityTable.read(Path(probe))
+    if probe.endswith(".tsv"):
+        from spkv_nas.exchange import read_score_table
+
+        return read_score_table(Path(probe))
     folder = workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
         raise UserError(

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
+from spkv_nas.layout import Difference, Layout
 
 PROVENANCE = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas 0.1.0"}
 FILE = "format: spkv-nas/layout/1\nwindow: 8\nheads: [GLG, LLL]\n"
@@ -53,7 +53,8 @@ def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:
         "  - GLG",
         "  - LLL",
         "strategy: densest",
-        "provenance: {probe: p, budget: 3, coverage: 0.684, tau: 0.5, seed: null, created_by: spkv-nas 0.1.0}",
+        "provenance: {probe: p, budget: 3, coverage: 0.684, tau: 0.5, seed: null, created_by: spkv-nas 0.1.0, "
+        "hash: 7109ea0a}",
     ]
     assert Layout.read(path) == layout
 
@@ -70,6 +71,61 @@ def test_any_strategy_name_survives_the_file(tmp_path: Path, strategy: str) -> N
 def test_strategy_and_provenance_may_be_missing(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(FILE)
     assert Layout.read(tmp_path / "x.yaml") == Layout(("GLG", "LLL"), 8)
+
+
+@pytest.mark.parametrize("window", [62, 3, 666])
+def test_a_hash_that_looks_like_a_number_stays_text(tmp_path: Path, window: int) -> None:
+    """2e087445, written without quotes, was read back as infinity; so was a strategy called 1e5 as a number."""
+    layout = Layout(("GL",), window, "1e5")
+    assert layout.hash in ("2e087445", "70038167", "00153065")
+    layout.write(tmp_path / "x.yaml")
+    assert Layout.read(tmp_path / "x.yaml") == layout
+
+
+@pytest.mark.parametrize(("old", "new"), [("- GLG", "- GGG"), ("window: 8 ", "window: 9 ")])
+def test_an_edited_layout_is_read_with_a_warning(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "densest.yaml"
+    written = Layout(("GLG", "LLL"), 8, "densest", {"budget": 2})
+    written.write(path)
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.warns(UserWarning, match=r"(?s)densest.yaml was edited .*remove the hash") as caught:
+        edited = Layout.read(path)
+    assert written.hash in str(caught[0].message)
+    assert edited.hash in str(caught[0].message)
+    assert edited.hash != written.hash
+    assert edited.provenance == {"budget": 2}
+    edited.write(path)
+    assert Layout.read(path) == edited
+    path.write_text(path.read_text().replace(f", hash: {edited.hash}", "").replace("LLL", "LLG"))
+    Layout.read(path)
+
+
+def test_strategy_and_provenance_may_be_edited(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    Layout(("G",), 8, "densest", {"budget": 1}).write(path)
+    path.write_text(path.read_text().replace("densest", "mine").replace("budget: 1", "budget: 2"))
+    assert Layout.read(path).strategy == "mine"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "marks", "jaccard"),
+    [
+        (("GL", "LG"), ("GL", "LG"), ("G.", ".G"), 1.0),
+        (("GL", "LG"), ("GG", "LL"), ("G+", ".-"), 1 / 3),
+        (("GG",), ("LL",), ("--",), 0.0),
+        (("LL",), ("LL",), ("..",), 1.0),
+    ],
+)
+def test_difference(first: tuple[str, ...], second: tuple[str, ...], marks: tuple[str, ...], jaccard: float) -> None:
+    difference = Difference.of(Layout(first, 8), Layout(second, 9))
+    assert difference.marks == marks
+    assert difference.jaccard == pytest.approx(jaccard)
+    assert difference.num_heads == int((Layout(first, 8).global_mask != Layout(second, 9).global_mask).sum())
+
+
+def test_difference_needs_one_shape() -> None:
+    with pytest.raises(UserError, match=r"1 layers x 2 KV heads and 2 layers x 1 KV heads"):
+        Difference.of(Layout(("GL",), 8), Layout(("G", "L"), 8))
 
 
 @pytest.mark.parametrize(

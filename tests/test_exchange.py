@@ -1,0 +1,376 @@
+"""Exchange with DuoAttention and PruLong, and the commands that show, compare and convert layouts.
+
+The files are made in the form in which both projects write them (``numpy.savetxt``, ``csv.writer``).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from numpy.typing import NDArray
+
+from spkv_nas.cli import main
+from spkv_nas.density import DensityTable
+from spkv_nas.errors import UserError
+from spkv_nas.exchange import HeadScores, convert, num_local, read_score_table, read_scores
+from spkv_nas.layout import Layout
+from spkv_nas.proposal import propose
+
+COMMITTED = Path(__file__).parents[1] / "layouts" / "stdlib-21x3"
+# The first two layers have a value that training left below 0 and ties at 1, as published files do.
+ALPHA = np.array([[-2.4e-4, 0.62, 1.0], [1.0, 0.11, 0.34], [0.97, 1.0, 0.5], [0.2, 0.81, 0.03]])
+MASK = (ALPHA > 0.5).astype(float)
+CONFIG = {"model_name": "m", "lr": 0.02, "sink_size": 128, "recent_size": 256, "threshold": 0.5, "sparsity": None}
+
+
+@pytest.fixture
+def duo(tmp_path: Path) -> Path:
+    """A DuoAttention folder."""
+    folder = tmp_path / "lr=0.02-reg=0.05"
+    folder.mkdir()
+    np.savetxt(folder / "full_attention_heads.tsv", ALPHA, delimiter="\t")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def prulong(tmp_path: Path) -> Path:
+    """A PruLong mask in the folder of its checkpoint."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    with (folder / "masks.tsv").open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows(MASK.tolist())
+    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 3, "num_attention_heads": 6, "rope_scaling": None}
+    (folder / "config.json").write_text(json.dumps({**sizes, "sink_size": 128, "local_window_size": 1024}))
+    return folder / "masks.tsv"
+
+
+def as_duo_attention_reads(folder: Path) -> tuple[NDArray[np.float64], int, int]:
+    """Alpha, sinks and window, by the calls of its loader."""
+    config = json.loads((folder / "config.json").read_text())
+    alpha = np.loadtxt(folder / "full_attention_heads.tsv", dtype=float, delimiter="\t")
+    return np.clip(alpha, 0, 1), config["sink_size"], config["recent_size"]
+
+
+class TestReading:
+    def test_duo_attention(self, duo: Path) -> None:
+        for path in (duo, duo / "full_attention_heads.tsv"):
+            scores = read_scores(path)
+            assert np.array_equal(scores.values, np.clip(ALPHA, 0, 1))
+            assert (scores.origin, scores.window, scores.sink_size) == ("duo-attention", 256, 128)
+            assert not scores.is_mask
+
+    def test_prulong(self, prulong: Path) -> None:
+        scores = read_scores(prulong)
+        assert np.array_equal(scores.values, MASK)
+        assert (scores.origin, scores.window, scores.sink_size) == ("prulong", 1024, 128)
+        assert scores.is_mask
+        (prulong.parent / "config.json").unlink()
+        bare = read_scores(prulong)
+        assert (bare.origin, bare.window, bare.sink_size) == ("prulong", None, None)
+
+    def test_a_table_for_propose(self, duo: Path) -> None:
+        table = read_score_table(duo / "full_attention_heads.tsv")
+        assert (table.name, table.signal, table.window) == (duo.name, "duo-attention", 256)
+        assert np.array_equal(table.density, np.clip(ALPHA, 0, 1))
+        densest = propose(table, 3)["densest"]
+        assert densest.heads == ("LLG", "GLL", "LGL", "LLL")
+        assert densest.provenance["signal"] == "duo-attention"
+        assert densest.provenance["source"] == str(duo / "full_attention_heads.tsv")
+        assert densest.provenance["tau"] is None
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"", "the file is empty"),
+            (b"\n# a comment\n\n", "the file is empty"),
+            (b"\x93NUMPY\x01\xff\xfe", "cannot read head scores"),
+            (b"\x00\x01\x02", "line 1, column 1: expected a number in [0, 1]"),
+            (b"0.1\t0.2\n0.3\n", "line 2: 1 values, but 2 in the first line"),
+            (b"0.1\t0.2\n0.3\tmany\n", "line 2, column 2: expected a number in [0, 1], tabs between; found 'many'"),
+            (b"0.1 0.2\n", "found '0.1 0.2'"),
+            (b"0.1\t\n", "column 2: expected a number in [0, 1], tabs between; found ''"),
+            (b"0.1\tnan\n", "found 'nan'"),
+            (b"0.1\tinf\n", "found 'inf'"),
+            (b"0.1\t1.02\n", "found '1.02'"),
+            (b"-3.5\t0.2\n", "found '-3.5'"),
+            (b"format: spkv-nas/layout/1\n", "found 'format: spkv-nas/lay...'"),
+        ],
+    )
+    def test_mistakes_are_explained(self, tmp_path: Path, content: bytes, message: str) -> None:
+        (tmp_path / "masks.tsv").write_bytes(content)
+        with pytest.raises(UserError, match=re.escape(message)) as error:
+            read_scores(tmp_path / "masks.tsv")
+        assert "masks.tsv" in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            ("{", "not valid JSON: line 1"),
+            ("[1]", "expected keys and values, found list"),
+            ('{"recent_size": 0}', "'recent_size' must be a whole number from 1; found 0"),
+            ('{"sink_size": true}', "'sink_size' must be a whole number from 0; found True"),
+            ('{"num_key_value_heads": 8}', "4 layers x 3 KV heads, but config.json beside it says 4 x 8"),
+            ('{"num_hidden_layers": 32, "num_key_value_heads": 3}', "says 32 x 3"),
+        ],
+    )
+    def test_configs_that_do_not_fit(self, prulong: Path, config: str, message: str) -> None:
+        (prulong.parent / "config.json").write_text(config)
+        with pytest.raises(UserError, match=re.escape(message)):
+            read_scores(prulong)
+
+    def test_no_such_file(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="head scores not found"):
+            read_scores(tmp_path / "none.tsv")
+        with pytest.raises(UserError, match="head scores not found"):
+            read_scores(tmp_path)
+        with pytest.raises(UserError, match=r"none of: a layout \(\.yaml\)"):
+            read_scores(tmp_path / "masks.npy")
+
+
+class TestChoosing:
+    @pytest.mark.parametrize("shape", [(1, 1), (3, 4), (21, 3), (32, 8)])
+    @pytest.mark.parametrize("sparsity", [0.0, 1e-6, 0.1, 0.25, 0.29, 0.3, 0.5, 0.57, 0.7, 0.75, 0.9, 0.999, 1.0])
+    def test_a_sparsity_is_their_quantile(self, shape: tuple[int, int], sparsity: float) -> None:
+        values = np.random.default_rng(0).permutation(np.linspace(0.01, 0.99, shape[0] * shape[1])).reshape(shape)
+        expected = values >= np.quantile(values, sparsity)
+        if sparsity in (0.0, 1.0):
+            expected = np.full(shape, sparsity == 0.0)
+        assert np.array_equal(HeadScores(values, "duo-attention", "x").choose(sparsity=sparsity), expected)
+
+    def test_equal_scores_go_to_the_earlier_head(self) -> None:
+        """Both projects draw lots; a mask evaluated at its own sparsity, 0.7 of 256 heads, gains one head by that."""
+        assert num_local(0.7, 256) == 179
+        assert 256 - int(256 * (1 - 0.7)) == 180
+        scores = HeadScores(np.ones((2, 2)), "prulong", "x")
+        assert scores.choose(sparsity=0.5).tolist() == [[True, True], [False, False]]
+
+    def test_threshold_and_budget(self) -> None:
+        scores = HeadScores(ALPHA, "duo-attention", "x")
+        assert np.array_equal(scores.choose(threshold=0.5), ALPHA >= 0.5)
+        assert scores.choose(budget=4).sum() == 4
+        assert scores.choose(budget="25%").sum() == 3
+        assert np.array_equal(HeadScores(MASK, "prulong", "x").choose(), MASK == 1)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({}, "add --budget N, --sparsity S or --threshold T"),
+            ({"budget": 3, "sparsity": 0.5}, "give one of --budget, --sparsity"),
+            ({"sparsity": 1.5}, "--sparsity must lie in [0, 1]; found 1.5"),
+            ({"threshold": float("nan")}, "--threshold must lie in [0, 1]; found nan"),
+            ({"budget": 13}, "the model has 12"),
+        ],
+    )
+    def test_options_that_make_no_sense(self, options: dict[str, float], message: str) -> None:
+        with pytest.raises(UserError, match=re.escape(message)):
+            HeadScores(ALPHA, "duo-attention", "x").choose(**options)  # type: ignore[arg-type]
+
+
+class TestConverting:
+    def test_scores_to_a_layout(self, duo: Path, tmp_path: Path) -> None:
+        lines = convert(duo, tmp_path / "mine.yaml", sparsity=0.5)
+        layout = Layout.read(tmp_path / "mine.yaml")
+        assert np.array_equal(layout.global_mask, np.clip(ALPHA, 0, 1) >= np.quantile(ALPHA, 0.5))
+        assert (layout.window, layout.strategy) == (256, "duo-attention")
+        assert {**layout.provenance, "created_by": ""} == {
+            "source": str(duo), "sparsity": 0.5, "budget": 6, "created_by": "",
+        }  # fmt: skip
+        assert lines == [
+            f"{tmp_path / 'mine.yaml'}: 6 of 12 KV heads global, hash {layout.hash}",
+            "not carried: 128 sinks; a layout's local heads see their window of 256 alone",
+        ]
+
+    def test_a_cut_among_equal_scores_is_said(self, duo: Path, tmp_path: Path) -> None:
+        assert convert(duo, tmp_path / "a.yaml", budget=2)[0].startswith("3 heads score 1 and 2 of them are global")
+        assert not convert(duo, tmp_path / "b.yaml", budget=3)[0].startswith("3 heads")
+
+    @pytest.mark.parametrize("form", ["duo", "out.tsv", "duo/full_attention_heads.tsv"])
+    def test_a_layout_there_and_back(self, tmp_path: Path, form: str) -> None:
+        lines = convert(COMMITTED / "densest.yaml", tmp_path / form)
+        assert lines[-1].endswith(
+            "--duoattn_sliding 32 --duoattn_sink 0" if form == "out.tsv" else "0 sinks, window 32"
+        )
+        back = convert(tmp_path / form, tmp_path / "back.yaml", window=32 if form == "out.tsv" else None)
+        assert Layout.read(tmp_path / "back.yaml").hash == Layout.read(COMMITTED / "densest.yaml").hash
+        assert not any(line.startswith("not carried") for line in back)
+
+    def test_what_duo_attention_reads(self, prulong: Path, tmp_path: Path) -> None:
+        """Sizes and values go from one project to the other; a layout has no sinks."""
+        convert(prulong, tmp_path / "out")
+        alpha, sinks, window = as_duo_attention_reads(tmp_path / "out")
+        assert np.array_equal(alpha, MASK)
+        assert (sinks, window) == (128, 1024)
+        convert(COMMITTED / "densest.yaml", tmp_path / "ours", window=64)
+        alpha, sinks, window = as_duo_attention_reads(tmp_path / "ours")
+        assert np.array_equal(alpha, Layout.read(COMMITTED / "densest.yaml").global_mask)
+        assert (sinks, window) == (0, 64)
+
+    def test_scores_stay_scores_for_duo_attention_unless_cut(self, duo: Path, tmp_path: Path) -> None:
+        convert(duo, tmp_path / "same")
+        convert(duo, tmp_path / "cut", threshold=0.5)
+        assert np.array_equal(as_duo_attention_reads(tmp_path / "same")[0], np.clip(ALPHA, 0, 1))
+        assert np.array_equal(as_duo_attention_reads(tmp_path / "cut")[0], ALPHA >= 0.5)
+
+    def test_what_prulong_reads(self, duo: Path, tmp_path: Path) -> None:
+        lines = convert(duo, tmp_path / "masks.tsv", threshold=0.5)
+        assert lines[-1] == "not carried: the sizes; evaluate with --duoattn_sliding 256 --duoattn_sink 128"
+        with (tmp_path / "masks.tsv").open() as file:
+            rows = [[float(cell) for cell in row] for row in csv.reader(file, delimiter="\t")]
+        assert np.array_equal(rows, ALPHA >= 0.5)
+
+    def test_densities_for_duo_attention(self, tmp_path: Path) -> None:
+        table = tmp_path / "mine.csv"
+        table.write_text("layer,kv_head,density\n0,0,0.25\n0,1,0.75\n")
+        lines = convert(table, tmp_path / "out")
+        assert "took the window as 128 (--window W sets it)" in lines[0]
+        assert "sinks as" not in lines[0]
+        assert as_duo_attention_reads(tmp_path / "out")[0].tolist() == [0.25, 0.75]
+
+    def test_sizes_that_nothing_says(self, prulong: Path, tmp_path: Path) -> None:
+        (prulong.parent / "config.json").unlink()
+        line = convert(prulong, tmp_path / "a.yaml")[0]
+        assert line.endswith("without sizes: took the window as 128 (--window W sets it) and the sinks as none")
+        convert(prulong, tmp_path / "b.yaml", window=7)
+        assert Layout.read(tmp_path / "b.yaml").window == 7
+
+    def test_mistakes(self, duo: Path, tmp_path: Path) -> None:
+        config = (duo / "config.json").read_bytes()
+        ours = COMMITTED / "densest.yaml"
+        for source, target, options, message in [
+            (ours, tmp_path / "x.yaml", {"budget": 3}, "which has chosen its heads: --budget is for scores"),
+            (duo, tmp_path / "x.yaml", {}, "do not say which heads are global"),
+            (duo, tmp_path / "x.tsv", {}, "do not say which heads are global"),
+            (duo, tmp_path / "x.json", {"budget": 3}, "x.json: write .yaml (a layout)"),
+            (ours, duo, {}, "full_attention_heads.tsv exists: choose another name"),
+            (ours, duo / "full_attention_heads.tsv", {}, "exists: choose another name"),
+            (ours, tmp_path / "x.yaml", {"window": 0}, "--window is 0"),
+        ]:
+            with pytest.raises(UserError, match=re.escape(message)):
+                convert(source, target, **options)  # type: ignore[arg-type]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [duo.name]
+        (duo / "full_attention_heads.tsv").unlink()
+        with pytest.raises(UserError, match=r"config\.json exists"):
+            convert(ours, duo)
+        assert (duo / "config.json").read_bytes() == config
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
+    """Exit code, standard output and error (its lines joined) of a command."""
+    code = 0
+    try:
+        main([str(a) for a in arguments])
+    except SystemExit as exit_:
+        code = int(exit_.code or 0)
+    output, error = capsys.readouterr()
+    assert "Traceback" not in error
+    return code, output, " ".join(error.split())
+
+
+class TestCommands:
+    def test_show(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        a, b = Layout(("GL", "LL", "GG"), 8, "mine"), Layout(("LL",), 8)
+        a.write(tmp_path / "a.yaml")
+        b.write(tmp_path / "b.yaml")
+        code, output, _ = run(capsys, "layout", "show", tmp_path / "a.yaml", tmp_path / "b.yaml")
+        assert code == 0
+        assert output.splitlines() == [
+            f"{tmp_path / 'a.yaml'}: 3 layers x 2 KV heads, 3 of 6 global (50.0 %), window 8, hash {a.hash}",
+            "   0  GL  1",
+            "   1  LL  0",
+            "   2  GG  2",
+            f"{tmp_path / 'b.yaml'}: 1 layers x 2 KV heads, 0 of 2 global (0.0 %), window 8, hash {b.hash}",
+            "   0  LL  0",
+        ]
+
+    def test_show_with_coverage(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """At the threshold that the layout was proposed at, so that it is the coverage of its provenance."""
+        place = ("--probe", "stdlib-21x3", "--workspace", COMMITTED.parents[1])
+        _, output, _ = run(capsys, "layout", "show", COMMITTED / "densest.yaml", *place)
+        assert "coverage 68.24 %" in output.splitlines()[0]
+
+    def test_diff(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        Layout(("GL", "LG"), 8, "a").write(tmp_path / "a.yaml")
+        Layout(("GG", "LL"), 8, "b").write(tmp_path / "b.yaml")
+        Layout(("GL", "LG"), 9, "c").write(tmp_path / "c.yaml")
+        Layout(("GL", "LG"), 8, "d", {"seed": 1}).write(tmp_path / "d.yaml")
+        code, output, _ = run(capsys, "layout", "diff", tmp_path / "a.yaml", tmp_path / "b.yaml")
+        assert code == 1
+        assert "2 heads differ, Jaccard index of the global heads 0.333" in output
+        assert output.splitlines()[-2:] == ["   0  G+", "   1  .-"]
+        code, output, _ = run(capsys, "layout", "diff", tmp_path / "a.yaml", tmp_path / "c.yaml")
+        assert code == 1
+        assert "0 heads differ" in output
+        assert "window 9" in output
+        code, output, _ = run(capsys, "layout", "diff", tmp_path / "a.yaml", tmp_path / "d.yaml")
+        assert (code, output.startswith("the same layout: 2 layers x 2 KV heads")) == (0, True)
+
+    def test_mistakes(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, duo: Path) -> None:
+        Layout(("GL",), 8).write(tmp_path / "a.yaml")
+        ours = COMMITTED / "densest.yaml"
+        for arguments, message in [
+            (("layout", "diff", tmp_path / "a.yaml", ours), "1 layers x 2 KV heads and 21 layers x 3 KV heads"),
+            (("layout", "show", tmp_path / "a.yaml", "-p", duo / "full_attention_heads.tsv"), "has 4 x 3"),
+            (("layout", "show", duo), f"spkv-nas layout convert {duo} NEW.yaml makes one of it"),
+            (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
+            (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),
+            (("propose", "--probe", duo / "full_attention_heads.tsv", "--tau", "0.7"), "--tau needs densities"),
+            (("schema", "letter"), "there is one of layout and of recipe"),
+        ]:
+            code, _, error = run(capsys, *arguments)
+            assert code == 2
+            assert message in error
+
+    @pytest.mark.filterwarnings("default:layout:UserWarning")
+    def test_an_edited_layout_warns_in_plain_words(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        path = tmp_path / "a.yaml"
+        Layout(("GL",), 8).write(path)
+        path.write_text(path.read_text().replace("GL", "GG"))
+        code, output, error = run(capsys, "layout", "show", path)
+        assert code == 0
+        assert "GG" in output
+        assert error.startswith("warning: layout")
+        assert "UserWarning" not in error
+
+    def test_propose_and_convert(self, capsys: pytest.CaptureFixture[str], duo: Path, tmp_path: Path) -> None:
+        place = ("--workspace", tmp_path / "w")
+        code, output, _ = run(
+            capsys, "propose", "--probe", duo / "full_attention_heads.tsv", "--budget", "3", "--num-random", "0", *place
+        )
+        assert code == 0
+        assert "coverage of duo-attention" in output
+        run(capsys, "layout", "convert", duo, tmp_path / "x.yaml", "--budget", "3")
+        densest = tmp_path / "w" / "layouts" / duo.name / "densest.yaml"
+        assert run(capsys, "layout", "diff", tmp_path / "x.yaml", densest)[0] == 0
+
+    def test_schema_of_a_layout(self, capsys: pytest.CaptureFixture[str]) -> None:
+        schema = json.loads(run(capsys, "schema")[1])
+        data = yaml.safe_load((COMMITTED / "densest.yaml").read_text())
+        assert schema["additionalProperties"] is False
+        assert set(schema["required"]) <= set(data) <= set(schema["properties"])
+        assert schema["properties"]["format"]["const"] == data["format"]
+        row = schema["properties"]["heads"]["items"]["pattern"]
+        assert all(re.search(row, letters) for letters in data["heads"])
+        assert not re.search(row, "GLg")
+
+    def test_schema_of_a_recipe(self, capsys: pytest.CaptureFixture[str]) -> None:
+        schema = json.loads(run(capsys, "schema", "recipe")[1])
+        assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+        assert set(schema["required"]) == {"name", "model", "data"}
+        assert schema["$defs"]["GatesConfig"]["properties"]["window"]["minimum"] == 1
+
+
+@pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_layouts_have_their_hash(path: Path) -> None:
+    layout = Layout.read(path)
+    assert yaml.safe_load(path.read_text())["provenance"]["hash"] == layout.hash
+
+
+def test_a_table_of_densities_is_called_that() -> None:
+    assert DensityTable.read(COMMITTED.parents[1] / "probes" / "stdlib-21x3").signal == "density"
