@@ -266,6 +266,30 @@ def train(
 
 
 @app.command()
+def ablate(
+    file: Annotated[Path, typer.Argument(help="Ablations (YAML): name, recipe, rows of overrides.")],
+    workspace: WorkspaceOption = Path(),
+    device: DeviceOption = None,
+) -> None:
+    """Train variants of one recipe and compare them with the first. Writes reports/NAME/ablations.csv. Resumes.
+
+    A row is a section of a recipe with other values (gates: {window: 8}), {variant: full-attention}, or
+    {layout: FILE}; see the README.
+    """
+    from spkv_nas import stages
+
+    place = _workspace(workspace)
+    name, rows = stages.ablate_stage(place, file, device=device, announce=_announce)
+    shown = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=_escaped(name))
+    for row in rows.itertuples():
+        error = f"{row.delta_nll_percent:+.3f} ± {row.delta_nll_standard_error:.3f}" if row.Index else "-"
+        change = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
+        shown.add_row(_escaped(row.name), f"{row.density_percent:.1f}", change, f"{row.nll:.4f}", error)
+    out.print(shown)
+    out.print(f"table: [bold]{_escaped(str(place.report_dir(name) / 'ablations.csv'))}[/bold]")
+
+
+@app.command()
 def export(
     layout: Annotated[Path, typer.Argument(help="Layout (YAML).")],
     model: Annotated[str, typer.Option(help="Checkpoint whose weights to write.")],

@@ -183,18 +183,23 @@ class Recipe(_Section):
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Read and check a recipe file. Raises ``UserError``.
+        """Read and check a recipe file. Raises ``UserError``."""
+        return cls.parse(read_yaml(path, "recipe"), path.parent, f"recipe {path}")
 
-        ``gates.layout``, a layout file (from the recipe's folder), becomes ``gates.heads``: its local heads stay local,
-        its global ones get gates, and its window is the gates' unless the recipe says another.
+    @classmethod
+    def parse(cls, data: Any, base: Path, where: str) -> Recipe:
+        """Check a recipe's data; ``where`` names it in errors. Raises ``UserError``.
+
+        ``gates.layout``, a layout file (a relative path starts from ``base``), becomes ``gates.heads``: its local heads
+        stay local, its global ones get gates, and its window is the gates' unless the recipe says another.
         """
-        data = read_yaml(path, "recipe")
         gates = data.get("gates") if isinstance(data, dict) else None
         if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
-            layout = Layout.read(path.parent / gates.pop("layout"))
-            gates["heads"] = [row.replace(GLOBAL, GATED) for row in layout.heads]
-            gates.setdefault("window", layout.window)
-        return validate(cls, data, f"recipe {path}")
+            layout = Layout.read(base / gates["layout"])
+            heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
+            rest = {key: value for key, value in gates.items() if key != "layout"}
+            data = {**data, "gates": {"window": layout.window, **rest, "heads": heads}}
+        return validate(cls, data, where)
 
     def content_hash(self, *sections: str) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections."""

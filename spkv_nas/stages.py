@@ -254,6 +254,16 @@ def train_hybrid_stage(
     return rows, rank_correlation(rows)
 
 
+def ablate_stage(
+    workspace: Workspace, file: Path, *, device: str | None = None, announce: Announce = _silent
+) -> tuple[str, pd.DataFrame]:
+    """Train the rows of a file of ablations; its name, and the table."""
+    from spkv_nas.ablation import ablate
+
+    _quiet()
+    return ablate(file, workspace, device=device, announce=announce)
+
+
 def report_stage(workspace: Workspace, probe: str) -> Path:
     """Write the report of what the workspace holds under the probe's name; the page."""
     from spkv_nas.proposal import at_layouts_tau

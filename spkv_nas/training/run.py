@@ -67,6 +67,7 @@ class Branch:
     checkpoint: Path
     nll: DocumentNLL
     density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
+    steps: int
 
 
 def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
@@ -191,7 +192,7 @@ def train_branch(
 def read_branch(final: Path) -> Branch:
     """A finished branch from its folder."""
     record = json.loads((final / "run.json").read_text())
-    return Branch(final, DocumentNLL.read(final / "heldout-nll.npz"), record["heldout_density"])
+    return Branch(final, DocumentNLL.read(final / "heldout-nll.npz"), record["heldout_density"], record["steps"])
 
 
 @dataclass(frozen=True)
