@@ -19,7 +19,7 @@ from spkv_nas.files import read_yaml, validate, write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.recipe import Recipe
 from spkv_nas.train_hybrid import branch_key, dense_checkpoint
-from spkv_nas.training.run import SP_KV, Branch, load_corpus, train_branch
+from spkv_nas.training.run import Branch, load_corpus, train_branch
 from spkv_nas.workspace import Workspace, environment
 
 COLUMNS = (
@@ -38,7 +38,7 @@ class Row(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    variant: Literal["sp-kv", "full-attention"] = SP_KV
+    variant: Literal["sp-kv", "full-attention"] = "sp-kv"
     layout: str | None = Field(None, description="a layout file, from the folder of the ablations: a hybrid")
 
 
@@ -95,16 +95,14 @@ def ablate(
         variant = layouts.get(name, file.rows[name].variant)
         folder = runs / "branches" / branch_key(recipe, dense, variant, recipe.seed)
         finished[name] = train_branch(recipe, corpus, dense, folder, variant, device=device)
-        rows = _table(finished, recipes, layouts)
+        rows = _table(finished, layouts)
         _write(workspace.report_dir(file.name), rows, recipes)
     return file.name, rows
 
 
-def _table(
-    finished: Mapping[str, Branch], recipes: Mapping[str, Recipe], layouts: Mapping[str, Layout]
-) -> pd.DataFrame:
+def _table(finished: Mapping[str, Branch], layouts: Mapping[str, Layout]) -> pd.DataFrame:
     """The rows that have finished, against the first."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, branch in finished.items():
         layout = layouts.get(name)
         density = layout.num_global / layout.num_heads if layout is not None else branch.density

@@ -32,8 +32,8 @@ from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
 from spkv_nas.recipe import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 
-# Of the density controller: lambda is a multiple of the error (a logit moves at a speed, so that a controller which only
-# summed errors would swing) and of its sum, which removes what is left. Found by trial, reports/LOG.md.
+# Of the density controller: lambda is a multiple of the error (logits move at a speed, so a controller that only summed
+# errors would swing) and of its sum, which removes what is left.
 PROPORTIONAL, INTEGRAL = 1.0, 0.01
 
 
