@@ -267,7 +267,9 @@ def train(
 
 @app.command()
 def ablate(
-    file: Annotated[Path, typer.Argument(help="Ablations (YAML): name, recipe, rows of overrides.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="Ablations (YAML): name, recipe, rows of overrides; the embedded ones if none.")
+    ] = None,
     workspace: WorkspaceOption = Path(),
     device: DeviceOption = None,
 ) -> None:

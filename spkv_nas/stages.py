@@ -255,13 +255,13 @@ def train_hybrid_stage(
 
 
 def ablate_stage(
-    workspace: Workspace, file: Path, *, device: str | None = None, announce: Announce = _silent
+    workspace: Workspace, file: Path | None, *, device: str | None = None, announce: Announce = _silent
 ) -> tuple[str, pd.DataFrame]:
-    """Train the rows of a file of ablations; its name, and the table."""
+    """Train the rows of a file of ablations, by default the embedded ones; its name, and the table."""
     from spkv_nas.ablation import ablate
 
     _quiet()
-    return ablate(file, workspace, device=device, announce=announce)
+    return ablate(file or EMBEDDED / "ablations.yaml", workspace, device=device, announce=announce)
 
 
 def report_stage(workspace: Workspace, probe: str) -> Path:
