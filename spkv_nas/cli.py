@@ -268,7 +268,7 @@ def train(
 @app.command()
 def ablate(
     file: Annotated[
-        Path | None, typer.Argument(help="Ablations (YAML): name, recipe, rows of overrides; the embedded ones if none.")
+        Path | None, typer.Argument(help="Ablations (YAML): name, recipe, rows; the embedded ones if none.")
     ] = None,
     workspace: WorkspaceOption = Path(),
     device: DeviceOption = None,
