@@ -32,9 +32,8 @@ from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
 from spkv_nas.recipe import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 
-# Of the density controller: lambda is a multiple of the error and of its sum. Logits move at a speed, so larger gains
-# swing; one batch's density is noisy, so the error is that of a running mean (of about 1 / (1 - SMOOTHING) steps).
-PROPORTIONAL, INTEGRAL, SMOOTHING = 0.2, 0.004, 0.8
+# Of the density controller: lambda is a multiple of the error, and of its sum over steps.
+PROPORTIONAL, INTEGRAL = 1.0, 0.05
 
 
 class TrainingStoppedError(UserError):
@@ -178,11 +177,10 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         self._watch: DensityWatch | None = None
         self.density: NDArray[np.float64] | None = None
         self.weight = self._sum = options.density_weight
-        self._mean: float | None = None  # running mean of the density
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
-        return {"args": {}, "attributes": {"weight": self.weight, "_sum": self._sum, "_mean": self._mean}}
+        return {"args": {}, "attributes": {"weight": self.weight, "_sum": self._sum}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -213,9 +211,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._options.target_density is not None and measured is not None:
-            now = float(np.nanmean(measured))
-            self._mean = now if self._mean is None else SMOOTHING * self._mean + (1.0 - SMOOTHING) * now
-            error = self._options.target_density - self._mean
+            error = self._options.target_density - float(np.nanmean(measured))
             self._sum += INTEGRAL * error
             self.weight = self._sum + PROPORTIONAL * error
 
