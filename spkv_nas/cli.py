@@ -23,6 +23,7 @@ from spkv_nas.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from spkv_nas.cost import Cost, Shape
     from spkv_nas.density import DensityTable
     from spkv_nas.evaluation.sweep import Evaluation
     from spkv_nas.generation import Generation
@@ -253,6 +254,76 @@ def generate(
 
 
 @app.command()
+def scaling(
+    runs: Annotated[
+        Path | None,
+        typer.Argument(
+            help="CSV with a row per run: train_flops (training compute), nll (nats per token); if there, name, "
+            "variant (a ladder of its own, such as dense or sp-kv) and held_out (1: predicted, not fitted). "
+            "The paper's levels by default.",
+            show_default=False,
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the result.")] = None,
+    workspace: WorkspaceOption = Path(),
+) -> None:
+    """Fit the scaling law L(C) = L_inf + A C^-alpha. Writes reports/NAME/scaling.yaml and the figure.
+
+    At least four runs of different compute per variant. Predicts the held-out runs, and the last one from the others.
+    """
+    from spkv_nas import stages
+
+    place = _workspace(workspace)
+    name, fits = stages.scaling_stage(place, runs, name=name)
+    for law in fits:
+        _show_scaling(name, law)
+    out.print(f"scaling: [bold]{_escaped(str(place.report_dir(name) / 'scaling.png'))}[/bold]")
+
+
+@app.command()
+def cost(
+    preset: Annotated[
+        str | None,
+        typer.Argument(
+            help="Level of the ladder: level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Model folder, id or config file; embedded:reference by default.", show_default=False),
+    ] = None,
+    layout: Annotated[list[Path] | None, typer.Option(help="Layout (YAML); repeat for several.")] = None,
+    density: Annotated[
+        float | None, typer.Option(help="Share of keys that SP-KV keeps beyond the window.", show_default=False)
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens in the cache; k is 1,024.", metavar="N|Nk")] = "128k",
+    window: Annotated[int, typer.Option(min=1, help="Recent keys that SP-KV keeps in any case.")] = 128,
+    element_size: Annotated[int, typer.Option(min=1, help="Bytes per number in the cache (2: bfloat16).")] = 2,
+    figure: Annotated[
+        bool, typer.Option("--figure", help="Also draw FLOPs against model size over the ladder (density 0.2).")
+    ] = False,
+    name: Annotated[str, typer.Option(help="Name of the figure's folder in reports/.")] = "paper",
+    workspace: WorkspaceOption = Path(),
+) -> None:
+    """Print KV bytes and forward FLOPs per token of a level or model: full attention, layouts, a density.
+
+    FLOPs are Kaplan's, 2 N + 2 L d_attn keys: the mean over a causal sequence as long as the context.
+    """
+    from spkv_nas import stages
+
+    _show_cost(
+        *stages.cost_stage(
+            preset, model=model, layouts=layout, density=density, context=context, window=window,
+            element_size=element_size,
+        )
+    )  # fmt: skip
+    if figure:
+        path = stages.flops_figure_stage(_workspace(workspace), context, 0.2 if density is None else density, name=name)
+        out.print(f"figure: [bold]{_escaped(str(path))}[/bold]")
+
+
+@app.command()
 def train(
     recipe: Annotated[Path, typer.Argument(help="Recipe (YAML).")],
     workspace: WorkspaceOption = Path(),
@@ -426,6 +497,46 @@ def _show_generation(result: Generation) -> None:
     if result.density is not None:
         kept = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
         err.print(f"{kept} at tau {result.tau:g}" if result.tau is not None else kept)
+
+
+def _show_scaling(name: str, law: dict[str, Any]) -> None:
+    title = f"{name}, {law['variant']}" if law["variant"] else name
+    shown = Table("", "value", f"{law['confidence']:.0%} interval", title=_escaped(f"{title}: {law['law']}"))
+    for parameter, (value, low, high) in law["parameters"].items():
+        shown.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
+    out.print(shown)
+    out.print(
+        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; a run's standard deviation {law['residual']:.4f}"
+    )
+    last = law["leave_last_out"]
+    if last["predicted"] is not None:
+        out.print(
+            f"last run from the others: {_escaped(last['name'])} predicted {last['predicted']:.4f}, "
+            f"is {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
+        )
+    for run in law["runs"]:
+        if run["held_out"]:
+            out.print(
+                f"held out: {_escaped(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
+                f"{run['high']:.4f}), is {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
+            )
+
+
+def _show_cost(name: str, shape: Shape, context: int, costs: list[Cost]) -> None:
+    out.print(
+        f"[bold]{_escaped(name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
+        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; {context:,} tokens"
+    )
+    shown = Table("attention", "KV bytes per token", "KV cache, MiB", "attention GFLOPs", "total GFLOPs per token")
+    for row in costs:
+        shown.add_row(
+            _escaped(row.name),
+            f"{row.kv_bytes_per_token:,.0f}",
+            f"{row.kv_cache_bytes / 2**20:,.2f}",
+            f"{row.attention_flops / 1e9:,.4g}",
+            f"{row.total_flops / 1e9:,.4g}",
+        )
+    out.print(shown)
 
 
 def _show_comparison(rows: pd.DataFrame, correlation: dict[str, Any] | None) -> None:

@@ -15,7 +15,7 @@ import re
 import tempfile
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -141,9 +141,10 @@ def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
 
 
 def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Keys of the (sub-)schema at ``location``; an empty list where the path leads through a list or union."""
+    """Keys of the (sub-)schema at ``location``, optional or not; an empty list where the path leads through a list."""
     current: Any = schema
     for part in location:
         field = getattr(current, "model_fields", {}).get(part)
-        current = field.annotation if field else None
+        kind = field.annotation if field else None
+        current = next((part for part in get_args(kind) if hasattr(part, "model_fields")), kind)
     return sorted(getattr(current, "model_fields", {}))

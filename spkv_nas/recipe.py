@@ -11,11 +11,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from spkv_nas.errors import UserError
 from spkv_nas.files import read_yaml, validate
 from spkv_nas.gate_config import GATED, GLOBAL, GateConfig
+from spkv_nas.ladder import find_level, ladder
 from spkv_nas.layout import Layout
 
 
@@ -147,7 +148,11 @@ class EvaluationConfig(_Section):
 
 
 class Recipe(_Section):
-    """A whole recipe. ``dense: null`` says that the model at ``model.path`` is the dense checkpoint."""
+    """A whole recipe. ``dense: null`` says that the model at ``model.path`` is the dense checkpoint.
+
+    ``model`` may be the name of a level (``spkv_nas.ladder``): its config and hyperparameters then stand wherever the
+    recipe says nothing else, and the parsed recipe holds them all.
+    """
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: int = Field(0, ge=0)
@@ -160,7 +165,19 @@ class Recipe(_Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint_every: int = Field(200, ge=1)
     tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
+    micro_batch_size: int | None = Field(None, ge=1, description="blocks per forward and backward pass")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_level(cls, data: Any) -> Any:
+        name = data.get("model") if isinstance(data, dict) else None
+        return ladder()[name].recipe(data) if isinstance(name, str) and name in ladder() else data
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _known_level(cls, model: Any) -> Any:
+        return find_level(model) if isinstance(model, str) else model
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -172,6 +189,10 @@ class Recipe(_Section):
             self._check_from_scratch()
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
+        for name, phase in (("dense", self.dense), ("branch", self.branch)):
+            size = self.micro_batch_size
+            if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
+                raise ValueError(f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}")
         return self
 
     def _check_from_scratch(self) -> None:

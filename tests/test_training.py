@@ -213,3 +213,14 @@ def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) 
     wide = recipe.model_copy(update={"dense": recipe.dense.model_copy(update={"batch_size": 10_000})})
     with pytest.raises(UserError, match="fewer than one batch"):
         train_dense(wide, corpus, tmp_path / "wide", device="cpu")
+
+
+def test_micro_batches_add_up_to_the_batch(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+    """Four blocks in passes of two or of one are the same steps, gates and all."""
+    whole = train_branch(recipe, corpus, dense, tmp_path / "whole", SP_KV, device="cpu")
+    for size in (1, 2):
+        parts = recipe.model_copy(update={"micro_batch_size": size})
+        branch = train_branch(parts, corpus, dense, tmp_path / f"by-{size}", SP_KV, device="cpu")
+        expected = weights(whole.checkpoint)
+        assert all(torch.allclose(expected[name], w, atol=2e-4) for name, w in weights(branch.checkpoint).items())
+        assert branch.nll.mean == pytest.approx(whole.nll.mean, rel=1e-4)

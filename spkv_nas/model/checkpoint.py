@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from spkv_nas.cost import Shape
 from spkv_nas.errors import UserError
 from spkv_nas.files import read_text, sha256_file, write_atomic
 from spkv_nas.gate_config import GateConfig
@@ -178,6 +179,34 @@ def gate_config(model: PreTrainedModel) -> GateConfig | None:
     """The gates' configuration of a model, or None if it has no gates."""
     section = getattr(model.config, "spkv", None) or {}
     return GateConfig(**section["gates"]) if section.get("gates") else None
+
+
+def read_shape(path_or_id: str | Path) -> Shape:
+    """What cost depends on in a decoder, from its config alone: a model folder, an id, or a config file.
+
+    Its parameters are counted on the meta device, without embeddings and predictors.
+
+    Raises:
+        UserError: nothing there, an unsupported class, or a mixture of experts, whose tokens use only a part of N.
+    """
+    source = str(resolve(path_or_id))
+    with _as_user_error(f"model {source}"):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    if any(".experts." in name for name, _ in model.named_parameters()):
+        raise UserError(f"model {source} is a mixture of experts; cost is known for dense decoders")
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return Shape(
+        num_parameters=sum(p.numel() for p in model.parameters() if p not in outside),
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+    )
 
 
 def grid(model: PreTrainedModel) -> tuple[int, int]:

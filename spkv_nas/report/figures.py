@@ -73,31 +73,31 @@ def write_figures(folder: Path, inputs: Inputs) -> list[str]:
         "histogram": lambda inputs: histogram_figure(inputs.table),
     }
     written = []
-    with _style():
+    with drawing_style():
         for name, make in makers.items():
             figure = make(inputs)
             if figure is not None:
-                _save(figure, folder, name)
+                save_figure(figure, folder, name)
                 written.append(name)
     return written
 
 
 def write_tau_sweep(folder: Path, rows: pd.DataFrame) -> None:
     """Write ``tau-sweep.png`` and ``.svg`` from the table of ``spkv_nas.evaluation.sweep``."""
-    with _style():
-        _save(tau_sweep_figure(rows), folder, "tau-sweep")
+    with drawing_style():
+        save_figure(tau_sweep_figure(rows), folder, "tau-sweep")
 
 
 def write_density_evolution(folder: Path, rows: pd.DataFrame) -> None:
     """Write ``density-evolution.png`` and ``.svg`` from a run's ``density-log.csv``."""
-    with _style():
-        _save(density_evolution_figure(rows), folder, "density-evolution")
+    with drawing_style():
+        save_figure(density_evolution_figure(rows), folder, "density-evolution")
 
 
 def density_figure(table: DensityTable) -> Figure:
     """Heatmap of density, KV heads by layers, cividis fixed to [0, 1], cells labelled in percent."""
     cell = 0.42
-    figure, ax = _figure(max(6.0, 1.9 + cell * table.num_layers), 1.25 + cell * max(table.num_kv_heads, 3))
+    figure, ax = new_figure(max(6.0, 1.9 + cell * table.num_layers), 1.25 + cell * max(table.num_kv_heads, 3))
     _heatmap(ax, table, annotate=True)
     ax.set_title(f"Density, % of tokens kept (mean {100 * table.mean:.1f} %)", loc="left")
     beside = ax.inset_axes((1.0 + 0.35 / table.num_layers, 0, 0.35 / table.num_layers, 1))  # as high as the map
@@ -145,7 +145,7 @@ def nll_figure(inputs: Inputs) -> Figure | None:
     known = inputs.comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     if known.empty:
         return None
-    figure, ax = _figure(6.4, 4.2)
+    figure, ax = new_figure(6.4, 4.2)
     ax.axhline(0, color=MUTED, linewidth=0.8)
     for _, row in known.iterrows():
         marker = {FULL_ATTENTION: "s", SP_KV: "D"}.get(row["strategy"], "o")
@@ -165,7 +165,7 @@ def nll_figure(inputs: Inputs) -> Figure | None:
     ax.set_ylabel("NLL increase over full attention, %")
     points = known[["coverage_percent", "delta_nll_percent"]].to_numpy()
     errors = known["delta_nll_standard_error"].fillna(0.0).tolist()
-    _label_points(figure, ax, points, errors, list(known["strategy"]))
+    label_points(figure, ax, points, errors, list(known["strategy"]))
     return figure
 
 
@@ -174,7 +174,7 @@ def budget_figure(inputs: Inputs) -> Figure | None:
     curve = budget_curve(inputs.table)
     if curve is None:
         return None
-    figure, ax = _figure(6.4, 4.2)
+    figure, ax = new_figure(6.4, 4.2)
     for name, style, colour in zip(curve.columns.drop("budget"), LINE_STYLES, LINE_COLOURS, strict=False):
         known = curve[["budget", name]].dropna()
         ax.plot(known["budget"], 100 * known[name], style, color=colour, linewidth=2, label=name)
@@ -191,7 +191,7 @@ def budget_figure(inputs: Inputs) -> Figure | None:
 def domains_figure(table: DensityTable) -> Figure:
     """One row per domain: every KV head a dot, the mean a bar."""
     profile = domain_profile(table)
-    figure, ax = _figure(6.4, 1.1 + 0.55 * len(profile))
+    figure, ax = new_figure(6.4, 1.1 + 0.55 * len(profile))
     for i, domain in enumerate(table.domains):
         values = table.domain_density(domain).ravel()
         ax.plot(values, [i + jitter(k) for k in range(len(values))], "o", color=ACCENT, alpha=0.45, markersize=4)
@@ -212,7 +212,7 @@ def positions_figure(table: DensityTable) -> Figure | None:
     profile = position_profile(table)
     if profile is None:
         return None
-    figure, ax = _figure(6.4, 3.6)
+    figure, ax = new_figure(6.4, 3.6)
     centre = (profile["start"] + profile["end"]) / 2
     ax.fill_between(
         centre, profile["low"], profile["high"], color=ACCENT, alpha=0.18, linewidth=0, label="80 % of heads"
@@ -228,7 +228,7 @@ def positions_figure(table: DensityTable) -> Figure | None:
 
 def histogram_figure(table: DensityTable) -> Figure:
     """Number of KV heads by density, in 20 bins."""
-    figure, ax = _figure(6.4, 3.6)
+    figure, ax = new_figure(6.4, 3.6)
     ax.hist(table.density.ravel(), bins=20, range=(0, 1), color=ACCENT, edgecolor="white")
     ax.axvline(table.mean, color=INK, linewidth=1.5, linestyle="--", label=f"mean {table.mean:.2f}")
     ax.set_xlim(0, 1)
@@ -244,7 +244,7 @@ def tau_sweep_figure(rows: pd.DataFrame) -> Figure:
 
     SP-KV paper, figure "Relationship between NLL and KV cache density".
     """
-    figure, ax = _figure(6.4, 4.2)
+    figure, ax = new_figure(6.4, 4.2)
     density, change = 100 * rows["density"].to_numpy(), rows["delta_nll_percent"].to_numpy()
     errors = rows["delta_nll_standard_error"].to_numpy()
     ax.axhline(0, color=MUTED, linewidth=0.8)
@@ -266,7 +266,7 @@ def tau_sweep_figure(rows: pd.DataFrame) -> Figure:
     ax.set_xlabel("density, % of keys kept (mean over heads)")
     ax.set_ylabel("NLL change from open gates, %")
     names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
-    _label_points(figure, ax, np.column_stack([density, change]), errors.tolist(), names, curve=True)
+    label_points(figure, ax, np.column_stack([density, change]), errors.tolist(), names, curve=True)
     return figure
 
 
@@ -277,7 +277,7 @@ def density_evolution_figure(rows: pd.DataFrame) -> Figure:
     """
     heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
     steps, values = heads.index.to_numpy(), 100 * heads.to_numpy()
-    figure, ax = _figure(6.4, 4.0)
+    figure, ax = new_figure(6.4, 4.0)
     ax.plot(steps, values, color=MUTED, linewidth=0.5, alpha=0.35)
     for low, high, alpha, name in ((10, 90, 0.15, "10 to 90 % of the heads"), (25, 75, 0.3, "25 to 75 %")):
         edges = np.percentile(values, (low, high), axis=1)
@@ -291,13 +291,15 @@ def density_evolution_figure(rows: pd.DataFrame) -> Figure:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def drawing_style() -> Iterator[None]:
+    """The settings that every figure is made and saved under."""
     with rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, still labelled
         yield
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
+def new_figure(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes; sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
@@ -329,7 +331,7 @@ def _heatmap(ax: Axes, table: DensityTable, *, annotate: bool) -> None:
     ax.set_ylabel("KV head", fontsize=10 if annotate else 8.5)
 
 
-def _label_points(
+def label_points(
     figure: Figure,
     ax: Axes,
     points: NDArray[np.float64],
@@ -337,27 +339,29 @@ def _label_points(
     names: list[str],
     *,
     curve: bool = False,
+    farthest: int | None = None,
 ) -> None:
     """Names beside their points, none on another; placed in points (1/72 inch), y downward.
 
-    On a ``curve`` through the points, names keep off the line, and those without room are left out.
+    On a ``curve`` through the points, names keep off the line, and those without room are left out. A name moves at
+    most ``farthest`` lines from its point; 8 by default, 1 on a curve.
     """
     figure.draw_without_rendering()  # settles the layout, so pixels are final
     scale = 72 / figure.dpi
     height = figure.bbox.height * scale
     pixels = ax.transData.transform(points) * scale
     box = ax.get_window_extent()
-    unit = scale * float(ax.transData.transform((0, 1))[1] - ax.transData.transform((0, 0))[1])
+    raised = ax.transData.transform(points + np.column_stack([np.zeros(len(points)), errors])) * scale
     marks = [(float(x), float(height - y)) for x, y in pixels]
     texts = place_labels(
         marks,
         [short(name, 26) for name in names],
         (box.x0 * scale, height - box.y1 * scale, box.x1 * scale, height - box.y0 * scale),
-        reach=[unit * error for error in errors],
+        reach=(raised - pixels)[:, 1].tolist(),
         letter=5.8,
         line=13,
         avoid=_along(marks) if curve else (),
-        farthest=1 if curve else 8,
+        farthest=farthest or (1 if curve else 8),
         omit=curve,
     )
     for point, (x, y), text in zip(points.tolist(), marks, texts, strict=True):
@@ -388,7 +392,8 @@ def _along(marks: list[tuple[float, float]]) -> list[Box]:
     return boxes
 
 
-def _save(figure: Figure, folder: Path, name: str) -> None:
+def save_figure(figure: Figure, folder: Path, name: str) -> None:
+    """Write ``<name>.png`` and ``<name>.svg``."""
     for suffix, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None, "Creator": "spkv-nas"}})):
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix, **options)

@@ -269,10 +269,12 @@ def _copy_predictors(source: str, model: PreTrainedModel) -> None:
 
 
 def _arguments(recipe: Recipe, phase: Any, folder: Path, device: str | None, *, seed: int | None = None) -> Any:
+    micro_batch_size = min(phase.batch_size, recipe.micro_batch_size or phase.batch_size)
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
-        per_device_train_batch_size=phase.batch_size,
+        per_device_train_batch_size=micro_batch_size,
+        gradient_accumulation_steps=phase.batch_size // micro_batch_size,
         learning_rate=phase.learning_rate,
         weight_decay=phase.weight_decay,
         max_grad_norm=phase.max_grad_norm,
@@ -292,7 +294,7 @@ def _arguments(recipe: Recipe, phase: Any, folder: Path, device: str | None, *, 
 
 
 def _train(trainer: SPKVTrainer, folder: Path) -> None:
-    batch = trainer.args.per_device_train_batch_size
+    batch = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
     if len(trainer.train_dataset) < batch:
         raise UserError(
             f"the training text gives {len(trainer.train_dataset)} blocks, fewer than one batch of {batch}\n"
