@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from spkv_kernels.triton import backward, common, forward
+from spkv_kernels.triton import backward, common, decode, forward
 from spkv_kernels.triton.config import Config, default
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,13 +31,21 @@ KERNELS = {
     "bwd_dq": (backward.attention_bwd_dq_kernel, "bwd_dq"),
     "bwd_dkdv": (backward.attention_bwd_dkdv_kernel, "bwd_dkdv"),
     "bwd_far_dkdv": (backward.attention_bwd_far_dkdv_kernel, "bwd_dkdv"),
+    "decode": (decode.decode_fwd_kernel, "decode"),
+    "decode_combine": (decode.decode_combine_kernel, "decode"),
+    "append": (decode.cache_append_kernel, "decode"),
 }
+_ONLY = {"bwd_far_dkdv": "hard", "decode": "none", "decode_combine": "none", "append": "none"}  # mode of a kernel
+_UNCONFIGURED = {"decode_combine", "append"}  # launched with Triton's own warps and stages
 MODES = {"none": common.NONE.value, "soft": common.SOFT.value, "hard": common.HARD.value}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
-_FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv"}
-_OTHER_TYPES = {"windows": "*i32", "positions": "*i32", "rank": "*i32", "keep": "*u8"}
+_FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv", "part"}
+_OTHER_TYPES = {
+    "windows": "*i32", "positions": "*i32", "rank": "*i32", "keep": "*u8",
+    "ring_keep": "*u8", "table": "*i64", "lengths": "*i64", "seq_lens": "*i64",
+}  # fmt: skip
 _ABSENT = {  # arguments that are None in a mode
     "none": {"gate", "far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
     "soft": {"far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
@@ -59,17 +67,19 @@ def compile_kernel(
     """Compile for ``sm_<arch>`` with the launch's own specialisation: pointers and strides divisible by 16."""
     fn, configured = KERNELS[kernel]
     config = config or default(configured, size, DTYPES[dtype])
-    constants = {"GROUP": group, "MODE": MODES[mode], "SIZE": size, "BLOCK_D": max(16, triton.next_power_of_2(size))}
-    if "EVEN" in fn.arg_names:
-        constants["EVEN"] = True
-    options = config.options()
-    constants |= {name: options.pop(name) for name in ("BLOCK_M", "BLOCK_N")}
+    options = {} if kernel in _UNCONFIGURED else {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    constants = {
+        "GROUP": group, "MODE": MODES[mode], "PAGE": 16, "SIZE": size, "BLOCK_D": max(16, triton.next_power_of_2(size)),
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "EVEN": True,
+    }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in fn.arg_names}
+    absent = _ABSENT[mode] if "MODE" in constants else set()
     signature, attributes = {}, {}
     for index, name in enumerate(fn.arg_names):
         role = name.removeprefix("p_")
         if name in constants:
             signature[name] = "constexpr"
-        elif role in _ABSENT[mode]:
+        elif role in absent:
             signature[name], constants[name] = "constexpr", None
         elif name.startswith("p_"):
             signature[name] = "*fp32" if role in _FLOAT32 else _OTHER_TYPES.get(role, _POINTERS[dtype])
@@ -90,9 +100,9 @@ def compile_kernel(
 
 
 def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
-    """(kernel, mode) pairs that exist: the far kernel serves hard gates alone."""
+    """(kernel, mode) pairs that exist."""
     for kernel, mode in itertools.product(kernels, modes):
-        if kernel != "bwd_far_dkdv" or mode == "hard":
+        if _ONLY.get(kernel, mode) == mode:
             yield kernel, mode
 
 
@@ -116,6 +126,7 @@ def main() -> None:
             for config in candidates or [default(KERNELS[kernel][1], size, DTYPES[dtype])]:
                 used = compile_kernel(kernel, mode, dtype, size, arch, config)
                 tile = f"{config.block_m} x {config.block_n}, {config.num_warps}, {config.num_stages}"
+                tile = "-" if kernel in _UNCONFIGURED else tile
                 row = dict(zip(columns, (arch, dtype, size, kernel, mode, tile, *used), strict=True))
                 if options.json:
                     print(json.dumps({**row, "shared_limit": SHARED_LIMIT[arch]}), flush=True)

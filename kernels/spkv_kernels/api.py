@@ -72,20 +72,29 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
         q: [B, Hq, D]; the token's own key has been appended.
         cache: of the layer. A sequence must hold at least one token.
         scale: of the scores; 1 / sqrt(D) by default.
-        backend: "auto", "cpu" (torch operations, any device) or "reference" (a loop over sequences and heads).
+        backend: "auto" (triton for CUDA tensors, cpu otherwise), "cpu" (torch operations, any device), "triton" (not
+            float64, D up to 256; never waits for the device, so it serves in CUDA graphs, and gives zeros for an
+            empty sequence) or "reference" (a loop over sequences and heads).
 
     Returns:
         [B, Hq, D] in the dtype of ``q``, computed in float32 (float64 for float64).
 
     Raises:
-        ValueError: ``q`` does not fit the cache, or a sequence is empty.
+        ValueError: ``q`` does not fit the cache or the backend, or (but for triton) a sequence is empty.
     """
     _check_queries(q, (cache.batch_size, None, cache.head_dim), cache)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "auto":
+        backend = "triton" if q.device.type == "cuda" else "cpu"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {backend!r}")
+    if backend == "triton":
+        _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
+        from spkv_kernels.triton import decode as kernels
+
+        return kernels.decode_attention(q, cache, scale)
     if not bool((cache.seq_lens > 0).all()):
         raise ValueError("cache: a sequence is empty; append a token to it first")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if backend not in ("auto", "cpu", "reference"):
-        raise ValueError(f"backend: expected 'auto', 'cpu' or 'reference'; found {backend!r}")
     if backend == "reference":
         from spkv_kernels import reference
 
@@ -148,17 +157,21 @@ def _backend(name: str, q: Tensor) -> str:
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"backend: 'cpu' expects tensors on the CPU; found {device}")
     if name == "triton":
-        interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-        if device.type != "cuda" and not interpreted:
-            raise ValueError(
-                f"backend: 'triton' expects tensors on a CUDA device; found {device} "
-                "(for tests, TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
-            )
-        if q.dtype == torch.float64:
-            raise ValueError("q: backend 'triton' computes float32, bfloat16 and float16; found torch.float64")
-        if q.shape[-1] > 256:
-            raise ValueError(f"q: backend 'triton' takes heads of up to 256 channels; found {q.shape[-1]}")
+        _check_triton(device, q.dtype, q.shape[-1])
     return name
+
+
+def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"backend: 'triton' expects tensors on a CUDA device; found {device} "
+            "(for tests, TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+        )
+    if dtype == torch.float64:
+        raise ValueError("q: backend 'triton' computes float32, bfloat16 and float16; found torch.float64")
+    if size > 256:
+        raise ValueError(f"q: backend 'triton' takes heads of up to 256 channels; found {size}")
 
 
 def _implementation(name: str) -> Callable[..., Tensor]:

@@ -10,7 +10,10 @@ is this cache too. SP-KV paper, sections "Inference Efficiency" and "Inference e
     cache.append(k, v, keep)                   # one token: [B, Hkv, D], keep bool [B, Hkv]
     out = decode_attention(q, cache)           # [B, Hq, D]
 
-Nothing here is differentiable.
+On a GPU ``append`` is one kernel that finds its pages in the block table: the ring holds what the gates decided about
+the tokens that will leave it, so the pages of the next ``window`` appends are given out at once, and only then does the
+host wait for the device. ``reserve`` does the same for as many appends as a CUDA graph will be replayed. Nothing here
+is differentiable.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_GROWTH = 20  # a full pool grows by one part in so many: at most 5 % of it is spare
+_GROWTH = 25  # a full pool grows by one part in so many: at most 4 % of it is spare
 _MIN_PAGES = 16
 _STATE = (
     "pool_k", "pool_v", "ring_k", "ring_v", "ring_keep",
@@ -91,6 +94,9 @@ class PagedKVCache:
         self.page_block = torch.empty(0, dtype=torch.int64, **on)
         self._free = torch.empty(0, dtype=torch.int64, **on)  # a stack of free pages, of which
         self._num_free = 0  # are on it
+        self._blocks = torch.zeros_like(self.lengths)  # pages of each head, reserved ones included
+        self._room = 0  # appends whose pages are there
+        self._captured = False  # in a CUDA graph, whose replays the host cannot count
         if num_pages:
             self._add_pages(num_pages)
 
@@ -118,13 +124,13 @@ class PagedKVCache:
 
     @property
     def used_pages(self) -> int:
-        """Pages that belong to a head."""
+        """Pages that belong to a head, reserved ones included."""
         return self.num_pages - self._num_free
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors: pool (free pages too), rings and tables."""
-        tensors = [getattr(self, name) for name in _STATE] + [self._free]
+        tensors = [getattr(self, name) for name in _STATE] + [self._free, self._blocks]
         return sum(x.numel() * x.element_size() for x in tensors)
 
     @property
@@ -181,11 +187,34 @@ class PagedKVCache:
         self.ring_v[batch, :, slot] = v[batch, :, place]
         self.ring_keep[batch, :, slot] = keep[batch, :, place]
         self.seq_lens += lengths
+        self._room = max(0, self._room - num_tokens)
 
     @torch.no_grad()
-    def append(self, k: Tensor, v: Tensor, keep: Tensor) -> None:
-        """Add one token to every sequence: k, v [B, Hkv, D], keep bool [B, Hkv]. Raises as ``prefill`` does."""
+    def append(self, k: Tensor, v: Tensor, keep: Tensor, *, backend: str = "auto") -> None:
+        """Add one token to every sequence.
+
+        Args:
+            k, v: [B, Hkv, D], in the cache's dtype.
+            keep: bool [B, Hkv].
+            backend: "torch" (any device), "triton" (CUDA; one kernel), or "auto": triton on CUDA, torch elsewhere.
+
+        Raises:
+            ValueError, CacheFullError: as ``prefill`` does.
+            RuntimeError: a CUDA graph is being captured, and nothing was reserved for it.
+        """
         self._check(k, v, keep, (self.batch_size, self.num_kv_heads))
+        if backend not in ("auto", "torch", "triton"):
+            raise ValueError(f"backend: expected 'auto', 'torch' or 'triton'; found {backend!r}")
+        if backend == "triton" or (backend == "auto" and k.is_cuda):
+            from spkv_kernels.triton.decode import append
+
+            self._make_room()
+            append(self, k, v, keep)
+        else:
+            self._append(k, v, keep)
+        self._room = max(0, self._room - 1)
+
+    def _append(self, k: Tensor, v: Tensor, keep: Tensor) -> None:
         slot = (self.seq_lens % self.window)[:, None, None]
         kept = self.ring_keep.gather(2, slot.expand(-1, self.num_kv_heads, 1))[..., 0]
         kept &= (self.seq_lens >= self.window)[:, None]
@@ -203,6 +232,42 @@ class PagedKVCache:
         self.seq_lens += 1
 
     @torch.no_grad()
+    def reserve(self, num_tokens: int) -> None:
+        """Give every head the pages that the next ``num_tokens`` appends may fill, so that none waits for the device.
+
+        Needed before a CUDA graph with ``append`` is captured, and then before it is replayed so many times, because
+        a graph can neither wait nor grow the pool. A pool that grows moves: graphs from before must be captured anew.
+        ``prefill``, ``free`` and ``decide`` end a reservation; its pages stay with their heads. A graph replayed beyond
+        it writes nothing astray, but a head that lacks a page answers NaN for a window's length.
+
+        Raises:
+            ValueError: ``num_tokens`` is negative.
+            CacheFullError: more pages are needed than ``max_pages`` allows; nothing has changed.
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens: expected 0 or more; found {num_tokens}")
+        if num_tokens <= self._room and not self._captured:
+            return
+        slots = torch.arange(self.window, device=self.seq_lens.device)
+        turn = (slots - self.seq_lens[:, None]) % self.window  # [B, w]: appends before the one that reuses the slot
+        leaves = (turn < num_tokens) & (turn >= self.window - self.seq_lens[:, None])
+        unknown = max(0, num_tokens - self.window)  # tokens that will come and leave again
+        self._reserve((self.ring_keep & leaves[:, None]).sum(-1) + unknown)
+        self._room = num_tokens
+
+    def _make_room(self) -> None:
+        """Pages for one more append."""
+        if _captures(self.pool_k.device):
+            if self._room == 0:
+                raise RuntimeError("append in a CUDA graph: reserve the pages of all its replays before capturing it")
+            self._captured = True
+        elif self._room == 0 or self._captured:
+            try:
+                self.reserve(self.window)
+            except CacheFullError:  # one by one then, up to the last page
+                self.reserve(1)
+
+    @torch.no_grad()
     def decide(self, keep: Tensor, age: int) -> None:
         """Change what the gates decided about the token ``age`` tokens back (0: the newest) of every sequence.
 
@@ -218,6 +283,7 @@ class PagedKVCache:
             raise ValueError(f"age: expected 0 to {min(self.window, int(self.seq_lens.min())) - 1}; found {age}")
         rows = torch.arange(self.batch_size, device=keep.device)
         self.ring_keep[rows, :, (self.seq_lens - 1 - age) % self.window] = keep
+        self._room = 0
 
     @torch.no_grad()
     def free(self, sequence: int) -> None:
@@ -232,6 +298,8 @@ class PagedKVCache:
         self.block_table[sequence] = -1
         self.lengths[sequence] = 0
         self.seq_lens[sequence] = 0
+        self._blocks[sequence] = 0
+        self._room = 0
 
     @torch.no_grad()
     def select(self, sequences: Tensor) -> PagedKVCache:
@@ -276,10 +344,11 @@ class PagedKVCache:
             if state[name].shape[1:] != getattr(self, name).shape[1:]:
                 raise ValueError(f"{name}: expected [*, {self._sizes(name)}]; found {tuple(state[name].shape)}")
         for name in _STATE:
-            setattr(self, name, state[name].to(getattr(self, name)).clone())
+            setattr(self, name, state[name].to(getattr(self, name)).clone(memory_format=torch.contiguous_format))
         free = (self.page_owner < 0).nonzero()[:, 0].flip(0)
         self._free, self._num_free = torch.empty_like(self.page_owner), len(free)
         self._free[: len(free)] = free
+        self._blocks, self._room = (self.block_table >= 0).sum(-1), 0
 
     def _sizes(self, name: str) -> str:
         return ", ".join(str(n) for n in getattr(self, name).shape[1:])
@@ -298,8 +367,7 @@ class PagedKVCache:
 
     def _reserve(self, count: Tensor) -> None:
         """Pages for ``count`` [B, Hkv] more entries of each head. Changes nothing if it raises."""
-        have = -(-self.lengths // self.page_size)
-        need = (-(-(self.lengths + count) // self.page_size) - have).flatten()
+        need = (-(-(self.lengths + count) // self.page_size) - self._blocks).clamp_(min=0).flatten()
         total = int(need.sum())
         if total == 0:
             return
@@ -307,7 +375,7 @@ class PagedKVCache:
             self._add_pages(total - self._num_free)
         owner = torch.repeat_interleave(need)
         rank = torch.arange(total, device=owner.device) - (need.cumsum(0) - need)[owner]
-        block = have.flatten()[owner] + rank
+        block = self._blocks.flatten()[owner] + rank
         width = int(block.max()) + 1
         if width > self.block_table.shape[2]:
             extra = width + width // 2 - self.block_table.shape[2]
@@ -316,9 +384,10 @@ class PagedKVCache:
         self._num_free -= total
         self.block_table.view(-1, self.block_table.shape[2])[owner, block] = pages
         self.page_owner[pages], self.page_block[pages] = owner, block
+        self._blocks += need.view_as(self._blocks)
 
     def _add_pages(self, least: int) -> None:
-        """Grow the pool by at least so many pages, and by 5 %."""
+        """Grow the pool by at least so many pages, and by 4 %."""
         now = self.num_pages
         extra = max(least, now // _GROWTH, _MIN_PAGES)
         if self.max_pages is not None:
@@ -343,3 +412,8 @@ class PagedKVCache:
         page = self.block_table[batch, head, rank // self.page_size]
         self.pool_k[page, rank % self.page_size] = k
         self.pool_v[page, rank % self.page_size] = v
+
+
+def _captures(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

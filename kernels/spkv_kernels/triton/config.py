@@ -52,11 +52,15 @@ _DEFAULTS: dict[str, tuple[dict[int, Config], dict[int, Config]]] = {
         {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2), 256: Config(32, 32, 8, 1)},
         {64: Config(32, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
     ),
+    "decode": (  # block_m: query heads of a group; two programs share a multiprocessor
+        {64: Config(16, 128, 8, 3), 128: Config(16, 64, 8, 3), 256: Config(16, 32, 8, 3)},
+        {64: Config(16, 64, 4, 3), 128: Config(16, 32, 4, 3), 256: Config(16, 16, 4, 3)},
+    ),
 }
 
 
 def default(kernel: str, size: int, dtype: torch.dtype) -> Config:
-    """The configuration of ``kernel`` ("fwd", "bwd_dq" or "bwd_dkdv") for heads of ``size``."""
+    """The configuration of ``kernel``, a key of ``_DEFAULTS``, for heads of ``size``."""
     table = _DEFAULTS[kernel][dtype == torch.float32]
     return table[min(limit for limit in table if limit >= size)]
 
