@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+    os.environ["TRITON_INTERPRET"] = "1"  # before transformers, which imports Triton
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.recipe import Recipe

@@ -40,8 +40,9 @@ class SPKVCacheLayer(CacheLayerMixin):
         self.page_size, self._max_pages = page_size, max_pages
         self.window = _window(state) or window
         keeps_all = state.gate_window is not None or state.native_window is None
-        self._keep = tuple(w >= GLOBAL_WINDOW for w in state.windows or ()) or (keeps_all,) * state.num_kv_heads
-        self._sinks = state.sinks
+        keep = [w >= GLOBAL_WINDOW for w in state.windows or ()] or [keeps_all] * state.num_kv_heads
+        self._keep = torch.tensor(keep)[:, None]  # of a layout, [Hkv, 1]
+        self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # of the longest sequence, padding included
 
@@ -52,6 +53,8 @@ class SPKVCacheLayer(CacheLayerMixin):
 
     def _allocate(self, batch: int, heads: int, size: int, dtype: torch.dtype, device: Any) -> PagedKVCache:
         self.is_initialized = True
+        self._keep = self._keep.to(device)
+        self._sinks = self._sinks.to(device) if self._sinks is not None else None
         self.paged = PagedKVCache(
             batch, heads, size, window=self.window, page_size=self.page_size, max_pages=self._max_pages,
             dtype=dtype, device=device,
@@ -84,11 +87,11 @@ class SPKVCacheLayer(CacheLayerMixin):
             raise UserError(f"the cache holds {self.paged.batch_size} sequences, this batch has {len(q)}")
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         if keep is None:
-            keep = torch.tensor(self._keep, device=k.device)[:, None].expand(*k.shape[:3])
-        elif any(self._sinks):
+            keep = self._keep.expand(*k.shape[:3])
+        elif self._sinks is not None:
             index = torch.arange(k.shape[2], device=k.device) if real is None else real.cumsum(1) - 1
             position = (self.paged.seq_lens[:, None] + index)[:, None]
-            keep = keep | (position < torch.tensor(self._sinks, device=k.device)[:, None])
+            keep = keep | (position < self._sinks)
         if q.shape[2] == 1 and real is None:
             self.paged.append(k[:, :, 0], v[:, :, 0], keep[:, :, 0])
             self.tokens += 1
