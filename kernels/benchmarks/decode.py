@@ -6,7 +6,8 @@
     python kernels/benchmarks/decode.py --device cuda           # Triton against SDPA, FlexAttention, FlashAttention
 
 Every case is checked against the eager oracle, on its own cache, before a speed is printed. Rounds take all candidates
-in turn, in both orders, in one process; a ratio is "its median time / ours": above 1, ours is faster. Full attention
+in turn, in both orders, in one process, each over several layers' caches as a model has them, so that code is warm and
+keys are not; a ratio is "its median time / ours": above 1, ours is faster. Full attention
 comes in two forms: ``SDPA`` with ``enable_gqa``, as transformers calls it (the bars are against this one), and the best
 one can do, usually ``rows``: the query heads of a KV head as rows of one query, which reads the keys once. Bandwidth is
 the bytes of the entries that a query sees, over the time, as a share of what copying a large tensor reaches: decoding
@@ -36,6 +37,7 @@ from torch import Tensor
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 DENSITIES = (1.0, 0.25, 0.11, 0.05)
 WINDOW = 128
+LAYER_BYTES = 1 << 28  # as many layers as have so many bytes of dense keys and values, at most 4
 MUST = {1.0: 0.7, 0.25: 2.5, 0.11: 5.0}  # on the CPU, at 32k
 MUST_CUDA = {0.25: 2.8, 0.11: 5.0}  # at 32k and B = 16
 
@@ -64,10 +66,16 @@ class Case:
             low, high = (scale, high) if (draws * scale).clamp(max=1).mean() < self.density else (low, scale)
         return (draws * high).clamp(max=1)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def layers(self) -> int:
+        """Caches that a call goes through."""
+        dense = 2 * self.batch * self.heads[1] * self.context * self.heads[2] * self.dtype.itemsize
+        return max(1, min(4, LAYER_BYTES // dense))
+
+    def tensors(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, D], and dense k, v [B, Hkv, T, D]."""
         query_heads, heads, size = self.heads
-        torch.manual_seed(0)
+        torch.manual_seed(layer)
         shape = (self.batch, heads, self.context, size)
         k, v = (torch.randn(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return torch.randn(self.batch, query_heads, size, dtype=self.dtype, device=self.device), k, v
@@ -152,26 +160,42 @@ def copy_bandwidth(device: str) -> float:
 
 
 def measure(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
-    """One row."""
-    q, k, v = case.tensors()
-    cache = case.cache(k, v)
+    """One row; times and bytes are those of one layer."""
+    layers = []
+    for layer in range(case.layers):
+        q, k, v = case.tensors(layer)
+        layers.append((q, case.cache(k, v), dense_candidates(q, k, v)))
+    q, cache, dense = layers[0]
     check(q, cache)
+
+    def ours() -> None:
+        for queries, paged, _ in layers:
+            decode_attention(queries, paged)
+
+    def theirs(name: str) -> Callable[[], None]:
+        def call() -> None:
+            for _, _, candidates in layers:
+                candidates[name]()
+
+        return call
+
     times = 20 if case.device == "cuda" else 1
-    calls = {"ours": lambda: decode_attention(q, cache), **dense_candidates(q, k, v)}
+    calls = {"ours": ours, **{name: theirs(name) for name in dense}}
     seconds = interleaved({name: repeated(call, times) for name, call in calls.items()}, rounds, case.device)
-    seconds = {name: value / times for name, value in seconds.items()}
-    ours = seconds.pop("ours")
+    seconds = {name: value / times / len(layers) for name, value in seconds.items()}
+    time_of_ours = seconds.pop("ours")
     dense_bytes = 2 * k.numel() * k.element_size()
+    num_bytes, share = cache.num_bytes, entry_bytes(cache) / time_of_ours / bandwidth
+    over_entries = num_bytes / entry_bytes(cache, whole_pages=True)
     new = (k[:, :, 0], v[:, :, 0], torch.zeros(k.shape[:2], dtype=torch.bool, device=case.device))
     append = interleaved({"append": lambda: cache.append(*new)}, 25, case.device)["append"]
     return {
         "batch": case.batch, "context": case.context, "density": case.density, "lengths": case.lengths,
-        "ours_us": 1e6 * ours, "append_us": 1e6 * append,
+        "ours_us": 1e6 * time_of_ours, "append_us": 1e6 * append,
         "best_dense": min(seconds, key=lambda name: seconds[name]),
-        "ratios": {name: round(value / ours, 2) for name, value in seconds.items()},
-        "bandwidth_share": entry_bytes(cache) / ours / bandwidth,
-        "bytes": cache.num_bytes, "bytes_over_dense": cache.num_bytes / dense_bytes,
-        "bytes_over_entries": cache.num_bytes / entry_bytes(cache, whole_pages=True),
+        "ratios": {name: round(value / time_of_ours, 2) for name, value in seconds.items()},
+        "bandwidth_share": share, "bytes": num_bytes, "bytes_over_dense": num_bytes / dense_bytes,
+        "bytes_over_entries": over_entries,
     }  # fmt: skip
 
 
