@@ -6,6 +6,8 @@ would be retained.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pandas as pd
 
@@ -26,6 +28,16 @@ def coverage(table: DensityTable, layout: Layout) -> float:
             f"the density table '{table.name}' has {table.num_layers} x {table.num_kv_heads}"
         )
     return float(table.density[layout.global_mask].sum() / _total(table))
+
+
+def domain_coverage(table: DensityTable, layout: Layout) -> dict[str, float]:
+    """Coverage by domain; NaN for a domain in which no head keeps anything."""
+    covered = {}
+    for domain in table.domains:
+        density = table.domain_density(domain)
+        total = float(density.sum())
+        covered[domain] = float(density[layout.global_mask].sum()) / total if total else math.nan
+    return covered
 
 
 def coverage_curve(table: DensityTable) -> pd.DataFrame:
