@@ -93,7 +93,7 @@ def searches(draw: st.DrawFn) -> tuple[np.ndarray, Constraints, np.ndarray | Non
     return density, constraints, weights, draw(st.integers(1, layers * heads))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(searches())
 def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraints, np.ndarray | None, int]) -> None:
     density, constraints, weights, budget = search
@@ -123,7 +123,7 @@ def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraint
         assert found.mask.ravel() @ places == (as_good @ places).max()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 24), st.booleans())
 def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, tied: bool) -> None:
     generator = np.random.default_rng(seed)

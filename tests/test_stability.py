@@ -161,16 +161,16 @@ class TestBootstrap:
         np.testing.assert_allclose(resampled.density.mean(0), table.density, atol=0.01)
 
     def test_intervals_hold_the_truth_about_as_often_as_they_say(self) -> None:
-        """Coverage of four given heads, over 100 probes of one model: the interval is one of 95 %."""
-        mask = densest(make_probe(seed=10**6, num_documents=4000).density, 4)
-        truth = make_probe(seed=10**6, num_documents=4000).density
+        """Coverage of four given heads, over 60 probes of one model: the interval is one of 95 %."""
+        truth = make_probe(seed=10**6, num_documents=2000).density
+        mask = densest(truth, 4)
         held = 0
-        for seed in range(100):
+        for seed in range(60):
             resampled = bootstrap(make_probe(seed, num_documents=40), num_resamples=300)
             assert resampled is not None
             low, high = resampled.coverage(mask)
             held += low <= truth[mask].sum() / truth.sum() <= high
-        assert 87 <= held <= 100
+        assert 50 <= held <= 60
 
     def test_the_curve_holds_the_choice_fixed(self) -> None:
         table = make_probe()
