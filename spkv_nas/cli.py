@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spkv_nas import __version__
+from spkv_nas import cli_search as search
 from spkv_nas.cli_layout import app as layout_app
 from spkv_nas.cli_layout import schema
 from spkv_nas.errors import UserError
@@ -109,7 +110,7 @@ def probe(
 
 @app.command()
 def propose(
-    budget: BudgetOption = "18",
+    budget: search.ProposeBudgetOption = None,
     probe: ProbeOption = DEFAULT_NAME,
     tau: Annotated[
         str | None,
@@ -123,18 +124,52 @@ def propose(
     ] = None,
     num_random: Annotated[int, typer.Option(min=0, help="Number of random layouts.")] = 3,
     seed: SeedOption = 0,
+    kv_bytes: search.KvBytesOption = None,
+    context: search.ContextOption = None,
+    batch: search.BatchOption = 1,
+    head_dim: search.HeadDimOption = None,
+    dtype: search.DtypeOption = None,
+    robust: search.RobustOption = False,
+    min_per_layer: search.MinPerLayerOption = None,
+    max_per_layer: search.MaxPerLayerOption = None,
+    global_layers: search.GlobalLayersOption = None,
+    local_layers: search.LocalLayersOption = None,
+    granularity: search.GranularityOption = "head",
+    uniform: search.UniformOption = False,
+    weights: search.WeightsOption = None,
     workspace: WorkspaceOption = Path(),
 ) -> None:
-    """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/."""
+    """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
+
+    With a constraint, --robust or --weights: also the best layout that meets it.
+    With a range of budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
+    """
     from spkv_nas import stages
+    from spkv_nas.demand import check_range
     from spkv_nas.proposal import tau_advice
 
-    table, layouts, rows = stages.propose_stage(
-        _workspace(workspace), probe, budget, tau=tau, window=window, num_random=num_random, seed=seed
+    place = _workspace(workspace)
+    demand = search.make_demand(
+        kv_bytes=kv_bytes, context=context, batch=batch, head_dim=head_dim, dtype=dtype, robust=robust,
+        min_per_layer=min_per_layer, max_per_layer=max_per_layer, global_layers=global_layers,
+        local_layers=local_layers, granularity=granularity, uniform=uniform, weights=weights,
+    )  # fmt: skip
+    if budget is not None and check_range(demand, budget, tau):
+        from spkv_nas.search_stages import budgets_stage
+
+        curve = budgets_stage(place, probe, budget, tau=tau, window=window, demand=demand)
+        search.show_budgets(*curve, place.layout_dir(curve[0].name))
+        return
+    table, layouts, rows, certainty = stages.propose_stage(
+        place, probe, budget, tau=tau, window=window, num_random=num_random, seed=seed, demand=demand
     )
-    _show_proposal(table, layouts, rows, _workspace(workspace))
-    if tau is None and (advice := tau_advice(table, budget)) is not None:
+    _show_proposal(table, layouts, rows, place)
+    search.show_answers(table, layouts, rows, certainty, demand, window)
+    if tau is None and (advice := tau_advice(table, layouts["densest"].num_global)) is not None:
         err.print(f"[yellow]{_escaped(advice)}[/yellow]")
+
+
+app.command()(search.compare)
 
 
 @app.command("train-hybrid")
@@ -388,7 +423,7 @@ def demo(budget: BudgetOption = "18", workspace: WorkspaceOption = Path()) -> No
     place = _workspace(workspace)
     table = stages.probe_stage(place, announce=_announce)
     _show_probe(table)
-    table, layouts, rows = stages.propose_stage(place, DEFAULT_NAME, budget, tau="match-budget", num_random=1)
+    table, layouts, rows, _ = stages.propose_stage(place, DEFAULT_NAME, budget, tau="match-budget", num_random=1)
     _show_proposal(table, layouts, rows, place)
     _show_comparison(*stages.train_hybrid_stage(place, DEFAULT_NAME, announce=_announce))
     page = stages.report_stage(place, DEFAULT_NAME)

@@ -6,7 +6,6 @@ kept, does not count. ``density.csv`` may be made by hand with the columns layer
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import zipfile
@@ -22,8 +21,10 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from spkv_nas.documents import DocumentCounts
 from spkv_nas.errors import UserError
-from spkv_nas.files import read_text, read_yaml, validate, write_atomic
+from spkv_nas.files import read_yaml, validate, write_atomic
+from spkv_nas.tables import numbers, read_cells
 
 COLUMNS = ("layer", "kv_head", "density", "domain", "num_tokens", "num_documents", "standard_error")
 POSITION_COLUMNS = ("layer", "kv_head", "start", "end", "density", "num_tokens")
@@ -37,6 +38,8 @@ class _ProbeFile(BaseModel):
     name: str | None = None
     tau: float = Field(default=0.5, ge=0, le=1)
     window: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    dtype: str | None = None
 
 
 class _PlainDumper(yaml.SafeDumper):
@@ -87,6 +90,7 @@ class DensityTable:
         positions: density by position in the block: layer, kv_head, start, end, density, num_tokens.
         positions_tau: threshold at which ``positions`` was counted; None: ``tau``.
         histogram: of the logits; None for a table made by hand.
+        documents: counts per document at ``tau``; None for a table made by hand or by an older version.
         metadata: where the table comes from (``probe.yaml``).
     """
 
@@ -97,6 +101,7 @@ class DensityTable:
     positions: pd.DataFrame | None = None
     positions_tau: float | None = None
     histogram: LogitHistogram | None = None
+    documents: DocumentCounts | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -174,7 +179,11 @@ class DensityTable:
             for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
         ]
         rows["standard_error"] = np.nan
-        return replace(self, rows=rows, tau=tau, positions_tau=self.tau_of_positions)
+        documents = None
+        if self.documents is not None:
+            order = [histogram.domains.index(domain) for domain in self.documents.domains]
+            documents = self.documents.at_tau(tau, lambda tau: histogram.density(tau)[order])
+        return replace(self, rows=rows, tau=tau, positions_tau=self.tau_of_positions, documents=documents)
 
     def tau_for_density(self, rho: float) -> float:
         """The threshold whose mean density is closest to ``rho`` (share of 1). Raises ``UserError``."""
@@ -202,7 +211,8 @@ class DensityTable:
 
     @classmethod
     def read(cls, path: Path) -> DensityTable:
-        """Read ``density.csv`` (or its folder), with ``probe.yaml``, ``positions.csv`` and ``histogram.npz`` if there.
+        """Read ``density.csv`` (or its folder) and what lies beside it: ``probe.yaml``, ``positions.csv``,
+        ``histogram.npz``, ``documents.npz``.
 
         Raises:
             UserError: naming the file, and the line where there is one.
@@ -215,7 +225,7 @@ class DensityTable:
             metadata = read_yaml(folder / "probe.yaml", "probe")
         own = bool(metadata)
         record = validate(_ProbeFile, metadata, f"probe {folder / 'probe.yaml'}")
-        return cls(
+        table = cls(
             name=record.name or (folder.resolve().name if file.name == "density.csv" else file.stem),
             rows=rows,
             tau=record.tau,
@@ -224,9 +234,10 @@ class DensityTable:
             histogram=_read_histogram(folder / "histogram.npz") if own else None,
             metadata=metadata,
         )
+        return replace(table, documents=_read_documents(folder / "documents.npz", table)) if own else table
 
     def write(self, folder: Path) -> None:
-        """Write ``density.csv``, ``probe.yaml`` and, where known, ``positions.csv`` and ``histogram.npz``.
+        """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram and counts per document.
 
         One that this table does not have is removed, so that an earlier probe's does not pass for this one's.
         """
@@ -246,6 +257,10 @@ class DensityTable:
             write_atomic(folder / "histogram.npz", buffer.getvalue())
         else:
             (folder / "histogram.npz").unlink(missing_ok=True)
+        if self.documents is not None:
+            self.documents.write(folder / "documents.npz")
+        else:
+            (folder / "documents.npz").unlink(missing_ok=True)
         summary = {
             "name": self.name,
             "tau": self.tau,
@@ -288,57 +303,44 @@ def _read_histogram(path: Path) -> LogitHistogram | None:
         raise UserError(f"{path} is damaged: {error}\nprobe again, or remove it: only --tau needs it") from error
 
 
+def _read_documents(path: Path, table: DensityTable) -> DocumentCounts | None:
+    counts = DocumentCounts.read(path, table.domains, (table.num_layers, table.num_kv_heads))
+    if counts is not None:
+        density = np.stack([table.domain_density(domain) for domain in table.domains])
+        if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
+            raise UserError(
+                f"{path} does not add up to the densities of the table beside it\n"
+                "probe again, or remove it: only intervals need it"
+            )
+    return counts
+
+
 def _read_positions(path: Path) -> pd.DataFrame | None:
     if not path.is_file():
         return None
-    cells = _read_cells(path, POSITION_COLUMNS, POSITION_COLUMNS)
+    cells = read_cells(path, "density table", POSITION_COLUMNS, POSITION_COLUMNS)
     parsed = pd.DataFrame(index=cells.index)
     for column in POSITION_COLUMNS:
         whole = column != "density"
-        numbers = _numbers(cells[column], f"positions {path}", whole=whole, high=math.inf if whole else 1.0)
-        parsed[column] = numbers.astype(int) if whole else numbers
+        values = numbers(cells[column], f"positions {path}", whole=whole, high=math.inf if whole else 1.0)
+        parsed[column] = values.astype(int) if whole else values
     return parsed.reset_index(drop=True)
-
-
-def _read_cells(file: Path, required: tuple[str, ...], known: tuple[str, ...]) -> pd.DataFrame:
-    """The cells of a CSV file as text, indexed by line number. Raises ``UserError`` naming file and line."""
-    where = f"density table {file}"
-    reader = csv.reader(io.StringIO(read_text(file, "density table").removeprefix("\ufeff")))
-    try:
-        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
-    except csv.Error as error:
-        raise UserError(f"{where}, line {reader.line_num}: not a CSV table: {error}") from error
-    if not lines:
-        raise UserError(f"{where}: the file is empty; a table has the columns {', '.join(required)}")
-    _, header = lines.pop(0)
-    missing = [column for column in required if column not in header]
-    if missing:
-        raise UserError(f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}")
-    unknown = [column for column in header if column not in known or header.count(column) > 1]
-    if unknown:
-        raise UserError(f"{where}: unknown or repeated column '{unknown[0]}'; known are {', '.join(known)}")
-    if not lines:
-        raise UserError(f"{where}: there are no rows below the header")
-    for line, cells in lines:
-        if len(cells) != len(header):
-            raise UserError(f"{where}, line {line}: {len(cells)} values for {len(header)} columns")
-    return pd.DataFrame([cells for _, cells in lines], columns=header, index=[line for line, _ in lines])
 
 
 def _read_rows(file: Path) -> pd.DataFrame:
     """The rows of a density CSV, complete with default columns. Raises ``UserError`` naming file and line."""
     where = f"density table {file}"
-    rows = _read_cells(file, COLUMNS[:3], COLUMNS)
+    rows = read_cells(file, "density table", COLUMNS[:3], COLUMNS)
     for column, fallback in (("domain", "all"), ("num_tokens", "1"), ("num_documents", "0"), ("standard_error", "")):
         if column not in rows:
             rows[column] = fallback
     parsed = pd.DataFrame({"domain": rows["domain"]})
     for column, low in (("layer", 0), ("kv_head", 0), ("num_tokens", 1), ("num_documents", 0)):
-        parsed[column] = _numbers(rows[column], where, whole=True, low=low).astype(int)
-    parsed["density"] = _numbers(rows["density"], where, high=1.0)
+        parsed[column] = numbers(rows[column], where, whole=True, low=low).astype(int)
+    parsed["density"] = numbers(rows["density"], where, high=1.0)
     known = rows["standard_error"] != ""
     parsed["standard_error"] = np.nan
-    parsed.loc[known, "standard_error"] = _numbers(rows["standard_error"][known], where)
+    parsed.loc[known, "standard_error"] = numbers(rows["standard_error"][known], where)
     duplicate = parsed.duplicated(["layer", "kv_head", "domain"])
     if duplicate.any():
         line = parsed.index[int(duplicate.to_numpy().argmax())]
@@ -346,21 +348,6 @@ def _read_rows(file: Path) -> pd.DataFrame:
         raise UserError(f"{where}, line {line}: layer {layer}, KV head {head} is there twice")
     _check_complete(parsed, where)
     return parsed[list(COLUMNS)].reset_index(drop=True)
-
-
-def _numbers(
-    column: pd.Series[str], where: str, *, whole: bool = False, low: int = 0, high: float = math.inf
-) -> pd.Series[float]:
-    numbers = pd.to_numeric(column, errors="coerce")
-    bad = ~(np.isfinite(numbers) & (numbers >= low) & (numbers <= high))
-    if whole:
-        bad |= numbers != numbers.round()
-    if bad.any():
-        index = column.index[int(bad.to_numpy().argmax())]
-        number = f"a number from {low}" if high == math.inf else f"a number in [{low}, {high:g}]"
-        expected = f"a whole number from {low}" if whole else number
-        raise UserError(f"{where}, line {index}: column '{column.name}' must be {expected}; found '{column[index]}'")
-    return numbers
 
 
 def _check_complete(rows: pd.DataFrame, where: str) -> None:

@@ -46,8 +46,7 @@ from spkv_nas import __version__
 from spkv_nas.density import COLUMNS, DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.files import read_text, write_atomic
-from spkv_nas.layout import Layout
-from spkv_nas.proposal import DEFAULT_WINDOW
+from spkv_nas.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.search.budget import parse_budget
 from spkv_nas.search.strategies import densest
 

@@ -27,6 +27,7 @@ from spkv_nas.errors import UserError
 from spkv_nas.files import add_float_resolver, read_yaml, validate, write_atomic
 
 FORMAT = "spkv-nas/layout/1"
+DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
 
 _TEMPLATE = """\
 format: {format}

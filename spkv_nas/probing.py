@@ -1,12 +1,13 @@
 """Probing: one streaming pass over held-out text that measures what each KV head keeps.
 
 SP-KV paper, "Measuring sparsity" (density rho: the share of tokens with u >= tau). Memory is O(layers x KV heads)
-whatever the number of tokens: besides counts per domain, position and logit bin, only moments over documents are
-kept, from which the standard errors follow.
+whatever the number of tokens: besides counts per domain, position and logit bin, moments over documents are kept, from
+which the standard errors follow, and counts per document (per group of documents beyond 256), which are resampled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.density import DensityTable, LogitHistogram
+from spkv_nas.documents import DocumentCounts, group_documents
 from spkv_nas.errors import UserError
 from spkv_nas.model.checkpoint import gate_config
 from spkv_nas.model.gates import keeps
@@ -26,6 +28,7 @@ from spkv_nas.model.hook import attention_layers, layer_predictor, layer_state, 
 
 NUM_POSITION_BUCKETS = 16
 BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
+DOCUMENT_CELLS = 20_000_000  # largest histogram by document: its bins are 2, 4, ... bins wide (0.1, 0.2, ... of logit)
 
 
 @dataclass
@@ -39,6 +42,9 @@ class _Statistics:
     position: Tensor  # [L, H, buckets]
     tokens: np.ndarray  # [P]
     tokens_squared: np.ndarray  # [P] sum over documents of tokens^2
+    document_kept: Tensor  # [groups, L, H] tokens kept, by group of documents
+    document_bins: Tensor  # int32 [groups, L, H, coarse bins]
+    document_tokens: np.ndarray  # [groups]
     documents: list[set[int]] = field(default_factory=list)  # document numbers by domain
 
 
@@ -87,7 +93,14 @@ def probe(
     finally:
         collector.close()
         model.train(was_training)
-    return collector.table(name, tau, config.window, metadata or {})
+    return collector.table(name, tau, config.window, {**(metadata or {}), **_cache_format(model)})
+
+
+def _cache_format(model: PreTrainedModel) -> dict[str, Any]:
+    """What a cached key costs: the head dimension and the type of the model's weights."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {"head_dim": int(head_dim), "dtype": str(model.dtype).removeprefix("torch.")}
 
 
 class _Collector:
@@ -109,6 +122,13 @@ class _Collector:
         self._buckets = min(NUM_POSITION_BUCKETS, length)
         self._bucket_of = torch.arange(length, device=device) * self._buckets // length
         zeros = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._group_of, groups = group_documents(self._domain_of, len(self._domains))
+        grid = (groups, self._layers, self._heads)
+        self._coarse = next(
+            width for width in (2, 4, 8, 16, 32)
+            if width == 32 or math.prod(grid) * (self._num_bins // width + 2) <= DOCUMENT_CELLS
+        )  # fmt: skip
+        self._num_coarse = (self._num_bins - 2) // self._coarse + 2
         self._stats = _Statistics(
             kept=zeros,
             kept_squared=zeros.clone(),
@@ -117,6 +137,9 @@ class _Collector:
             position=torch.zeros(self._layers, self._heads, self._buckets, dtype=torch.float64, device=device),
             tokens=np.zeros(len(self._domains), dtype=np.int64),
             tokens_squared=np.zeros(len(self._domains)),
+            document_kept=torch.zeros(grid, dtype=torch.float64, device=device),
+            document_bins=torch.zeros((*grid, self._num_coarse), dtype=torch.int32, device=device),
+            document_tokens=np.zeros(groups, dtype=np.int64),
             documents=[set() for _ in self._domains],
         )
         self._open: tuple[int, Tensor, int] | None = None  # last document: number, kept [L, H], tokens
@@ -135,6 +158,10 @@ class _Collector:
         domain = torch.from_numpy(self._domain_of[owner]).to(device)  # [B, T]
         self._bin_base = domain * (self._layers * self._heads * self._num_bins)
         self._batch_kept = torch.zeros(self._layers, self._heads, len(self._numbers), device=device)
+        column = torch.from_numpy(index.reshape(owner.shape)).to(device)
+        self._column_base = (column * (self._heads * self._num_coarse))[:, None, :]  # [B, 1, T]
+        self._groups = torch.from_numpy(self._group_of[self._numbers]).to(device)
+        np.add.at(self._stats.document_tokens, self._group_of[self._numbers], self._counts)
 
     def _hook(self, layer: int) -> Callable[[Any, Any, Tensor], None]:
         def collect(_module: Any, _args: Any, logits: Tensor) -> None:
@@ -142,14 +169,19 @@ class _Collector:
             self._batch_kept[layer] = kept.flatten(1) @ self._membership
             self._stats.position[layer].index_add_(1, self._bucket_of, kept.sum(1).double())
             bins = ((logits + BIN_LIMIT) / BIN_WIDTH).floor_().clamp_(-1, self._num_bins - 2).long() + 1
-            heads = torch.arange(self._heads, device=logits.device)[None, :, None] + layer * self._heads
-            flat = bins + heads * self._num_bins + self._bin_base[:, None, :]
+            head = torch.arange(self._heads, device=logits.device)[None, :, None]
+            flat = bins + (head + layer * self._heads) * self._num_bins + self._bin_base[:, None, :]
             self._stats.bins += torch.bincount(flat.flatten(), minlength=self._stats.bins.numel())
+            flat = (bins - 1).div(self._coarse, rounding_mode="floor") + 1 + head * self._num_coarse + self._column_base
+            coarse = torch.bincount(flat.flatten(), minlength=len(self._numbers) * self._heads * self._num_coarse)
+            coarse = coarse.view(len(self._numbers), self._heads, self._num_coarse)
+            self._stats.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
 
         return collect
 
     def end(self) -> None:
         """Close the batch: documents that ended are added to the moments, the last one stays open."""
+        self._stats.document_kept.index_add_(0, self._groups, self._batch_kept.permute(2, 0, 1).double())
         for column, number in enumerate(self._numbers.tolist()):
             kept, tokens = self._batch_kept[:, :, column].double(), int(self._counts[column])
             if self._open is not None and self._open[0] == number:
@@ -219,7 +251,22 @@ class _Collector:
             window=window,
             positions=self._positions(),
             histogram=histogram,
+            documents=self._documents(present),
             metadata=metadata,
+        )
+
+    def _documents(self, present: list[int]) -> DocumentCounts:
+        stats = self._stats
+        domain = np.empty(len(stats.document_tokens), dtype=np.int64)
+        domain[self._group_of] = self._domain_of
+        seen = stats.document_tokens > 0
+        return DocumentCounts(
+            kept=stats.document_kept.cpu().numpy()[seen],
+            tokens=stats.document_tokens[seen],
+            domain=np.searchsorted(present, domain[seen]),
+            domains=tuple(self._domains[i] for i in present),
+            bins=stats.document_bins.cpu().numpy()[seen],
+            edges=np.linspace(-BIN_LIMIT, BIN_LIMIT, self._num_coarse - 1),
         )
 
     def _positions(self) -> pd.DataFrame:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas import __version__
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.files import write_atomic
-from spkv_nas.layout import Layout
+from spkv_nas.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.search import strategies
 from spkv_nas.search.budget import parse_budget
-from spkv_nas.search.coverage import coverage, coverage_curve
+from spkv_nas.search.coverage import coverage, coverage_curve, domain_coverage, provenance
+from spkv_nas.search.stability import Bootstrap
 
-DEFAULT_WINDOW = 128
 _TIED = 1.5  # mean density over the budget's share from which the densest heads are called tied (reports/LOG.md)
 
 
@@ -57,41 +57,50 @@ def propose(
     layouts = {}
     for name, mask in masks.items():
         layout = Layout.from_mask(mask, window=window, strategy=name)
-        provenance = {
-            "probe": table.name,
-            "budget": heads,
-            "coverage": round(coverage(table, layout), 4),
-            "tau": round(table.tau, 4) if table.signal == "density" else None,
-            "seed": seed + int(name.removeprefix("random-")) if name.startswith("random-") else None,
-            "created_by": f"spkv-nas {__version__}",
-        }
-        if table.signal != "density":
-            provenance |= {"signal": table.signal, "source": table.metadata.get("source")}
-        layouts[name] = Layout(layout.heads, layout.window, name, provenance)
+        own_seed = seed + int(name.removeprefix("random-")) if name.startswith("random-") else None
+        layouts[name] = Layout(layout.heads, layout.window, name, provenance(table, layout, heads, own_seed))
     return layouts
 
 
-def coverage_table(table: DensityTable, layouts: dict[str, Layout], budget: int | str) -> pd.DataFrame:
-    """One row per layout, best coverage first: strategy, num_global, density_percent, coverage, note."""
+def coverage_table(
+    table: DensityTable, layouts: dict[str, Layout], budget: int | str, bootstrap: Bootstrap | None = None
+) -> pd.DataFrame:
+    """One row per layout, best coverage first: strategy, num_global, density_percent, coverage, worst_domain (the
+    lowest coverage of a domain), coverage_low and coverage_high (95 % interval; NaN without ``bootstrap``), note.
+    """
     heads = parse_budget(budget, table.num_heads)
     rows = []
     for name, layout in layouts.items():
         note = ""
-        if layout.num_global != heads:
+        if "constraints" in layout.provenance:
+            note = _note(layout, heads)
+        elif layout.num_global != heads:
             note = (
                 f"whole layers cannot give {heads} heads; the nearest is {layout.num_global} "
                 f"({layout.num_global // layout.num_kv_heads} layers)"
             )
+        low, high = (math.nan, math.nan) if bootstrap is None else bootstrap.coverage(layout.global_mask)
         rows.append(
             {
                 "strategy": name,
                 "num_global": layout.num_global,
                 "density_percent": round(100 * layout.num_global / layout.num_heads, 2),
                 "coverage": round(coverage(table, layout), 4),
+                "worst_domain": round(min(domain_coverage(table, layout).values()), 4),
+                "coverage_low": round(low, 4),
+                "coverage_high": round(high, 4),
                 "note": note,
             }
         )
     return pd.DataFrame(rows).sort_values("coverage", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def _note(layout: Layout, heads: int) -> str:
+    """What a solved layout does not reach: the whole budget, or the proof that it is the best."""
+    notes = [] if layout.num_global == heads else [f"the constraints leave {layout.num_global} of {heads} heads"]
+    if (gap := layout.provenance.get("gap")) is not None:
+        notes.append(f"not proven the best, but within {100 * float(str(gap)):.2g} % of it")
+    return "; ".join(notes)
 
 
 def resolve_tau(table: DensityTable, tau: str | None, budget: int | str) -> DensityTable:
@@ -133,9 +142,15 @@ def tau_advice(table: DensityTable, budget: int | str) -> str | None:
     )
 
 
-def write_proposal(folder: Path, table: DensityTable, layouts: dict[str, Layout], budget: int | str) -> pd.DataFrame:
+def write_proposal(
+    folder: Path,
+    table: DensityTable,
+    layouts: dict[str, Layout],
+    budget: int | str,
+    bootstrap: Bootstrap | None = None,
+) -> pd.DataFrame:
     """Write every ``<strategy>.yaml``, ``coverage.csv`` and ``coverage-curve.csv``; returns the coverage table."""
-    rows = coverage_table(table, layouts, budget)
+    rows = coverage_table(table, layouts, budget, bootstrap)
     for name, layout in layouts.items():
         layout.write(folder / f"{name}.yaml")
     write_atomic(folder / "coverage.csv", rows.to_csv(index=False))

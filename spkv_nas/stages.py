@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
     from spkv_nas.cost import Cost, Shape
     from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.demand import Demand
     from spkv_nas.evaluation.sweep import Evaluation
     from spkv_nas.generation import Generation
+    from spkv_nas.search.stability import Certainty
 
 Announce = Callable[[str], None]
 EMBEDDED = Path(__file__).parent / "assets" / "stdlib-21x3"
@@ -296,24 +298,51 @@ def flops_figure_stage(workspace: Workspace, context: str, density: float, *, na
 def propose_stage(
     workspace: Workspace,
     probe: str,
-    budget: int | str,
+    budget: int | str | None = None,
     *,
     tau: str | None = None,
     window: int | None = None,
     num_random: int = 3,
     seed: int = 0,
-) -> tuple[DensityTable, dict[str, Layout], pd.DataFrame]:
-    """Layouts for a budget and their coverage, written to ``layouts/<name>/``."""
-    from spkv_nas.proposal import propose, resolve_tau, write_proposal
+    demand: Demand | None = None,
+) -> tuple[DensityTable, dict[str, Layout], pd.DataFrame, Certainty | None]:
+    """Layouts for a budget, their coverage and, if the probe's documents are known, how sure they are.
 
-    table = resolve_tau(find_table(workspace, probe), tau, budget)
-    layouts = propose(table, budget, window=window, seed=seed, num_random=num_random)
+    Written to ``layouts/<name>/``. With ``demand``, among them the layout that it asks for.
+    """
+    from spkv_nas.demand import SOLVED, Demand
+    from spkv_nas.proposal import propose, resolve_tau, write_proposal
+    from spkv_nas.search.constraints import solve
+    from spkv_nas.search.stability import Certainty, bootstrap
+
+    demand = demand or Demand()
+    table = find_table(workspace, probe)
+    limit = demand.limit(table, budget, window)
+    table = resolve_tau(table, tau, limit.heads(table))
+    solved: dict[str, Layout] = {}
+    if demand.is_solved:
+        layout = solve(
+            table, limit.budget, demand.constraints, limit.weights, robust=demand.robust, window=window
+        )  # fmt: skip
+        solved[layout.strategy] = layout
+    heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
+    layouts = propose(table, heads, window=window, seed=seed, num_random=num_random) | solved
+    resampled = bootstrap(table)
+    certainty = None if resampled is None else Certainty.of(resampled, layouts, heads)
+    if resampled is not None and certainty is not None:
+        for name in solved:
+            with _bar("resampling") as progress:
+                certainty.probability[name] = demand.probability(resampled, limit, progress=progress)
     folder = workspace.layout_dir(table.name)
-    rows = write_proposal(folder, table, layouts, budget)
-    for stale in folder.glob("random-*.yaml"):
+    rows = write_proposal(folder, table, layouts, heads, resampled)
+    if certainty is not None:
+        write_atomic(folder / "heads.csv", certainty.heads(table).to_csv(index=False, float_format="%.6g"))
+    else:
+        (folder / "heads.csv").unlink(missing_ok=True)
+    for stale in (*folder.glob("random-*.yaml"), *(folder / f"{name}.yaml" for name in SOLVED)):
         if stale.stem not in layouts:
-            stale.unlink()
-    return table, layouts, rows
+            stale.unlink(missing_ok=True)
+    return table, layouts, rows, certainty
 
 
 def train_hybrid_stage(
@@ -358,6 +387,7 @@ def ablate_stage(
 
 def report_stage(workspace: Workspace, probe: str) -> Path:
     """Write the report of what the workspace holds under the probe's name; the page."""
+    from spkv_nas.agreement import read_agreement
     from spkv_nas.proposal import at_layouts_tau
     from spkv_nas.report import write_report
 
@@ -366,12 +396,14 @@ def report_stage(workspace: Workspace, probe: str) -> Path:
     folder = workspace.report_dir(table.name)
     comparison = folder / "comparison.csv"
     summary = folder / "comparison.yaml"
+    agreement = folder / "agreement.csv"
     return write_report(
         folder,
         table=at_layouts_tau(table, layouts),
         layouts=layouts,
         comparison=pd.read_csv(comparison) if comparison.is_file() else None,
         summary=read_yaml(summary, "comparison") if summary.is_file() else None,
+        agreement=read_agreement(agreement) if agreement.is_file() else None,
     )
 
 

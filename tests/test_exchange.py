@@ -313,14 +313,14 @@ class TestCommands:
 
     def test_mistakes(self, capsys: pytest.CaptureFixture[str], tmp_path: Path, duo: Path) -> None:
         Layout(("GL",), 8).write(tmp_path / "a.yaml")
-        ours = COMMITTED / "densest.yaml"
+        ours, scores = COMMITTED / "densest.yaml", duo / "full_attention_heads.tsv"
         for arguments, message in [
             (("layout", "diff", tmp_path / "a.yaml", ours), "1 layers x 2 KV heads and 21 layers x 3 KV heads"),
-            (("layout", "show", tmp_path / "a.yaml", "-p", duo / "full_attention_heads.tsv"), "has 4 x 3"),
+            (("layout", "show", tmp_path / "a.yaml", "-p", scores), "has 4 x 3"),
             (("layout", "show", duo), f"spkv-nas layout convert {duo} NEW.yaml makes one of it"),
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
             (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),
-            (("propose", "--probe", duo / "full_attention_heads.tsv", "--tau", "0.7"), "--tau needs densities"),
+            (("propose", "--probe", scores, "-b", "6", "--tau", "0.7"), "--tau needs densities"),
             (("schema", "letter"), "there is one of layout and of recipe"),
         ]:
             code, _, error = run(capsys, *arguments)

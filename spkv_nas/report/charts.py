@@ -161,8 +161,14 @@ def budget_chart(inputs: Inputs) -> Chart | None:
         return None
     names = [str(name) for name in curve.columns if name != "budget"]
     x = make_axis(0, inputs.table.num_heads, 56, WIDTH - 16, "Budget, global KV heads", exact=True)
-    y = make_axis(0, 100, HEIGHT - 48, 14, "Density coverage, %")
-    lines = []
+    sure = inputs.certainty
+    y = make_axis(0, 100, HEIGHT - 48, 26 if sure else 14, "Density coverage, %")  # room above for the knee
+    lines, bands, rules = [], [], []
+    if sure is not None:
+        ends = [[(x(b), y(100 * v)) for b, v in zip(sure.curve["budget"], sure.curve[end], strict=True)]
+                for end in ("low", "high")]  # fmt: skip
+        bands = [_area(*ends)]
+        rules = [(x(sure.knee), f"knee {sure.knee}")]
     for style, name in enumerate(names):
         known = curve[["budget", name]].dropna().to_numpy()
         lines.append((style, _points([(x(budget), y(100 * share)) for budget, share in known])))
@@ -176,6 +182,8 @@ def budget_chart(inputs: Inputs) -> Chart | None:
         + ". Dots are the layouts.",
         x,
         y,
+        bands=bands,
+        rules=rules,
         lines=lines,
         legend=names,
         dots=[
@@ -238,7 +246,7 @@ def position_chart(table: DensityTable) -> Chart | None:
         f"{first['end']:.0f} tokens and {last['mean']:.3f} from token {last['start']:.0f} on.",
         x,
         y,
-        bands=["M" + " L".join(f"{px:.1f} {py:.1f}" for px, py in [*upper, *reversed(lower)]) + " Z"],
+        bands=[_area(upper, lower)],
         lines=[(0, _points(mean))],
         dots=[
             Dot(
@@ -281,6 +289,11 @@ def jitter(index: int) -> float:
 
 def _percent_axis(title: str) -> Axis:
     return Axis(-3, 106, 56, WIDTH - 16, title, tuple((float(v), str(v)) for v in range(0, 101, 20)))
+
+
+def _area(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> str:
+    """The path around what lies between two lines."""
+    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in [*one, *reversed(other)]) + " Z"
 
 
 def _points(points: Sequence[tuple[float, float]]) -> str:

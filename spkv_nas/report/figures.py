@@ -175,6 +175,11 @@ def budget_figure(inputs: Inputs) -> Figure | None:
     if curve is None:
         return None
     figure, ax = new_figure(6.4, 4.2)
+    if (sure := inputs.certainty) is not None:
+        band = (100 * sure.curve["low"], 100 * sure.curve["high"])
+        label = f"95 % interval, up to ± {sure.reach:.1f}"
+        ax.fill_between(sure.curve["budget"], *band, color=ACCENT, alpha=0.3, linewidth=0, label=label)
+        ax.axvline(sure.knee, color=INK, linewidth=1, linestyle="-.", label=f"knee: {sure.knee}")
     for name, style, colour in zip(curve.columns.drop("budget"), LINE_STYLES, LINE_COLOURS, strict=False):
         known = curve[["budget", name]].dropna()
         ax.plot(known["budget"], 100 * known[name], style, color=colour, linewidth=2, label=name)

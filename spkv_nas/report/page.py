@@ -24,6 +24,8 @@ from spkv_nas.files import write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.report import charts
 from spkv_nas.report.figures import write_figures
+from spkv_nas.report.search_charts import certainty_map
+from spkv_nas.report.search_figures import write_stability_figure
 from spkv_nas.report.summary import (
     FULL_ATTENTION,
     Inputs,
@@ -35,6 +37,7 @@ from spkv_nas.report.summary import (
     signed,
     widest_layout,
 )
+from spkv_nas.search.stability import caution
 
 
 def write_report(
@@ -44,6 +47,7 @@ def write_report(
     layouts: Mapping[str, Layout],
     comparison: pd.DataFrame | None = None,
     summary: Mapping[str, Any] | None = None,
+    agreement: pd.DataFrame | None = None,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
 
@@ -55,6 +59,7 @@ def write_report(
             optional or with gaps, density_percent, coverage_percent, nll (nats per token), delta_nll_percent,
             delta_nll_standard_error (in percentage points), num_global, num_seeds, steps, note. None before training.
         summary: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
+        agreement: of ``spkv_nas.agreement``; None where no probes have been compared.
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
@@ -62,8 +67,11 @@ def write_report(
     """
     inputs = Inputs.check(table, layouts, comparison, summary)
     figures = write_figures(folder, inputs)
+    if (sure := inputs.certainty) is not None:
+        title = f"Chance to be one of the {sure.budget} densest heads, %"
+        figures.append(write_stability_figure(folder, sure.probability["densest"], title))
     page = folder / "index.html"
-    write_atomic(page, _render(inputs, figures))
+    write_atomic(page, _render(inputs, figures, agreement))
     return page
 
 
@@ -78,7 +86,7 @@ class _Row:
     note: str
 
 
-def _render(inputs: Inputs, figures: list[str]) -> str:
+def _render(inputs: Inputs, figures: list[str], agreement: pd.DataFrame | None) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -106,6 +114,10 @@ def _render(inputs: Inputs, figures: list[str]) -> str:
             if chart
         ],
         domains=_domains(table),
+        certainty=inputs.certainty,
+        certainty_map=None if inputs.certainty is None else certainty_map(inputs.certainty),
+        caution=caution(table),
+        agreement=_agreement(agreement),
         provenance=_provenance(inputs),
         downloads=_downloads(inputs),
         figures=figures,
@@ -140,6 +152,7 @@ def _layouts(inputs: Inputs) -> Iterator[dict[str, Any]]:
             "layout": layout,
             "heatmap": charts.heatmap(inputs.table, layout),
             "coverage": f"{100 * inputs.coverage[name]:.1f}",
+            "interval": inputs.certainty.interval(name) if inputs.certainty else "",
             "global": [
                 f"layer {layer}: " + ", ".join(str(head) for head, letter in enumerate(row) if letter == "G")
                 for layer, row in enumerate(layout.heads)
@@ -183,6 +196,22 @@ def _domains(table: DensityTable) -> list[tuple[str, ...]]:
             number(row["agreement"], 2),
         )
         for _, row in domain_profile(table).iterrows()
+    ]
+
+
+def _agreement(rows: pd.DataFrame | None) -> list[tuple[str, ...]]:
+    if rows is None:
+        return []
+    return [
+        (
+            str(row["first"]),
+            str(row["second"]),
+            number(row["budget"], 0),
+            number(row["jaccard"], 2),
+            number(row["spearman"], 3),
+            number(100 * row["transfer"], 1),
+        )
+        for _, row in rows.iterrows()
     ]
 
 

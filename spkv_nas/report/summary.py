@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -18,6 +19,7 @@ from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.layout import Layout
 from spkv_nas.search.coverage import coverage, coverage_curve
+from spkv_nas.search.stability import Certainty, bootstrap, knee
 from spkv_nas.search.strategies import interleaved_first, interleaved_last
 
 FULL_ATTENTION, SP_KV = "full-attention", "sp-kv"
@@ -46,6 +48,16 @@ class Inputs:
     coverage: Mapping[str, float]
     comparison: pd.DataFrame | None
     summary: Mapping[str, Any]
+
+    @cached_property
+    def certainty(self) -> Certainty | None:
+        """How sure the densities are, at the budget that most layouts share, or without any at the knee."""
+        resampled = bootstrap(self.table)
+        if resampled is None:
+            return None
+        budgets = pd.Series([layout.num_global for layout in self.layouts.values()])
+        budget = knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
+        return Certainty.of(resampled, self.layouts, budget)
 
     @classmethod
     def check(

@@ -6,9 +6,13 @@ would be retained.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
+from spkv_nas import __version__
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.layout import Layout
@@ -26,6 +30,16 @@ def coverage(table: DensityTable, layout: Layout) -> float:
             f"the density table '{table.name}' has {table.num_layers} x {table.num_kv_heads}"
         )
     return float(table.density[layout.global_mask].sum() / _total(table))
+
+
+def domain_coverage(table: DensityTable, layout: Layout) -> dict[str, float]:
+    """Coverage by domain; NaN for a domain in which no head keeps anything."""
+    covered = {}
+    for domain in table.domains:
+        density = table.domain_density(domain)
+        total = float(density.sum())
+        covered[domain] = float(density[layout.global_mask].sum()) / total if total else math.nan
+    return covered
 
 
 def coverage_curve(table: DensityTable) -> pd.DataFrame:
@@ -49,3 +63,18 @@ def _total(table: DensityTable) -> float:
             "choose a smaller tau"
         )
     return total
+
+
+def provenance(table: DensityTable, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
+    """What a layout file says about where the layout comes from."""
+    found = {
+        "probe": table.name,
+        "budget": budget,
+        "coverage": round(coverage(table, layout), 4),
+        "tau": round(table.tau, 4) if table.signal == "density" else None,
+        "seed": seed,
+        "created_by": f"spkv-nas {__version__}",
+    }
+    if table.signal != "density":
+        found |= {"signal": table.signal, "source": table.metadata.get("source")}
+    return found

@@ -1,0 +1,398 @@
+"""The search under constraints: exact against brute force, what it says of infeasible sets, budgets, and memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pipeline import fails
+from test_report import make_table as two_domain_table
+
+from spkv_nas.cli import main
+from spkv_nas.demand import Demand, budget_table, knee_row
+from spkv_nas.density import DensityTable
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.search import strategies
+from spkv_nas.search.budget import parse_budgets
+from spkv_nas.search.constraints import Constraints, parse_layers, read_weights, solve
+from spkv_nas.search.cost import CacheCost, format_bytes, parse_bytes
+from spkv_nas.search.coverage import coverage, domain_coverage
+from spkv_nas.search.milp import Problem
+
+Mask = np.ndarray
+
+
+def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> DensityTable:
+    """A table from ``density`` [L, Hkv], or [P, L, Hkv] with its domains."""
+    grid = np.asarray(density, dtype=float)
+    grid = grid[None] if grid.ndim == 2 else grid
+    domain, layer, head = (axis.ravel() for axis in np.indices(grid.shape))
+    rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+        domain=[domains[i] for i in domain], num_tokens=1000, num_documents=2, standard_error=math.nan
+    )
+    return DensityTable("p", rows, window=8)
+
+
+def all_masks(shape: tuple[int, int]) -> Mask:
+    """Every layout of a grid: bool [2 ** (L * Hkv), L, Hkv]."""
+    size = shape[0] * shape[1]
+    return ((np.arange(2**size)[:, None] >> np.arange(size)) & 1).astype(bool).reshape(-1, *shape)
+
+
+def meets(masks: Mask, constraints: Constraints, weights: np.ndarray, budget: float) -> np.ndarray:
+    """bool [N]: which of ``masks`` are allowed, by the words of the docstring of ``Constraints``."""
+    heads = masks.shape[2]
+    number = masks.sum(2)
+    allowed = (masks * weights).sum((1, 2)) <= budget
+    for layer in range(masks.shape[1]):
+        count = number[:, layer]
+        if layer in constraints.global_layers:
+            allowed &= count == heads
+        elif layer in constraints.local_layers:
+            allowed &= count == 0
+        else:
+            allowed &= count >= (constraints.min_per_layer or 0)
+            if constraints.max_per_layer is not None:
+                allowed &= count <= constraints.max_per_layer
+    mixed = (number > 0) & (number < heads)
+    if constraints.granularity == "layer":
+        allowed &= ~mixed.any(1)
+    if constraints.uniform:
+        allowed &= np.where(mixed, number, 0).max(1) <= np.where(mixed, number, heads).min(1)
+    return allowed
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> tuple[np.ndarray, Constraints, np.ndarray | None, int]:
+    """Densities [P, L, Hkv] with and without ties, constraints of every kind, weights or none, a budget."""
+    layers = draw(st.integers(1, 5))
+    heads = draw(st.integers(1, 3 if layers < 5 else 2))
+    generator = np.random.default_rng(draw(st.integers(0, 10**6)))
+    shape = (draw(st.integers(1, 3)), layers, heads)
+    tied = generator.choice([0.0, 0.1, 0.25, 0.5, 1.0], size=shape)
+    density = tied if draw(st.booleans()) else generator.random(shape).round(6)
+    density[:, 0, 0] += density.sum((1, 2)) == 0
+    low = draw(st.none() | st.integers(0, heads))
+    high = draw(st.none() | st.integers(low or 0, heads))
+    kinds = [draw(st.sampled_from("fffGL")) for _ in range(layers)]
+    constraints = Constraints(
+        low,
+        high,
+        tuple(i for i, kind in enumerate(kinds) if kind == "G"),
+        tuple(i for i, kind in enumerate(kinds) if kind == "L"),
+        draw(st.sampled_from(["head", "head", "layer"])),
+        draw(st.booleans()),
+    )
+    weights = generator.integers(1, 9, (layers, heads)) / 4 if draw(st.booleans()) else None
+    return density, constraints, weights, draw(st.integers(1, layers * heads))
+
+
+@settings(max_examples=150, deadline=None)
+@given(searches())
+def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraints, np.ndarray | None, int]) -> None:
+    density, constraints, weights, budget = search
+    shape = (density.shape[1], density.shape[2])
+    masks, ones = all_masks(shape), np.ones(shape)
+    allowed = meets(masks, constraints, ones if weights is None else weights, budget)
+    problem = Problem(shape, constraints.named, budget, weights)
+    found = problem.optimum(density)
+    if not allowed.any():
+        assert found is None
+        guilty = problem.conflict()
+        for name in guilty:  # each could be dropped to leave a layout
+            rest = Constraints(**{key: getattr(constraints, key) for key in guilty if key not in ("budget", name)})
+            limit = math.inf if name == "budget" or "budget" not in guilty else budget
+            assert meets(masks, rest, ones if weights is None else weights, limit).any()
+        return
+    assert found is not None
+    assert found.gap == 0.0
+    assert meets(found.mask[None], constraints, ones if weights is None else weights, budget)[0]
+    covered = ((masks[:, None] * density).sum((2, 3)) / density.sum((1, 2))).min(1)
+    reached = ((found.mask * density).sum((1, 2)) / density.sum((1, 2))).min()
+    best = covered[allowed].max()
+    assert reached == pytest.approx(best, abs=1e-9 if len(density) == 1 else 1.1e-5)
+    if len(density) == 1 and weights is None:  # ties: more heads, then earlier ones
+        places = np.arange(found.mask.size, 0, -1)
+        as_good = masks[allowed & (covered > best - 1e-9)].reshape(-1, found.mask.size)
+        assert found.mask.ravel() @ places == (as_good @ places).max()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 24), st.booleans())
+def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, tied: bool) -> None:
+    generator = np.random.default_rng(seed)
+    density = generator.choice([0.0, 0.2, 0.2, 1.0], (8, 3)) if tied else generator.random((8, 3))
+    density[0, 0] += not density.any()
+    found = Problem((8, 3), {}, budget).optimum(density[None])
+    assert found is not None
+    np.testing.assert_array_equal(found.mask, strategies.densest(density, budget))
+
+
+def test_a_robust_layout_gives_up_coverage_for_the_worst_domain() -> None:
+    table = make_table([[[1.0, 0.9, 0.1, 0.0]], [[0.0, 0.1, 0.6, 0.9]]], ("code", "docs"))
+    robust = solve(table, 2, robust=True)
+    assert robust.heads == ("GLLG",)
+    assert min(domain_coverage(table, robust).values()) == pytest.approx(0.5)
+    assert robust.provenance["worst_domain"] == 0.5
+    assert solve(table, 2).heads == ("GGLL",)
+    assert coverage(table, solve(table, 2)) > coverage(table, robust)
+
+
+def test_a_solution_says_what_it_meets() -> None:
+    layout = solve(make_table(np.full((4, 2), 0.5)), 4, Constraints(max_per_layer=1, global_layers=(3,)))
+    assert layout.heads == ("GL", "GL", "LL", "GG")
+    assert layout.strategy == "constrained"
+    assert layout.provenance["constraints"] == {"max_per_layer": 1, "global_layers": [3]}
+    assert layout.window == 8
+
+
+def test_one_number_of_heads_in_every_mixed_layer() -> None:
+    density = [[0.9, 0.8, 0.7], [0.9, 0.1, 0.1], [0.6, 0.5, 0.1], [0.1, 0.1, 0.1]]
+    assert solve(make_table(density), 6, Constraints(uniform=True)).heads == ("GGG", "GLL", "GLL", "GLL")
+    assert solve(make_table(density), 7, Constraints(uniform=True)).heads == ("GGG", "GGL", "GGL", "LLL")
+
+
+@pytest.mark.parametrize(
+    ("budget", "constraints", "words"),
+    [
+        (2, Constraints(min_per_layer=1), ["the budget of 2 and --min-per-layer 1", "at least 4"]),
+        (3, Constraints(global_layers=(0, 2)), ["--global-layers 0,2", "at least 4"]),
+        (8, Constraints(1, 1, granularity="layer"), ["--min-per-layer 1 and --max-per-layer 1 and --granularity"]),
+        (1, Constraints(granularity="layer"), ["buys no global KV head", "at least 2"]),
+        (3, Constraints(local_layers=(0, 1, 2, 3)), ["no head may be global"]),
+        (3, Constraints(global_layers=(4,)), ["there is no layer 4; layers are 0 to 3"]),
+        (3, Constraints(min_per_layer=3), ["a layer has 2 KV heads"]),
+    ],
+)
+def test_an_infeasible_set_names_its_culprits(budget: int, constraints: Constraints, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        solve(make_table(np.full((4, 2), 0.5)), budget, constraints)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_innocent_constraints_are_not_named() -> None:
+    constraints = Constraints(min_per_layer=1, max_per_layer=2, local_layers=(3,), uniform=True)
+    with pytest.raises(UserError, match=r"the budget of 2 and --min-per-layer 1: ") as error:
+        solve(make_table(np.full((4, 2), 0.5)), 2, constraints)
+    assert "uniform" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_per_layer": 2, "max_per_layer": 1}, "more than --max-per-layer"),
+        ({"global_layers": (1, 2), "local_layers": (2,)}, "layer 2 is in --global-layers and in --local-layers"),
+        ({"granularity": "block"}, "must be head or layer; found 'block'"),
+        ({"max_per_layer": -1}, "at least 0"),
+    ],
+)
+def test_contradictions_are_refused_at_once(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Constraints(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "layers"), [("0,20", (0, 20)), ("3-5", (3, 4, 5)), ("7, 1-2", (1, 2, 7)), (None, ())])
+def test_layers(text: str | None, layers: tuple[int, ...]) -> None:
+    assert parse_layers(text, "--local-layers") == layers
+
+
+@pytest.mark.parametrize("text", ["", "x", "5-3", "-1", "1-", "1,,2", "0-9999999"])
+def test_layers_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UserError, match="--local-layers"):
+        parse_layers(text, "--local-layers")
+
+
+def test_a_domain_that_keeps_nothing_has_no_worst_coverage() -> None:
+    table = make_table([[[0.5, 0.2]], [[0.0, 0.0]]], ("code", "docs"))
+    with pytest.raises(UserError, match="domain 'docs'"):
+        solve(table, 1, robust=True)
+    assert solve(table, 1).heads == ("GL",)
+
+
+class TestWeights:
+    def read(self, folder: Path, text: str) -> np.ndarray:
+        (folder / "w.csv").write_text(f"layer,kv_head,weight\n{text}")
+        return read_weights(folder / "w.csv", make_table([[0.5, 0.4]]))
+
+    def test_the_budget_is_in_their_unit(self, tmp_path: Path) -> None:
+        weights = self.read(tmp_path, "0,1,2.5\n0,0,3.0\n")
+        assert weights.tolist() == [[3.0, 2.5]]
+        layout = solve(make_table([[0.5, 0.4]]), 2.9, weights=weights)
+        assert (layout.heads, layout.provenance["weight"]) == (("LG",), 2.5)
+
+    def test_a_small_unit_changes_nothing(self) -> None:
+        """Rows are met to 1e-6, which once was a third of a budget given in seconds."""
+        table = make_table([[0.5, 0.4, 0.25, 0.2]])
+        weights = np.array([[3.0, 2.0, 2.0, 1.0]])
+        assert solve(table, 4e-7, weights=1e-7 * weights).heads == solve(table, 4, weights=weights).heads == ("GLLG",)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("0,0,1\n", "1 rows up to layer 0, KV head 0; the density table 'p' has 1 layers x 2 KV heads"),
+            ("0,0,1\n1,0,1\n", "up to layer 1"),
+            ("0,0,1\n0,0,1\n", "there twice"),
+            ("0,0,1\n0,1,0\n", "line 3: a weight must be above 0"),
+            ("0,0,1\n0,1,x\n", "line 3: column 'weight' must be a number"),
+        ],
+    )
+    def test_files_that_do_not_fit(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(UserError) as error:
+            self.read(tmp_path, text)
+        assert message in str(error.value)
+        assert "w.csv" in str(error.value)
+
+    def test_weights_of_another_shape(self) -> None:
+        with pytest.raises(UserError, match=r"of shape \[1, 2\]; found \[2, 1\]"):
+            solve(make_table([[0.5, 0.4]]), 1, weights=np.ones((2, 1)))
+
+
+class TestMemory:
+    cost = CacheCost(context=131072, batch=16, window=128, head_dim=128, dtype="bfloat16")
+
+    def test_bytes(self) -> None:
+        assert self.cost.global_head == 2 * 131072 * 128 * 2 * 16
+        assert self.cost.local_head == 2 * 128 * 128 * 2 * 16
+        assert self.cost.total(3, 10) == 3 * self.cost.global_head + 7 * self.cost.local_head
+
+    def test_the_largest_budget_fits_and_the_next_does_not(self) -> None:
+        for number in (1, 7, 639, 640):
+            limit = self.cost.total(number, 640)
+            assert self.cost.largest_budget(limit, 640) == number
+            assert self.cost.largest_budget(limit + self.cost.global_head // 2, 640) == number
+        with pytest.raises(UserError, match="holds no global KV head"):
+            self.cost.largest_budget(self.cost.total(1, 640) - 1, 640)
+
+    def test_a_context_within_the_window(self) -> None:
+        short = CacheCost(context=64, batch=1, window=128, head_dim=8, dtype="float32")
+        assert short.largest_budget(short.total(0, 10), 10) == 10
+        with pytest.raises(UserError, match="holds no global"):
+            short.largest_budget(10, 10)
+
+    @pytest.mark.parametrize(
+        ("text", "number"), [("2GiB", 2**31), ("1.5 gb", 1500000000), ("2e9", 2 * 10**9), ("512", 512)]
+    )
+    def test_sizes(self, text: str, number: int) -> None:
+        assert parse_bytes(text) == number
+
+    @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 cows", "0", "nan", "1e99"])
+    def test_sizes_that_make_no_sense(self, text: str) -> None:
+        with pytest.raises(UserError, match="not a size"):
+            parse_bytes(text)
+
+    def test_sizes_as_text(self) -> None:
+        assert [format_bytes(n) for n in (5, 2048, 2**31)] == ["5 B", "2.00 KiB", "2.00 GiB"]
+
+
+def test_ranges() -> None:
+    assert parse_budgets("6..9", 63) == [6, 7, 8, 9]
+    assert parse_budgets("10%..50%:20", 63) == [6, 26, 32]
+    for text in ("9..6", "0..4", "..", "1..99", "1..4:0", "1..4:x", "1..2..3"):
+        with pytest.raises(UserError, match="budget"):
+            parse_budgets(text, 63)
+
+
+def test_every_budget_is_as_good_as_its_own_proposal() -> None:
+    table = two_domain_table(("code", "docs"))
+    rows, layouts = budget_table(table, [1, 3, 8], Demand(context=1024, head_dim=8, dtype="float16"))
+    assert list(layouts) == ["densest-1", "densest-3", "densest-8"]
+    assert rows["coverage"].tolist() == pytest.approx([1 / 3.4, 2.3 / 3.4, 1.0])
+    assert rows["random"].tolist() == [1 / 8, 3 / 8, 1.0]
+    assert rows["kv_bytes"].iloc[-1] == 8 * 2 * 1024 * 8 * 2
+    assert rows["coverage_low"].isna().all()
+    solved, _ = budget_table(table, [2, 4, 6], Demand(Constraints(granularity="layer")))
+    assert solved["coverage"].tolist() == pytest.approx([1.2 / 3.4, 2.2 / 3.4, 3.0 / 3.4])
+
+
+def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
+    table = two_domain_table(("code",))
+    rows, _ = budget_table(table, list(range(1, 9)), Demand())
+    best = rows.loc[(rows["coverage"] - rows["random"]).idxmax(), "budget"]
+    assert knee_row(table, rows, Demand())[0] == best == (table.density > table.density.mean()).sum()
+    inner = Demand(Constraints(max_per_layer=2))
+    assert knee_row(table, rows, inner)[0] == best
+    assert "may lie beyond" in knee_row(table, rows.iloc[:2], inner)[1]
+
+
+class TestCommand:
+    @pytest.fixture
+    def workspace(self, tmp_path: Path) -> Path:
+        density = np.random.default_rng(0).random((6, 3)).round(4)
+        make_table(density).write(tmp_path / "probes" / "p")
+        return tmp_path
+
+    def propose(self, workspace: Path, *options: str) -> None:
+        main(["propose", "--probe", "p", "--num-random", "0", "--workspace", str(workspace), *options])
+
+    def test_a_constrained_layout_joins_the_others(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.propose(workspace, "--budget", "6", "--max-per-layer", "1", "--robust")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "no interval can be given" in printed
+        layout = Layout.read(workspace / "layouts" / "p" / "robust.yaml")
+        assert layout.heads == tuple(
+            "".join("G" if j == row.argmax() else "L" for j in range(3))
+            for row in DensityTable.read(workspace / "probes" / "p").density
+        )
+        self.propose(workspace, "--budget", "6")
+        assert not (workspace / "layouts" / "p" / "robust.yaml").exists()
+
+    def test_a_range_writes_curve_layouts_and_figure(self, workspace: Path) -> None:
+        self.propose(workspace, "--budget", "2..8:3", "--uniform")
+        folder = workspace / "layouts" / "p"
+        assert pd.read_csv(folder / "budgets.csv")["budget"].tolist() == [2, 5, 8]
+        assert sorted(path.name for path in (folder / "budgets").iterdir()) == [
+            "constrained-2.yaml", "constrained-5.yaml", "constrained-8.yaml"
+        ]  # fmt: skip
+        assert (folder / "budgets.png").is_file()
+        self.propose(workspace, "--budget", "20%..50%")
+        assert {path.stem for path in (folder / "budgets").iterdir()} == {f"densest-{n}" for n in range(4, 10)}
+        assert not list(folder.glob("*.yaml"))
+
+    def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--head-dim", "32", "--dtype", "bfloat16"]
+        self.propose(workspace, *memory)
+        assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
+        assert "1MiB holds 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--budget=4", "--min-per-layer=1"], "no layout meets the budget of 4 and --min-per-layer 1"),
+            (["--min-per-layer=2", "--max-per-layer=1"], "--min-per-layer 2 is more than"),
+            (["--global-layers=1", "--local-layers=0-2"], "layer 1 is in --global-layers and in"),
+            (["--global-layers=9"], "there is no layer 9"),
+            (["--local-layers=first"], "is not a list of layers"),
+            (["--granularity=block"], "must be head or layer"),
+            (["--weights=none.csv"], "weights not found"),
+            (["--kv-bytes=2GiB"], "needs --context"),
+            (["--kv-bytes=2GiB", "--context=1000"], "does not say the model's head_dim: give --head-dim"),
+            (["--kv-bytes=2GiB", "--budget=4"], "not both"),
+            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--dtype=int8"], "holds no global KV head"),
+            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--dtype=int3"], "known are float32"),
+            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--dtype=int8"], "--context must be at least 1"),
+            (["--budget=9..2"], "runs backwards"),
+            (["--budget=1..9", "--tau=match-budget"], "one budget, not a range"),
+            (["--budget=1..9", "--kv-bytes=9GiB"], "does not go with --kv-bytes"),
+        ],
+    )
+    def test_bad_input(
+        self, options: list[str], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = sorted(workspace.rglob("*"))
+        assert message in fails(capsys, "propose", "--probe=p", f"--workspace={workspace}", *options)
+        assert sorted(workspace.rglob("*")) == before
+
+    def test_weights_of_another_model(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (workspace / "w.csv").write_text("layer,kv_head,weight\n0,0,1\n")
+        options = ["--probe=p", f"--workspace={workspace}", f"--weights={workspace / 'w.csv'}", "--budget=1"]
+        assert "has 6 layers x 3 KV heads" in fails(capsys, "propose", *options)
+        cells = (f"{layer},{head},1" for layer in range(6) for head in range(3))
+        (workspace / "w.csv").write_text("layer,kv_head,weight\n" + "\n".join(cells))
+        assert "needs --budget in the unit" in fails(capsys, "propose", *options[:3])
+        assert "all heads together weigh 18" in fails(capsys, "propose", *options[:3], "--budget=19")

@@ -1,0 +1,322 @@
+"""How sure a choice of heads is: counts by document, their bootstrap, and the agreement of probes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import tiny_model
+from test_model import scatter_gates
+from test_pipeline import fails
+from test_probing import all_logits
+from test_report import Page, make_layouts
+
+from spkv_nas.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.demand import Demand, Limit
+from spkv_nas.density import DensityTable, LogitHistogram
+from spkv_nas.documents import MAX_DOCUMENTS, DocumentCounts, group_documents
+from spkv_nas.errors import UserError
+from spkv_nas.model.gates import GateConfig, threshold_logit
+from spkv_nas.model.hook import attach_gates
+from spkv_nas.probing import probe
+from spkv_nas.report import write_report
+from spkv_nas.search.constraints import Constraints
+from spkv_nas.search.stability import Certainty, beyond_doubt, bootstrap, caution, knee
+from spkv_nas.search.strategies import densest
+
+EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
+
+
+def make_probe(
+    seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = (4, 2), name: str = "p"
+) -> DensityTable:
+    """A table of two domains as a probe makes it, from normal logits whose mean varies by head and by document."""
+    generator = np.random.default_rng(seed)
+    mean = np.random.default_rng(99).normal(0, 2, (1, *shape, 1))
+    domain = np.arange(num_documents) % 2
+    tokens = generator.integers(50, 200, num_documents)
+    inside = np.arange(200) < tokens[:, None, None, None]
+    logits = mean + domain[:, None, None, None] + generator.normal(0, 1, (num_documents, *shape, 1))
+    logits = np.where(inside, logits + generator.normal(0, 1, (num_documents, *shape, 200)), np.nan)
+    fine = _histogram(logits, FINE)
+    counts = DocumentCounts(
+        (logits >= 0).sum(-1).astype(float), tokens, domain, ("code", "docs"), _histogram(logits, EDGES), EDGES
+    )
+    rows = [
+        {"layer": layer, "kv_head": head, "density": density, "domain": ("code", "docs")[number],
+         "num_tokens": tokens[domain == number].sum(), "num_documents": 20, "standard_error": 0.01}
+        for (number, layer, head), density in np.ndenumerate(counts.density())
+    ]  # fmt: skip
+    histogram = LogitHistogram(FINE, np.stack([fine[domain == i].sum(0) for i in (0, 1)]), ("code", "docs"))
+    return DensityTable(name, pd.DataFrame(rows), window=8, histogram=histogram, documents=counts)
+
+
+def _histogram(logits: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    bins = np.where(np.isnan(logits), -1, np.searchsorted(edges, logits, side="right"))
+    return np.stack([(bins == i).sum(-1) for i in range(len(edges) + 1)], axis=-1)
+
+
+class TestDocumentCounts:
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    def test_a_probe_counts_every_document(self, batch_size: int, tmp_path: Path) -> None:
+        model = tiny_model()
+        attach_gates(model, GateConfig(window=6, hidden_size=16))
+        scatter_gates(model)
+        tokens = np.random.default_rng(0).integers(3, 97, size=(9, 32)).astype(np.int32)
+        owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, 32)
+        blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12)))
+        table = probe(model, blocks, 0.5, batch_size=batch_size)
+        table.write(tmp_path)
+        logits = all_logits(model, blocks, 0.5).transpose(1, 2, 0, 3).reshape(4, 2, -1)
+        for found in (table.documents, DensityTable.read(tmp_path).documents):
+            assert found is not None
+            order = np.lexsort((np.arange(12) // 2, np.arange(12) % 2))  # groups go domain by domain
+            assert found.tokens.tolist() == [24] * 12
+            assert found.domain.tolist() == [0] * 6 + [1] * 6
+            kept = (logits >= 0).reshape(4, 2, 12, 24).sum(-1).transpose(2, 0, 1)
+            np.testing.assert_array_equal(found.kept, kept[order])
+            assert found.bins.sum(-1).tolist() == np.full((12, 4, 2), 24).tolist()
+        assert (table.metadata["head_dim"], table.metadata["dtype"]) == (8, "float32")
+        for tau in (0.2, 0.7):
+            assert table.documents is not None
+            exact = (logits >= threshold_logit(tau)).reshape(4, 2, 12, 24).sum(-1).transpose(2, 0, 1)[order]
+            other = table.at_tau(tau).documents
+            assert other is not None
+            assert np.abs(other.kept - exact).mean() < 0.2  # of 24 tokens, split within a bin of 0.1
+
+    @pytest.mark.parametrize("tau", [0.0, 0.001, 0.3, 0.5, 0.93, 0.9999, 1.0])
+    def test_documents_add_up_to_the_table_at_every_threshold(self, tau: float) -> None:
+        table = make_probe().at_tau(tau)
+        assert table.documents is not None
+        density = np.stack([table.domain_density(domain) for domain in table.domains])
+        np.testing.assert_allclose(table.documents.density(), density, atol=1e-9)
+        assert (table.documents.kept <= table.documents.tokens[:, None, None] + 1e-9).all()
+        assert (table.documents.kept >= -1e-9).all()
+
+    def test_a_large_histogram_has_wider_bins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model()
+        attach_gates(model, GateConfig(window=6, hidden_size=16))
+        tokens = np.random.default_rng(0).integers(3, 97, size=(2, 32)).astype(np.int32)
+        blocks = TokenBlocks(tokens, 0 * tokens, (DocumentInfo("0", "a", "0"),))
+        widths = []
+        for limit in (10**6, 4 * 2 * 100, 1):
+            monkeypatch.setattr("spkv_nas.probing.DOCUMENT_CELLS", limit)
+            counts = probe(model, blocks).documents
+            assert counts is not None
+            assert counts.bins.shape[-1] == len(counts.edges) + 1
+            assert counts.bins.sum(-1).tolist() == np.full((1, 4, 2), 64).tolist()
+            widths.append(counts.edges[1] - counts.edges[0])
+        assert widths == pytest.approx([0.1, 0.4, 1.6])
+
+    def test_many_documents_are_pooled_within_their_domain(self) -> None:
+        domain = np.array([0] * 1000 + [1] * 3)
+        group, number = group_documents(domain, 2)
+        assert number == MAX_DOCUMENTS // 2 + 3
+        assert sorted(set(group)) == list(range(number))
+        assert not set(group[domain == 0]) & set(group[domain == 1])
+        assert np.bincount(group)[: MAX_DOCUMENTS // 2].min() >= 1000 // (MAX_DOCUMENTS // 2)
+
+    def test_a_file_of_another_table_is_refused(self, tmp_path: Path) -> None:
+        make_probe().write(tmp_path)
+        text = (tmp_path / "density.csv").read_text()
+        (tmp_path / "density.csv").write_text(text.replace("0,0,0.", "0,0,0.0", 1))
+        with pytest.raises(UserError, match=r"documents\.npz does not add up"):
+            DensityTable.read(tmp_path)
+        make_probe(shape=(3, 2)).write(tmp_path / "other")
+        (tmp_path / "density.csv").write_text(text)
+        (tmp_path / "other" / "documents.npz").rename(tmp_path / "documents.npz")
+        with pytest.raises(UserError, match=r"documents\.npz is not of the table beside it"):
+            DensityTable.read(tmp_path)
+        (tmp_path / "documents.npz").write_text("junk")
+        with pytest.raises(UserError, match=r"documents\.npz is damaged"):
+            DensityTable.read(tmp_path)
+
+    def test_an_older_probe_gives_no_interval(self, tmp_path: Path) -> None:
+        make_probe().write(tmp_path)
+        (tmp_path / "documents.npz").unlink()
+        table = DensityTable.read(tmp_path)
+        assert bootstrap(table) is None
+        assert "no interval can be given" in (caution(table) or "")
+        replace(make_probe(), documents=None).write(tmp_path)
+        assert not (tmp_path / "documents.npz").exists()
+
+
+class TestBootstrap:
+    def test_its_spread_is_the_standard_error_by_document(self) -> None:
+        table = make_probe(num_documents=60)
+        documents, resampled = table.documents, bootstrap(table, num_resamples=4000)
+        assert documents is not None
+        assert resampled is not None
+        expected = np.zeros((4, 2))
+        for number, density in enumerate(documents.density()):
+            mine = documents.take(documents.domain == number)
+            residual = mine.kept - mine.tokens[:, None, None] * density
+            expected += (residual**2).sum(0) / documents.tokens.sum() ** 2
+        np.testing.assert_allclose(resampled.density.std(0), np.sqrt(expected), rtol=0.1)
+        np.testing.assert_allclose(resampled.density.mean(0), table.density, atol=0.01)
+
+    def test_intervals_hold_the_truth_about_as_often_as_they_say(self) -> None:
+        """Coverage of four given heads, over 60 probes of one model: the interval is one of 95 %."""
+        truth = make_probe(seed=10**6, num_documents=2000).density
+        mask = densest(truth, 4)
+        held = 0
+        for seed in range(60):
+            resampled = bootstrap(make_probe(seed, num_documents=40), num_resamples=300)
+            assert resampled is not None
+            low, high = resampled.coverage(mask)
+            held += low <= truth[mask].sum() / truth.sum() <= high
+        assert 50 <= held <= 60
+
+    def test_the_curve_holds_the_choice_fixed(self) -> None:
+        table = make_probe()
+        resampled = bootstrap(table)
+        assert resampled is not None
+        curve = resampled.curve()
+        for budget in (1, 3, 8):
+            assert resampled.coverage(densest(table.density, budget)) == pytest.approx(
+                curve.loc[budget - 1, ["low", "high"]].tolist()
+            )
+        assert curve.loc[7, ["low", "high"]].tolist() == pytest.approx([1.0, 1.0])
+
+    def test_probabilities_are_frequencies_of_the_choice(self) -> None:
+        table = make_probe(num_documents=8)
+        resampled = bootstrap(table, num_resamples=100)
+        assert resampled is not None
+        found = resampled.probability(3)
+        assert found.sum() == pytest.approx(3)
+        assert 0 < sum(beyond_doubt(found)[:2]) < 8
+        solved = Demand(Constraints(max_per_layer=2)).probability(resampled, Limit(3))
+        np.testing.assert_allclose(solved, found)  # two is all that a layer has
+
+    def test_what_resampling_cannot_show_is_said(self) -> None:
+        table = make_probe(num_documents=40)
+        assert caution(table) is None
+        assert table.documents is not None
+        one = table.documents.take((table.documents.domain == 0) | (np.arange(40) == 1))
+        assert "within docs" in (caution(replace(table, documents=one)) or "")
+        assert "8 documents" in (caution(make_probe(num_documents=8)) or "")
+        single = replace(table, documents=table.documents.take(np.arange(40) < 2))
+        assert "one document per domain" in (caution(single) or "")
+        assert bootstrap(single) is None
+
+    def test_certainty_in_words(self) -> None:
+        table = make_probe()
+        resampled = bootstrap(table)
+        assert resampled is not None
+        certainty = Certainty.of(resampled, {"densest": make_layouts("densest")["densest"]}, 2)
+        first, last = certainty.sentences()
+        assert "densest: coverage" in first
+        assert "of 8 heads" in first
+        assert last.startswith(f"knee: {knee(table)} heads (95 % interval ")
+        heads = certainty.heads(table)
+        assert list(heads.columns) == ["layer", "kv_head", "density", "densest"]
+        assert heads["densest"].sum() == pytest.approx(2)
+
+
+class TestAgreement:
+    def test_of_a_table_with_itself_and_with_its_opposite(self) -> None:
+        table = make_probe()
+        opposite = replace(table, name="o", rows=table.rows.assign(density=1 - table.rows["density"]))
+        rows = agreement({"p": table, "q": table, "o": opposite}, 4).set_index(["first", "second"])
+        assert rows.loc[("p", "q"), ["jaccard", "spearman", "transfer"]].tolist() == pytest.approx([1, 1, 1])
+        assert rows.loc[("p", "o"), ["jaccard", "spearman"]].tolist() == pytest.approx([0, -1])
+        assert rows.loc[("p", "o"), "transfer"] < 1
+        assert rows["chance"].tolist() == pytest.approx([1 / 3] * 3)
+
+    def test_halves_are_disjoint_and_make_up_the_whole(self) -> None:
+        table = make_probe()
+        (_, even), (_, odd) = parse_probe("p", lambda _: table, "half")
+        weight = [half.rows["num_tokens"].to_numpy() for half in (even, odd)]
+        whole = (even.rows["density"] * weight[0] + odd.rows["density"] * weight[1]) / (weight[0] + weight[1])
+        np.testing.assert_allclose(whole, table.rows["density"])
+        assert even.rows["num_tokens"].sum() != odd.rows["num_tokens"].sum()
+
+    def test_parts_and_thresholds_have_labels(self) -> None:
+        table = make_probe()
+        labels = [label for by in (None, "domain", "half") for label, _ in parse_probe("p@0.7", lambda _: table, by)]
+        assert labels == ["p@0.7", "p@0.7:code", "p@0.7:docs", "p@0.7:even", "p@0.7:odd"]
+        assert next(parse_probe("p@0.7", lambda _: table))[1].tau == 0.7
+        rows = pd.DataFrame({"first": ["p:code", "p:code"], "second": ["p:docs", "p:a"]})
+        assert list(short_labels(rows).values()) == ["code", "docs", "a"]
+
+    def test_the_file_can_be_read_again(self, tmp_path: Path) -> None:
+        rows = agreement({"p": make_probe(), "q": make_probe(1)}, 4).assign(spearman=np.nan)
+        write_agreement(tmp_path, rows)
+        pd.testing.assert_frame_equal(
+            read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5
+        )  # fmt: skip
+        (tmp_path / "agreement.csv").write_text("first,second\na,b\n")
+        with pytest.raises(UserError, match="column 'budget' is missing"):
+            read_agreement(tmp_path / "agreement.csv")
+
+
+class TestCommands:
+    @pytest.fixture
+    def workspace(self, tmp_path: Path) -> Path:
+        make_probe().write(tmp_path / "probes" / "p")
+        make_probe(1, name="q").write(tmp_path / "probes" / "q")
+        return tmp_path
+
+    def test_from_probe_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        place = ["--workspace", str(workspace)]
+        main(["propose", "--probe", "p", "--budget", "3", "--tau", "match-budget", "--uniform", *place])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "densest: coverage" in printed
+        assert "constrained: coverage" in printed
+        heads = pd.read_csv(workspace / "layouts" / "p" / "heads.csv")
+        assert list(heads.columns) == ["layer", "kv_head", "density", "densest", "constrained"]
+        rows = pd.read_csv(workspace / "layouts" / "p" / "coverage.csv")
+        assert ((rows["coverage_low"] <= rows["coverage"]) & (rows["coverage"] <= rows["coverage_high"])).all()
+        main(["compare", "p", "q", "p@0.7", "--budget", "3", *place])
+        assert "transfer" in capsys.readouterr().out
+        main(["compare", "p", "--by", "half", "--budget", "25%", "--name", "halves", *place])
+        assert (workspace / "reports" / "halves" / "agreement.png").is_file()
+        main(["report", "--probe", "p", *place])
+        folder = workspace / "reports" / "p"
+        text = (folder / "index.html").read_text(encoding="utf-8")
+        page = Page(text)
+        assert (folder / "stability.png").is_file()
+        assert "p@0.7" in page.texts["td"]
+        assert any("of the resamples" in (group.get("data-tip") or "") for group in page.all("g"))
+        assert "95\u00a0% interval" in text
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["p"], "only one probe to compare"),
+            (["p", "p"], "'p' is named twice"),
+            (["p", "none"], "no density table 'none'"),
+            (["p", "other"], "'p' has 4 layers x 2 KV heads, 'other' has 3 x 2"),
+            (["p", "p@x"], "must be a number in [0, 1]"),
+            (["p", "p@2"], "[0, 1]"),
+            (["p", "q", "--by=layer"], "--by must be domain or half; found 'layer'"),
+            (["p", "q", "--budget=9"], "the model has 8"),
+            (["p", "p@1"], "no head of 'p@1' keeps anything"),
+            (["bare", "--by=half"], "no counts by document"),
+            (["bare", "--by=domain"], "one domain alone"),
+        ],
+    )
+    def test_bad_comparisons(
+        self, arguments: list[str], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        make_probe(shape=(3, 2), name="other").write(workspace / "probes" / "other")
+        bare = make_probe(name="bare")
+        replace(bare, rows=bare.rows[bare.rows["domain"] == "code"], documents=None).write(
+            workspace / "probes" / "bare"
+        )
+        options = [*arguments, *([] if "--budget=9" in arguments else ["--budget=3"]), f"--workspace={workspace}"]
+        assert message in fails(capsys, "compare", *options)
+        assert not (workspace / "reports").exists()
+
+
+def test_a_report_without_counts_by_document_says_so(tmp_path: Path) -> None:
+    table = replace(make_probe(), documents=None)
+    text = write_report(tmp_path, table=table, layouts={}).read_text(encoding="utf-8")
+    Page(text)
+    assert "No interval can be given" in text
+    assert not (tmp_path / "stability.png").exists()
