@@ -291,7 +291,7 @@ def density_evolution_figure(rows: pd.DataFrame) -> Figure:
     ax.set_ylim(-2, 102)
     ax.set_xlabel("step")
     ax.set_ylabel("density, % of keys kept")
-    ax.legend(frameon=False, fontsize=9, loc="best")
+    ax.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     return figure
 
 
