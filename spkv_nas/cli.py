@@ -192,10 +192,10 @@ def train_hybrid(
     """
     from spkv_nas import stages
 
-    rows, correlation = stages.train_hybrid_stage(
+    rows, correlations = stages.train_hybrid_stage(
         _workspace(workspace), probe, layouts, recipe=recipe, num_seeds=seeds, device=device, announce=_announce
     )
-    _show_comparison(rows, correlation)
+    _show_comparison(rows, correlations)
 
 
 @app.command()
@@ -248,6 +248,42 @@ def evaluate(
     _show_evaluation(name, evaluation, rows)
     if rows is not None:
         out.print(f"sweep: [bold]{_escaped(str(place.report_dir(name) / 'tau-sweep.png'))}[/bold]")
+
+
+@app.command()
+def score(
+    layouts: Annotated[
+        list[Path] | None, typer.Argument(help="Layout files; all of layouts/NAME/ by default.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Checkpoint, dense or SP-KV: a folder, an id, or embedded:NAME.")
+    ] = "embedded:dense",
+    data: Annotated[
+        list[str] | None, typer.Option(help="Text to score on: files or folders; repeat for several.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use at most so many tokens, from the first; all by default.", show_default=False)
+    ] = None,
+    probe: Annotated[
+        str | None, typer.Option("--probe", "-p", help="Count coverage with this table.", metavar="NAME|FILE")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the result; the probe's or the model's by default.")] = None,
+    block_size: Annotated[int, typer.Option(min=2, help="Tokens per block, with --data.")] = 512,
+    workspace: WorkspaceOption = Path(),
+    device: DeviceOption = None,
+) -> None:
+    """Score layouts without training: NLL of a checkpoint with each on it. Writes reports/NAME/zero-shot.csv.
+
+    Finished scores are kept in runs/NAME/zero-shot/ and not computed again.
+    """
+    from spkv_nas import stages
+
+    place = _workspace(workspace)
+    name, rows = stages.score_stage(
+        place, layouts, model=model, data=data, max_tokens=max_tokens, probe=probe, name=name, block_size=block_size,
+        device=device, announce=_announce,
+    )  # fmt: skip
+    _show_scores(name, rows, place.report_dir(name))
 
 
 @app.command()
@@ -574,20 +610,45 @@ def _show_cost(name: str, shape: Shape, context: int, costs: list[Cost]) -> None
     out.print(shown)
 
 
-def _show_comparison(rows: pd.DataFrame, correlation: dict[str, Any] | None) -> None:
-    shown = Table("strategy", "density %", "coverage %", "NLL", "ΔNLL %", title="retrained from one dense checkpoint")
+def _show_comparison(rows: pd.DataFrame, correlations: dict[str, dict[str, Any] | None]) -> None:
+    shown = Table(
+        "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
+        title="retrained from one dense checkpoint",
+    )  # fmt: skip
     for row in rows.itertuples():
-        known = row.delta_nll_percent == row.delta_nll_percent  # not NaN
-        change = f"{row.delta_nll_percent:+.3f} ± {row.delta_nll_standard_error:.3f}" if known else "-"
         shown.add_row(
-            row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}", f"{row.nll:.4f}", change
-        )
+            row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
+            _change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
+            _change(row.delta_nll_percent, row.delta_nll_standard_error),
+        )  # fmt: skip
     out.print(shown)
-    if correlation is not None:
-        out.print(
-            f"rank correlation of coverage and ΔNLL over {correlation['layouts']} layouts: {correlation['rho']:+.2f} "
-            f"(p = {correlation['p_value']:.2f}; -1 would mean that coverage orders them perfectly)"
-        )
+    for measure, found in correlations.items():
+        if found is not None:
+            low, high = found["interval"]
+            out.print(
+                f"rank correlation of {measure} and ΔNLL over {found['layouts']} layouts: {found['rho']:+.2f} "
+                f"(p = {found['p_value']:.2f}, 95 % interval {low:+.2f} to {high:+.2f}; "
+                f"{'-1' if measure == 'coverage' else '+1'} would mean that it orders them perfectly)"
+            )
+
+
+def _show_scores(name: str, rows: pd.DataFrame, folder: Path) -> None:
+    shown = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=f"{_escaped(name)}: without training")
+    for row in rows.itertuples():
+        covered = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        shown.add_row(
+            _escaped(row.strategy), str(row.num_global), covered, f"{row.nll:.4f}",
+            _change(row.delta_nll_percent, row.delta_nll_standard_error),
+        )  # fmt: skip
+    out.print(shown)
+    out.print(f"scores: {_escaped(str(folder / 'zero-shot.csv'))}")
+
+
+def _change(percent: float, error: float | None = None) -> str:
+    """Such as ``+0.894 ± 0.082``; a dash for NaN."""
+    if math.isnan(percent):
+        return "-"
+    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {error:.3f}"
 
 
 if __name__ == "__main__":

@@ -176,6 +176,62 @@ def _write_sweep(folder: Path, rows: pd.DataFrame, summary: dict[str, Any]) -> N
     write_tau_sweep(folder, rows)
 
 
+def score_stage(
+    workspace: Workspace,
+    layout_files: list[Path] | None = None,
+    *,
+    model: str | None = None,
+    data: list[str] | None = None,
+    max_tokens: int | None = None,
+    probe: str | None = None,
+    name: str | None = None,
+    block_size: int = 512,
+    device: str | None = None,
+    announce: Announce = _silent,
+) -> tuple[str, pd.DataFrame]:
+    """Zero-shot NLL of layouts on a checkpoint, written to ``reports/<name>/zero-shot.csv``; name and table."""
+    from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
+    from spkv_nas.proposal import at_layouts_tau
+    from spkv_nas.search.coverage import coverage
+
+    _quiet()
+    source = model or "embedded:dense"
+    embedded = source.startswith("embedded:")
+    config = Recipe.read(EMBEDDED / "recipe.yaml")
+    if not embedded and not data:
+        raise UserError("--model needs --data: the text to score on (files or folders)")
+    table = None if probe is None else find_table(workspace, probe)
+    own = config.name if embedded else Path(source).resolve().name
+    name = name or (own if table is None else table.name)
+    layouts = find_layouts(workspace, name, layout_files)
+    covered = {}
+    if table is not None:
+        table = at_layouts_tau(table, layouts)
+        covered = {key: coverage(table, layout) for key, layout in layouts.items()}
+    workspace.check_writable()
+    network, blocks, text = _model_and_text(
+        workspace, source, data, config, EMBEDDED,
+        block_size=block_size, max_tokens=max_tokens, device=device, announce=announce,
+    )  # fmt: skip
+    cache = cache_folder(workspace.run_dir(name) / "zero-shot", network, source, blocks)
+    with _bar("scoring") as progress:
+        full, *scores = zero_shot(network, [None, *layouts.values()], blocks, cache=cache, progress=progress)
+    rows = score_table(layouts, dict(zip(layouts, scores, strict=True)), full, covered)
+    summary = {
+        "model": source,
+        "data": text,
+        "block_size": blocks.block_size,
+        "num_tokens": int(full.num_tokens.sum()),
+        "num_documents": int((full.num_tokens > 0).sum()),
+        "probe": None if table is None else table.name,
+        "environment": environment(),
+    }
+    folder = workspace.report_dir(name)
+    write_atomic(folder / "zero-shot.csv", rows.to_csv(index=False, float_format="%.6g"))
+    write_atomic(folder / "zero-shot.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
+    return name, rows
+
+
 def generate_stage(
     prompt: str,
     *,
@@ -354,8 +410,8 @@ def train_hybrid_stage(
     num_seeds: int = 1,
     device: str | None = None,
     announce: Announce = _silent,
-) -> tuple[pd.DataFrame, dict[str, Any] | None]:
-    """Retrain layouts (all of the workspace's by default); the comparison and its rank correlation."""
+) -> tuple[pd.DataFrame, dict[str, dict[str, Any] | None]]:
+    """Retrain layouts (all of the workspace's by default); the comparison and its rank correlations by measure."""
     from spkv_nas.proposal import at_layouts_tau
 
     table = find_table(workspace, probe)
@@ -363,7 +419,7 @@ def train_hybrid_stage(
     table = at_layouts_tau(table, layouts)
     path = recipe or EMBEDDED / "demo.yaml"
     parsed = Recipe.read(path)
-    from spkv_nas.train_hybrid import rank_correlation, train_hybrids
+    from spkv_nas.train_hybrid import rank_correlations, train_hybrids
 
     _quiet()
     if parsed.gates.start_from is None:
@@ -372,7 +428,7 @@ def train_hybrid_stage(
     rows = train_hybrids(
         parsed, layouts, table, workspace, base=path.parent, num_seeds=num_seeds, device=device, announce=announce
     )
-    return rows, rank_correlation(rows)
+    return rows, rank_correlations(rows)
 
 
 def ablate_stage(

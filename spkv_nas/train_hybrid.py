@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 import yaml
-from scipy.stats import spearmanr
 
 from spkv_nas.density import DensityTable
 from spkv_nas.evaluation.nll import DocumentNLL, paired_difference
+from spkv_nas.evaluation.ranking import rank_correlation
+from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.files import sha256_file, write_atomic
 from spkv_nas.layout import Layout
-from spkv_nas.model.checkpoint import MANIFEST, resolve
+from spkv_nas.model.checkpoint import MANIFEST, load, resolve
 from spkv_nas.recipe import Recipe
 from spkv_nas.search.coverage import coverage
 from spkv_nas.training.run import FULL_ATTENTION, SP_KV, Branch, Corpus, load_corpus, train_branch, train_dense
@@ -37,6 +39,8 @@ COLUMNS = (
     "num_global",
     "num_seeds",
     "steps",
+    "zero_shot_nll",
+    "zero_shot_delta_percent",
     "note",
 )
 
@@ -70,6 +74,8 @@ def train_hybrids(
     runs = workspace.run_dir(recipe.name)
     corpus = load_corpus(recipe, base, runs)
     dense = dense_checkpoint(recipe, corpus, runs, device=device)
+    announce("zero-shot scores on the dense checkpoint")
+    untrained = zero_shot_scores(recipe, layouts, corpus, dense, runs / "zero-shot", device=device)
     variants: dict[str, str | Layout] = {FULL_ATTENTION: FULL_ATTENTION, SP_KV: SP_KV, **layouts}
     finished: dict[str, list[Branch]] = {name: [] for name in variants}
     for seed in range(recipe.seed, recipe.seed + num_seeds):
@@ -77,7 +83,7 @@ def train_hybrids(
             folder = runs / "branches" / branch_key(recipe, dense, variant, seed)
             announce(f"{name} ({number} of {len(variants)}, seed {seed})")
             finished[name].append(train_branch(recipe, corpus, dense, folder, variant, seed=seed, device=device))
-            rows = comparison(finished, layouts, covered, recipe)
+            rows = comparison(finished, layouts, covered, untrained, recipe)
             write_comparison(workspace.report_dir(table.name), rows, recipe, table)
     return rows
 
@@ -102,10 +108,30 @@ def branch_key(recipe: Recipe, dense: Path, variant: str | Layout, seed: int) ->
     return f"{name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}-seed{seed}"
 
 
+def zero_shot_scores(
+    recipe: Recipe, layouts: dict[str, Layout], corpus: Corpus, dense: Path, cache: Path, *, device: str | None = None
+) -> dict[str, DocumentNLL]:
+    """Held-out NLL of the dense checkpoint with each layout on it before any training, and of full attention."""
+    model, _ = load(dense)
+    model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    scores = zero_shot(
+        model,
+        [None, *layouts.values()],
+        corpus.heldout,
+        batch_size=recipe.evaluation.batch_size,
+        cache=cache_folder(cache, model, dense, corpus.heldout),
+    )
+    return dict(zip([FULL_ATTENTION, *layouts], scores, strict=True))
+
+
 def comparison(
-    finished: dict[str, list[Branch]], layouts: dict[str, Layout], covered: dict[str, float], recipe: Recipe
+    finished: dict[str, list[Branch]],
+    layouts: dict[str, Layout],
+    covered: dict[str, float],
+    untrained: dict[str, DocumentNLL],
+    recipe: Recipe,
 ) -> pd.DataFrame:
-    """The table of what has finished so far; empty until full attention has."""
+    """The table of what has finished so far; empty until full attention has. ``untrained``: the zero-shot scores."""
     if not finished[FULL_ATTENTION]:
         return pd.DataFrame(columns=list(COLUMNS))
     rows = []
@@ -128,31 +154,38 @@ def comparison(
                 "num_global": layout.num_global if layout is not None else None,
                 "num_seeds": count,
                 "steps": recipe.branch.steps,
+                **_zero_shot_columns(name, untrained),
                 "note": "",
             }
         )
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def rank_correlation(rows: pd.DataFrame) -> dict[str, float] | None:
-    """Spearman's rho of coverage and ΔNLL over the layouts (-1: coverage ranks them perfectly); None below three."""
-    layouts = rows[rows["num_global"].notna() & rows["delta_nll_percent"].notna()]
-    if len(layouts) < 3 or layouts["coverage_percent"].nunique() < 2:
-        return None
-    result = spearmanr(layouts["coverage_percent"], layouts["delta_nll_percent"])
+def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:
+    score = untrained.get(name)  # none of SP-KV, whose predictors come with training
+    if score is None or name == FULL_ATTENTION:
+        return {"zero_shot_nll": np.nan if score is None else score.mean, "zero_shot_delta_percent": np.nan}
+    change = paired_difference(score, untrained[FULL_ATTENTION])
+    return {"zero_shot_nll": score.mean, "zero_shot_delta_percent": change.percent}
+
+
+def rank_correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:
+    """How well coverage (-1: perfectly) and zero-shot NLL (+1) order the layouts by their ΔNLL after retraining."""
+    layouts = rows[rows["num_global"].notna()]
     return {
-        "rho": round(float(result.statistic), 4),
-        "p_value": round(float(result.pvalue), 4),
-        "layouts": len(layouts),
+        measure: rank_correlation(layouts[column], layouts["delta_nll_percent"])
+        for measure, column in (("coverage", "coverage_percent"), ("zero-shot NLL", "zero_shot_delta_percent"))
     }
 
 
 def write_comparison(folder: Path, rows: pd.DataFrame, recipe: Recipe, table: DensityTable) -> None:
-    """Write ``comparison.csv`` and ``comparison.yaml`` (rank correlation, recipe, versions)."""
+    """Write ``comparison.csv`` and ``comparison.yaml`` (rank correlations, recipe, versions)."""
     write_atomic(folder / "comparison.csv", rows.to_csv(index=False, float_format="%.6g"))
+    correlations = rank_correlations(rows)
     summary = {
         "probe": table.name,
-        "rank_correlation": rank_correlation(rows),
+        "rank_correlation": correlations["coverage"],
+        "zero_shot_rank_correlation": correlations["zero-shot NLL"],
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment(),
     }

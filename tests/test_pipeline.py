@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 from conftest import tiny_model
 
 from spkv_nas.cli import main
@@ -53,8 +54,15 @@ def test_the_whole_path(
     }  # fmt: skip
     assert rows.loc["densest", "coverage_percent"] >= rows["coverage_percent"].drop(["full-attention", "sp-kv"]).max()
     assert rows.loc["full-attention", ["density_percent", "coverage_percent"]].tolist() == [100.0, 100.0]
+    untrained = rows.loc["full-attention", "zero_shot_nll"]
+    trained = rows[rows["num_global"].notna()]
+    assert (trained["zero_shot_delta_percent"] - 100 * (trained["zero_shot_nll"] / untrained - 1)).abs().max() < 1e-2
+    assert rows.loc["sp-kv", ["zero_shot_nll", "zero_shot_delta_percent"]].isna().all()
+    summary = yaml.safe_load((workspace / "reports" / "tiny" / "comparison.yaml").read_text())
+    assert summary["rank_correlation"]["layouts"] == summary["zero_shot_rank_correlation"]["layouts"] == 5
     page = (workspace / "reports" / "tiny" / "index.html").read_text()
     assert "densest" in page
+    assert "before any training" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     monkeypatch.setattr("spkv_nas.training.run._train", lambda *_: pytest.fail("trained again"))
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])

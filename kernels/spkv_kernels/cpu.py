@@ -298,9 +298,10 @@ def _window_backward(rows: _Rows, k: Tensor, v: Tensor, window: int, scale: floa
 
 
 class _Bands(NamedTuple):
-    """The rows t >= w in blocks of c, each with its G query heads folded in, against c + w - 1 keys.
+    """The rows t >= w in blocks of c, each with its G query heads folded in, against c + w keys.
 
-    Row r of block i is query t = w + i c + r; key j of it is s = 1 + i c + j; visible iff r <= j < r + w.
+    Row r of block i is query t = w + i c + r; key j of it is s = i c + j; visible iff r < j <= r + w. Nobody sees the
+    first key: it makes whole vectors of the rows of scores, which the library works through 1.6 times as fast.
     """
 
     window: int
@@ -335,23 +336,23 @@ class _Bands(NamedTuple):
             out[:, :, rows:] = x[:, :, whole, :rest]
 
     def keys(self, x: Tensor) -> Tensor:
-        """[N, T, D] as overlapping views [N, n, c + w - 1, D]; copied only where the last block lacks rows."""
+        """[N, T, D] as overlapping views [N, n, c + w, D]; copied only where the last block lacks rows."""
         missing = self.window + self.number * self.block - self.length
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
-        return x[:, 1:].unfold(1, self.block + self.window - 1, self.block).transpose(2, 3)
+        return x.unfold(1, self.block + self.window, self.block).transpose(2, 3)
 
     def mask(self, q: Tensor) -> Tensor:
-        rows, columns = self.block * q.shape[1], self.block + self.window - 1
-        mask = _band(self.block, self.window, q.dtype).expand(q.shape[1], -1, -1).reshape(rows, columns)
+        mask = F.pad(_band(self.block, self.window, q.dtype), (1, 0), value=-torch.inf)
+        mask = mask.expand(q.shape[1], -1, -1).reshape(self.block * q.shape[1], self.block + self.window)
         return mask.expand(q.shape[0], self.number, -1, -1)
 
     def add_up(self, bands: Tensor) -> Tensor:
-        """Sum of the overlapping gradients [N, n, c + w - 1, D], band i starting at key 1 + i c: [N, T, D]."""
+        """Sum of the overlapping gradients [N, n, c + w, D], band i starting at key i c: [N, T, D]."""
         pieces = torch.split(bands, self.block, dim=2)
         blocks = self.number + len(pieces) - 1
-        total = bands.new_zeros(len(bands), 1 + blocks * self.block, bands.shape[3])
-        by_block = total[:, 1:].view(len(bands), blocks, self.block, -1)
+        total = bands.new_zeros(len(bands), blocks * self.block, bands.shape[3])
+        by_block = total.view(len(bands), blocks, self.block, -1)
         for index, piece in enumerate(pieces):
             by_block[:, index : index + self.number, : piece.shape[2]] += piece
         return total[:, : self.length]

@@ -6,6 +6,7 @@ safetensors carries no checksum, so a flipped bit would load silently: folders t
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,6 +75,23 @@ def check_manifest(folder: Path) -> None:
             raise UserError(f"checkpoint {folder} is damaged: {name} is missing")
         if sha256_file(folder / name) != expected:
             raise UserError(f"checkpoint {folder} is damaged: {name} differs from its recorded SHA-256")
+
+
+def checkpoint_hash(model: PreTrainedModel, path_or_id: str | Path) -> str:
+    """Hexadecimal SHA-256 that names the content of the checkpoint that ``model`` was loaded from.
+
+    Of its manifest; of its config and weights where it has none; of id and commit where it is on the hub.
+    """
+    folder = resolve(path_or_id)
+    if (folder / MANIFEST).is_file():
+        return sha256_file(folder / MANIFEST)
+    if folder.is_dir():
+        parts = [
+            sha256_file(p) for p in sorted(folder.iterdir()) if p.name == "config.json" or p.suffix == ".safetensors"
+        ]
+    else:
+        parts = [str(path_or_id), str(getattr(model.config, "_commit_hash", None))]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def is_complete(folder: Path) -> bool:

@@ -11,7 +11,7 @@ attention dropout, padding, packed position ids, a key-value cache, requests for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,11 @@ _REFUSED_KEYWORDS = {
 }
 
 
+# (q [B, Hq, T, D], k, v [B, Hkv, T, D], scale of the scores) of a layer, to [B, Hq, T, D] in place of its attention,
+# or to None: the layer's attention is what it would be without the observer
+Observer = Callable[[Tensor, Tensor, Tensor, float], Tensor | None]
+
+
 @dataclass
 class LayerState:
     """What the hook of one attention layer knows. Lives on the layer, so that copies of the model keep it."""
@@ -49,7 +54,12 @@ class LayerState:
     anneal: float = 0.0
     p_min: float = 0.0
     density_weight: float = 0.0  # of the layer's mean utility in the loss
+    observer: Observer | None = None
     _window_tensor: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def set_windows(self, windows: tuple[int, ...] | None) -> None:
+        """Replace ``windows``."""
+        self.windows, self._window_tensor = windows, None
 
     def window_tensor(self, device: torch.device) -> Tensor:
         """``windows`` as an int tensor on ``device``; made there once, because a copy to a GPU waits for it."""
@@ -136,6 +146,10 @@ def _attention_function(
         keep = gate.keep if gate else None
         cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, attention_mask, scaling)
         return cached.transpose(1, 2).contiguous(), None
+    if state.observer is not None:
+        observed = state.observer(query, key, value, scaling or query.shape[-1] ** -0.5)
+        if observed is not None:
+            return observed.transpose(1, 2).to(value.dtype).contiguous(), None
     out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
         query.to(value.dtype),
         key.to(value.dtype),
@@ -452,19 +466,55 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     if any(layer_state(layer).gate_window is not None for layer in attention_layers(model).values()):
         detach(model)
     _hook_layers(model)
-    layers = list(attention_layers(model).values())
-    heads = {layer_state(layer).num_kv_heads for layer in layers}
-    if len(layers) != layout.num_layers or heads != {layout.num_kv_heads}:
+    window = window or layout.window
+    try:
+        windows = layout_windows(model, layout, window)
+    except UserError:
         detach(model)
+        raise
+    for layer, row in zip(attention_layers(model).values(), windows, strict=True):
+        layer_state(layer).set_windows(row)
+    _describe(model, layout={"heads": list(layout.heads), "window": window})
+
+
+def layout_windows(model: nn.Module, layout: Layout, window: int) -> list[tuple[int, ...]]:
+    """The window of every KV head of a hooked model, by layer. Raises ``UserError`` if the layout does not fit it."""
+    heads = [layer_state(layer).num_kv_heads for layer in attention_layers(model).values()]
+    if heads != [layout.num_kv_heads] * layout.num_layers:
         raise UserError(
             f"the layout is for {layout.num_layers} layers x {layout.num_kv_heads} KV heads, the model has "
-            f"{len(layers)} layers x {'/'.join(str(h) for h in sorted(heads))} KV heads"
+            f"{len(heads)} layers x {'/'.join(str(h) for h in sorted(set(heads)))} KV heads"
         )
-    window = window or layout.window
-    for layer, row in zip(layers, layout.heads, strict=True):
-        state = layer_state(layer)
-        state.windows, state._window_tensor = tuple(GLOBAL_WINDOW if head == "G" else window for head in row), None
-    _describe(model, layout={"heads": list(layout.heads), "window": window})
+    return [tuple(GLOBAL_WINDOW if head == GLOBAL else window for head in row) for row in layout.heads]
+
+
+@contextmanager
+def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
+    """Inside the ``with`` block every head sees all keys, whatever gates or layout it has; as before after it.
+
+    Layers that are local by design keep their window. The model is in evaluation mode. Yields the layers' states in
+    order: the block may set their windows and observers.
+
+    Raises:
+        UserError: the model cannot be hooked (see the module's docstring).
+    """
+    was_hooked, was_training = bool(attention_layers(model)), model.training
+    _hook_layers(model)
+    states = [layer_state(layer) for layer in attention_layers(model).values()]
+    before = [(state.windows, state.mode) for state in states]
+    model.eval()
+    try:
+        for state in states:
+            state.mode = "open"
+            state.set_windows((state.native_window or GLOBAL_WINDOW,) * state.num_kv_heads)
+        yield states
+    finally:
+        for state, (windows, mode) in zip(states, before, strict=True):
+            state.mode, state.observer = mode, None
+            state.set_windows(windows)
+        if not was_hooked:
+            detach(model)
+        model.train(was_training)
 
 
 def detach(model: PreTrainedModel) -> None:

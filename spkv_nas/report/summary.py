@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pandas as pd
@@ -244,15 +244,29 @@ def _ranking(layouts: pd.DataFrame) -> list[str]:
 
 
 def _correlation(summary: Mapping[str, Any]) -> list[str]:
-    """The rank correlation recorded in ``comparison.yaml``: keys rho, layouts."""
+    """The rank correlations recorded in ``comparison.yaml``: keys rho and, where known, layouts and interval."""
     recorded = summary.get("rank_correlation")
-    if not isinstance(recorded, Mapping) or not isinstance(recorded.get("rho"), int | float):
+    if not _is_correlation(recorded):
         return []
     over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
-    return [
-        f"Spearman's rank correlation of coverage and NLL increase{over} is {signed(recorded['rho'], 2)}; "
-        f"{signed(-1, 0)} would be a perfect ranking."
-    ]
+    sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {_with_interval(recorded)}"
+    zero_shot = summary.get("zero_shot_rank_correlation")
+    if _is_correlation(zero_shot):
+        sentence += f", that of the NLL increase before any training {_with_interval(zero_shot)}"
+        return [f"{sentence}; {signed(-1, 0)} and {signed(1, 0)} would be perfect rankings."]
+    return [f"{sentence}; {signed(-1, 0)} would be a perfect ranking."]
+
+
+def _is_correlation(recorded: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(recorded, Mapping) and isinstance(recorded.get("rho"), int | float)
+
+
+def _with_interval(recorded: Mapping[str, Any]) -> str:
+    text, interval = signed(recorded["rho"], 2), recorded.get("interval")
+    if not isinstance(interval, list | tuple) or len(interval) != 2:
+        return text
+    low, high = (signed(float(bound), 2) for bound in interval)
+    return f"{text} (95 % interval {low} to {high})"
 
 
 def _reference(comparison: pd.DataFrame) -> list[str]:

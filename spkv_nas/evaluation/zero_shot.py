@@ -1,0 +1,232 @@
+"""Zero-shot score of layouts: the NLL of a checkpoint's own weights under each layout, without training.
+
+A score costs seconds where retraining costs minutes to hours, so that a search can afford thousands. Layouts that
+agree on their first layers share the hidden states up to there, which is exact: what enters a layer depends on the
+layers before it alone. Finished scores are kept on disk by the layout's content hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.nll import DocumentNLL, DocumentSums, block_tokens, paired_difference
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import checkpoint_hash
+from spkv_nas.model.hook import LayerState, attention_layers, full_attention, layout_windows
+
+COLUMNS = (
+    "strategy",
+    "hash",
+    "num_global",
+    "density_percent",
+    "coverage_percent",
+    "nll",
+    "delta_nll_percent",
+    "delta_nll_standard_error",
+)
+_FULL = "full-attention"
+_GROUP = 64  # layouts that run together; a killed run loses at most these
+
+Plan = tuple[tuple[int, ...], ...]  # the window of every KV head, by layer
+
+
+@torch.inference_mode()
+def zero_shot(
+    model: PreTrainedModel,
+    layouts: Sequence[Layout | None],
+    blocks: TokenBlocks,
+    *,
+    batch_size: int = 8,
+    cache: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[DocumentNLL]:
+    """NLL by document of ``blocks`` under ``model`` with each layout on its weights, in the order of ``layouts``.
+
+    Args:
+        model: dense, hybrid or SP-KV. Its own windows are lifted and its gates open meanwhile, so that a global head
+            sees every key and a local one its window; it is left as it was.
+        layouts: None is full attention.
+        batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
+        cache: folder of the finished scores of this model on this text (``cache_folder``); read and added to.
+        progress: called with (blocks done, blocks in all) over the layouts that the cache lacks.
+
+    Raises:
+        UserError: there is no text, or a layout is for another number of layers or KV heads.
+    """
+    if blocks.num_blocks == 0:
+        raise UserError("there is no text to score layouts on")
+    with full_attention(model) as states:
+        full = tuple(state.windows or () for state in states)
+        plans = [full if x is None else tuple(layout_windows(model, x, x.window)) for x in layouts]
+        names = [_FULL if x is None else x.content_hash for x in layouts]
+        files = {plan: cache / f"{name}.npz" if cache else None for plan, name in zip(plans, names, strict=True)}
+        scores = {plan: score for plan, file in files.items() if (score := _read(file)) is not None}
+        missing = sorted(files.keys() - scores.keys())
+        done = 0
+
+        def step(num_blocks: int) -> None:
+            nonlocal done
+            done += num_blocks
+            if progress is not None:
+                progress(done, len(missing) * blocks.num_blocks)
+
+        for start in range(0, len(missing), _GROUP):
+            group = missing[start : start + _GROUP]
+            for plan, score in zip(group, _run(model, states, group, blocks, batch_size, step), strict=True):
+                scores[plan] = score
+                if (file := files[plan]) is not None:
+                    score.save(file)
+    return [scores[plan] for plan in plans]
+
+
+def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
+    """The folder below ``root`` for scores of this checkpoint, in this dtype, on this text."""
+    key = hashlib.sha256(f"{checkpoint_hash(model, path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
+    key.update(blocks.tokens.tobytes())
+    key.update(blocks.document.tobytes())
+    return root / key.hexdigest()[:16]
+
+
+def score_table(
+    layouts: Mapping[str, Layout], scores: Mapping[str, DocumentNLL], full: DocumentNLL, covered: Mapping[str, float]
+) -> pd.DataFrame:
+    """One row per layout, lowest NLL first, after that of full attention; columns ``COLUMNS``.
+
+    NLL in nats per token, its change in percent of full attention's, with the standard error of the difference paired
+    by document. ``covered`` is each layout's coverage in [0, 1]; NaN in the table where it has none.
+    """
+    num_heads = next(iter(layouts.values())).num_heads
+    rows = [(_FULL, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan)]
+    for name in sorted(layouts, key=lambda name: scores[name].mean):
+        layout, change = layouts[name], paired_difference(scores[name], full)
+        share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)
+        nll = (scores[name].mean, change.percent, change.standard_error)
+        rows.append((name, layout.hash, layout.num_global, share, coverage, *nll))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _read(file: Path | None) -> DocumentNLL | None:
+    """A finished score; None if it is not there or cannot be read, and so must be computed."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        return DocumentNLL.read(file)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _run(
+    model: PreTrainedModel,
+    states: Sequence[LayerState],
+    plans: Sequence[Plan],
+    blocks: TokenBlocks,
+    batch_size: int,
+    step: Callable[[int], None],
+) -> list[DocumentNLL]:
+    """The NLL under each of ``plans``, which are sorted, so that neighbours share the most layers."""
+    sums = [DocumentSums(blocks) for _ in plans]
+    with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
+        starts = [0, *(decoder.shared(*pair) for pair in pairwise(plans))]
+        for first in range(0, blocks.num_blocks, batch_size):
+            tokens = block_tokens(blocks, first, batch_size, model.device)
+            for i, plan in enumerate(plans):
+                for state, windows in zip(states, plan, strict=True):
+                    if state.windows != windows:
+                        state.set_windows(windows)
+                sums[i].add(first, tokens, decoder.logits(tokens, starts[i], _falling(starts[i + 1 :])))
+                step(len(tokens))
+    return [some.result() for some in sums]
+
+
+def _falling(starts: Sequence[int]) -> set[int]:
+    """The depths at which later passes will resume on hidden states of this one or an earlier one."""
+    return {depth for i, depth in enumerate(starts) if depth < min(starts[:i], default=depth + 1)}
+
+
+class _Resumable:
+    """A model's forward pass that can start at any decoder layer, on a hidden state kept from an earlier pass.
+
+    The layers' ``forward`` is replaced while ``of`` is open. Where the attention layers have no common list of
+    decoder layers, or such a pass gives other logits (layers that share more than hidden states), every pass is whole.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        places = [name.rsplit(".", 2) for name in attention_layers(model)]  # list of layers, number, attention module
+        stack = model.get_submodule(places[0][0]) if len({tuple(place[:-2]) for place in places}) == 1 else None
+        self._layers = list(stack) if isinstance(stack, nn.ModuleList) else []
+        self._depth = [int(place[1]) for place in places] if self._layers else []  # of each attention layer
+        self._first = 0
+        self._wanted: set[int] = set()
+        self._kept: dict[int, Tensor] = {}  # by depth: what enters that layer
+
+    @classmethod
+    @contextmanager
+    def of(cls, model: PreTrainedModel, tokens: Tensor) -> Iterator[_Resumable]:
+        """``tokens`` int64 [1, T]: the first of them are run to see whether resuming is exact."""
+        decoder = cls(model)
+        before = [vars(layer).get("forward") for layer in decoder._layers]
+        try:
+            for depth, layer in enumerate(decoder._layers):
+                layer.forward = partial(decoder._forward, depth, layer.forward)
+            decoder._check(tokens[:, :16])
+            yield decoder
+        finally:
+            for layer, forward in zip(decoder._layers, before, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
+
+    def shared(self, plan: Plan, other: Plan) -> int:
+        """Number of decoder layers from the first on that do the same under both plans."""
+        if not self._depth:
+            return 0
+        return next(d for d, mine, its in zip(self._depth, plan, other, strict=True) if mine != its)
+
+    def logits(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
+        """[B, T, V] of ``tokens`` [B, T]; layers before ``first`` are left out, on the state that was kept for it.
+
+        ``wanted``: the depths whose states to keep for later passes; of those below ``first`` it has them.
+        """
+        self._first, self._wanted = first, wanted
+        logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in wanted}
+        return logits
+
+    def _forward(
+        self, depth: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if depth < self._first:
+            return hidden_states
+        if depth == self._first > 0:
+            hidden_states = self._kept[depth]
+        elif depth in self._wanted:
+            self._kept[depth] = hidden_states
+        return forward(hidden_states, *args, **kwargs)
+
+    def _check(self, tokens: Tensor) -> None:
+        count = len(self._layers)
+        depths = {1, count // 2, count - 1} - {0, count}
+        whole = self.logits(tokens, 0, depths)
+        try:
+            exact = all(torch.equal(self.logits(tokens, depth, depths), whole) for depth in depths)
+        except Exception:  # whatever a model does with what its layers return
+            exact = False
+        if not exact:
+            self._depth = []
+        self._kept = {}

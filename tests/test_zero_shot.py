@@ -1,0 +1,269 @@
+"""Zero-shot scores: what each layout gives by hand, with layers shared and with scores from disk."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from conftest import tiny_model
+from scipy.stats import spearmanr
+from test_evaluate import gated
+from test_pipeline import fails
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
+from spkv_nas.data.corpus import documents
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.nll import DocumentNLL, document_nll, paired_difference
+from spkv_nas.evaluation.ranking import NUM_RESAMPLES, rank_correlation
+from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import MANIFEST, load, save
+from spkv_nas.model.hook import apply_layout, attention_layers, detach, full_attention, layer_state
+
+GRIDS = ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL", "GL LL LG LL", "GL GG LG LL", "GL LL LL LL")
+LAYOUTS = [Layout(tuple(grid.split()), window) for window in (6, 3) for grid in GRIDS]
+
+
+BLOCK = 32
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """9 blocks of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
+    tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
+    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Ten short documents."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
+        (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
+    return folder
+
+
+def same(one: DocumentNLL, other: DocumentNLL) -> bool:
+    return np.array_equal(one.total, other.total) and np.array_equal(one.num_tokens, other.num_tokens)
+
+
+def by_hand(model: PreTrainedModel, layout: Layout | None, text: TokenBlocks) -> DocumentNLL:
+    """With the layout applied to a copy of the model, gates removed."""
+    model = copy.deepcopy(model)
+    detach(model)
+    if layout is not None:
+        apply_layout(model, layout)
+    return document_nll(model, text, batch_size=4)
+
+
+class TestScores:
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite", "sp-kv", "hybrid"])
+    def test_are_what_each_layout_gives_by_hand(self, family: str, blocks: TokenBlocks) -> None:
+        """Bit by bit, in any order, with repetitions, on a model that is dense, local by design, gated or a hybrid."""
+        model = gated() if family == "sp-kv" else tiny_model("llama" if family == "hybrid" else family, vocab_size=300)
+        if family == "hybrid":
+            apply_layout(model, LAYOUTS[1])
+        before = document_nll(model, blocks)
+        scores = zero_shot(model, [None, *LAYOUTS, None], blocks, batch_size=4)
+        for layout, score in zip(LAYOUTS, scores[1:-1], strict=True):
+            assert same(score, by_hand(model, layout, blocks))
+        assert same(scores[0], scores[-1])
+        assert scores[0].total == pytest.approx(by_hand(model, None, blocks).total, rel=1e-6)  # PyTorch's own attention
+        assert len({score.mean for score in scores}) == 11  # of 14: a layout of each window and None come twice
+        assert same(document_nll(model, blocks), before)
+
+    def test_the_model_is_left_as_it_was(self, blocks: TokenBlocks) -> None:
+        model = gated().train()
+        states = [copy.copy(layer_state(layer)) for layer in attention_layers(model).values()]
+        with pytest.raises(UserError, match=r"the layout is for 3 layers x 2 KV heads, the model has 4 layers x 2"):
+            zero_shot(model, [LAYOUTS[0], Layout(("GL",) * 3, 6)], blocks)
+        zero_shot(model, LAYOUTS[:2], blocks)
+        assert model.training
+        assert [layer_state(layer) for layer in attention_layers(model).values()] == states
+        assert not any("forward" in vars(module) for module in model.modules())
+        dense = tiny_model()
+        zero_shot(dense, LAYOUTS[:2], blocks)
+        assert not attention_layers(dense)
+        assert dense.config._attn_implementation == "sdpa"
+
+    def test_layers_that_agree_run_once(self, blocks: TokenBlocks) -> None:
+        """Each batch runs one layer per node of the layouts' tree of prefixes."""
+        model = tiny_model(vocab_size=300)
+        runs = [0] * 4
+        for depth, layer in enumerate(model.model.layers):
+            layer.mlp.register_forward_hook(lambda *_, depth=depth: runs.__setitem__(depth, runs[depth] + 1))
+        zero_shot(model, LAYOUTS[:1], blocks, batch_size=4)
+        alone = runs.copy()
+        zero_shot(model, LAYOUTS[:6], blocks, batch_size=4)
+        extra = [both - 2 * one for both, one in zip(runs, alone, strict=True)]
+        nodes = [len({tuple(grid.split()[: depth + 1]) for grid in GRIDS}) for depth in range(4)]
+        assert nodes == [2, 3, 4, 5]
+        assert extra == [3 * (count - 1) for count in nodes]  # three batches
+
+    def test_layers_that_share_more_than_hidden_states_run_whole(self, blocks: TokenBlocks) -> None:
+        model = tiny_model(vocab_size=300)
+        seen: list[torch.Tensor] = []
+        first, *_, last = model.model.layers
+        first.mlp.register_forward_hook(lambda _m, _a, out: seen.append(out))
+        last.register_forward_hook(lambda _m, _a, out: out + seen.pop())
+        expected = []
+        for layout in LAYOUTS[:3]:
+            apply_layout(model, layout)
+            expected.append(document_nll(model, blocks, batch_size=4))
+        detach(model)
+        scores = zero_shot(model, LAYOUTS[:3], blocks, batch_size=4)
+        assert all(same(*pair) for pair in zip(scores, expected, strict=True))
+
+    def test_progress_counts_what_is_run(self, blocks: TokenBlocks) -> None:
+        seen: list[tuple[int, int]] = []
+        zero_shot(tiny_model(vocab_size=300), LAYOUTS[:2], blocks, batch_size=6, progress=lambda *s: seen.append(s))
+        assert seen == [(6, 18), (12, 18), (15, 18), (18, 18)]
+
+
+def test_full_attention_lifts_gates_and_windows(blocks: TokenBlocks) -> None:
+    expected = document_nll(tiny_model("gemma3_text", vocab_size=300), blocks)
+    model = gated("gemma3_text")
+    with full_attention(model):
+        assert document_nll(model, blocks).total == pytest.approx(expected.total, rel=1e-6)
+    assert document_nll(model, blocks).total != pytest.approx(expected.total, rel=1e-3)
+
+
+class TestCache:
+    def test_a_finished_score_is_not_computed_again(
+        self,
+        blocks: TokenBlocks,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        model = tiny_model(vocab_size=300)
+        first = zero_shot(model, [None, *LAYOUTS[:3]], blocks, cache=tmp_path)
+        assert {p.stem for p in tmp_path.iterdir()} == {"full-attention", *(x.content_hash for x in LAYOUTS[:3])}
+        with monkeypatch.context() as patch:
+            patch.setattr("spkv_nas.evaluation.zero_shot._run", lambda *_: pytest.fail("computed again"))
+            again = zero_shot(model, [LAYOUTS[2], None, LAYOUTS[0]], blocks, cache=tmp_path)
+        assert all(same(*pair) for pair in zip(again, (first[3], first[0], first[1]), strict=True))
+        (tmp_path / f"{LAYOUTS[1].content_hash}.npz").write_bytes(b"PK torn")
+        mended = zero_shot(model, LAYOUTS[1:2], blocks, cache=tmp_path)
+        assert same(mended[0], first[2])
+        assert same(DocumentNLL.read(tmp_path / f"{LAYOUTS[1].content_hash}.npz"), first[2])
+
+    def test_its_folder_names_checkpoint_dtype_and_text(
+        self,
+        blocks: TokenBlocks,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        model = tiny_model(vocab_size=300)
+        save(model, tiny_tokenizer, tmp_path / "one")
+        model.lm_head.weight.data[0, 0] += 1.0
+        for name in ("two", "plain"):
+            save(model, tiny_tokenizer, tmp_path / name)
+        (tmp_path / "plain" / MANIFEST).unlink()
+        moved = TokenBlocks(blocks.tokens, blocks.document[::-1].copy(), blocks.documents)
+
+        def folder(name: str, some: TokenBlocks = blocks, **options: Any) -> Path:
+            return cache_folder(tmp_path, load(tmp_path / name, **options)[0], tmp_path / name, some)
+
+        folders = [folder("one"), folder("two"), folder("one", blocks.take(8)), folder("one", moved)]
+        folders += [folder("one", dtype=torch.bfloat16), folder("plain")]
+        assert len(set(folders)) == 6
+        assert folder("one") == folders[0]
+        (tmp_path / "plain" / "config.json").write_text((tmp_path / "plain" / "config.json").read_text() + "\n")
+        assert folder("plain") != folders[5]
+
+
+class TestRankCorrelation:
+    def test_rho_and_its_interval(self) -> None:
+        one, other = [3.0, 1.0, 2.0, 5.0, 4.0, np.nan], [0.2, 0.1, 0.4, 0.5, 0.4, 0.3]
+        found = rank_correlation(one, other)
+        assert found is not None
+        expected = spearmanr(one[:5], other[:5])
+        assert (found["rho"], found["p_value"]) == pytest.approx(tuple(expected), abs=1e-4)
+        assert found["layouts"] == 5
+        rhos = []
+        for drawn in np.random.default_rng(0).integers(5, size=(NUM_RESAMPLES, 5))[:400]:
+            pair = np.array([one[:5], other[:5]])[:, drawn]
+            if (np.ptp(pair, axis=1) > 0).all():
+                rhos.append(spearmanr(*pair).statistic)
+        assert found["interval"] == pytest.approx(np.percentile(rhos, [2.5, 97.5]), abs=0.15)
+        assert rank_correlation([1, 2, 3], [6, 5, 4]) == {
+            "rho": -1.0, "p_value": 0.0, "layouts": 3, "interval": [-1.0, -1.0],
+        }  # fmt: skip
+
+    @pytest.mark.parametrize("pair", [([1, 2], [1, 2]), ([1, 2, np.nan], [1, 2, 3]), ([1, 1, 1], [1, 2, 3]), ([], [])])
+    def test_is_none_where_undefined(self, pair: tuple[list[float], list[float]]) -> None:
+        assert rank_correlation(*pair) is None
+
+
+def test_table(blocks: TokenBlocks) -> None:
+    layouts = dict(zip("abc", LAYOUTS, strict=False))
+    full, *some = zero_shot(tiny_model(vocab_size=300), [None, *layouts.values()], blocks)
+    scores = dict(zip(layouts, some, strict=True))
+    rows = score_table(layouts, scores, full, {"a": 0.5, "b": 0.75, "c": 0.0}).set_index("strategy")
+    assert rows["nll"].tolist() == [full.mean, *sorted(score.mean for score in some)]
+    change = paired_difference(scores["b"], full)
+    expected = [LAYOUTS[1].hash, 4, 50.0, 75.0, scores["b"].mean, change.percent, change.standard_error]
+    assert rows.loc["b"].tolist() == expected
+    assert rows.loc["full-attention", ["num_global", "coverage_percent"]].tolist() == [8, 100.0]
+    assert score_table(layouts, scores, full, {})["coverage_percent"].isna().all()
+
+
+class TestCommand:
+    @pytest.fixture
+    def options(self, tmp_path: Path, corpus: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
+        for name, layout in zip(("one", "two"), LAYOUTS, strict=False):
+            Layout(layout.heads, layout.window, name).write(tmp_path / "w" / "layouts" / "mine" / f"{name}.yaml")
+        model = ["--model", str(tmp_path / "mine"), "--data", str(corpus), "--block-size", str(BLOCK)]
+        return [*model, "--workspace", str(tmp_path / "w")]
+
+    def test_scores_of_a_folder(
+        self,
+        options: list[str],
+        tmp_path: Path,
+        corpus: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        main(["score", *options])
+        folder = tmp_path / "w" / "reports" / "mine"
+        rows = pd.read_csv(folder / "zero-shot.csv", index_col="strategy")
+        model, tokenizer = load(tmp_path / "mine")
+        expected = by_hand(model, LAYOUTS[1], build_blocks(documents([str(corpus)], Path()), tokenizer, BLOCK))
+        assert rows.loc["two", "nll"] == pytest.approx(expected.mean, rel=1e-5)
+        assert f"{expected.mean:.4f}" in capsys.readouterr().out
+        summary = yaml.safe_load((folder / "zero-shot.yaml").read_text())
+        assert summary["num_tokens"] == expected.num_tokens.sum()
+        assert len(list((tmp_path / "w" / "runs" / "mine" / "zero-shot").glob("*/*.npz"))) == 3
+
+    def test_with_coverage_of_files(self, options: list[str], tmp_path: Path) -> None:
+        table = tmp_path / "table.csv"
+        table.write_text(
+            "layer,kv_head,density\n" + "".join(f"{i},{j},{0.1 * (i + j)}\n" for i in range(4) for j in (0, 1))
+        )
+        file = tmp_path / "w" / "layouts" / "mine" / "one.yaml"
+        main(["score", str(file), *options, "--probe", str(table), "--max-tokens", "70"])
+        rows = pd.read_csv(tmp_path / "w" / "reports" / "table" / "zero-shot.csv", index_col="strategy")
+        assert rows["coverage_percent"].tolist() == pytest.approx([100.0, 100 * 0.3 / 1.6])
+        assert yaml.safe_load((tmp_path / "w" / "reports" / "table" / "zero-shot.yaml").read_text())["num_tokens"] == 62
+
+    def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        wrong = tmp_path / "wrong.yaml"
+        Layout(("GLG",) * 4, window=6).write(wrong)
+        assert "the model has 4 layers x 2 KV heads" in fails(capsys, "score", wrong, *options)
+        assert "--model needs --data" in fails(capsys, "score", "--model", "somewhere")
+        assert "no layouts in" in fails(capsys, "score", "--workspace", tmp_path / "empty")
+        assert "layout not found" in fails(capsys, "score", tmp_path / "none.yaml", *options)
+        assert "no density table 'x'" in fails(capsys, "score", *options, "--probe", "x")
+        assert "less than one block" in fails(capsys, "score", *options, "--max-tokens", "9")
+        assert not list((tmp_path / "w").rglob("*.csv"))
