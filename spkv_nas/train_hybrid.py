@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import yaml
 from scipy.stats import spearmanr
 
 from spkv_nas.density import DensityTable
+from spkv_nas.distributed import on_main
 from spkv_nas.evaluation.nll import DocumentNLL, paired_difference
 from spkv_nas.files import sha256_file, write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import MANIFEST, resolve
 from spkv_nas.recipe import Recipe
 from spkv_nas.search.coverage import coverage
-from spkv_nas.training.run import FULL_ATTENTION, SP_KV, Branch, Corpus, load_corpus, train_branch, train_dense
+from spkv_nas.training.run import FULL_ATTENTION, SP_KV, Branch, Corpus, load_corpus, start, train_branch, train_dense
 from spkv_nas.workspace import Workspace, environment
 
 COLUMNS = (
@@ -65,6 +67,7 @@ def train_hybrids(
     Returns:
         The comparison, columns ``COLUMNS``; full attention first, then by NLL.
     """
+    start(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
     runs = workspace.run_dir(recipe.name)
@@ -78,7 +81,7 @@ def train_hybrids(
             announce(f"{name} ({number} of {len(variants)}, seed {seed})")
             finished[name].append(train_branch(recipe, corpus, dense, folder, variant, seed=seed, device=device))
             rows = comparison(finished, layouts, covered, recipe)
-            write_comparison(workspace.report_dir(table.name), rows, recipe, table)
+            on_main(partial(write_comparison, workspace.report_dir(table.name), rows, recipe, table))
     return rows
 
 
