@@ -7,6 +7,7 @@ a baseline, which is the first row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,12 +15,13 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from spkv_nas.distributed import on_main
 from spkv_nas.evaluation.nll import paired_difference
 from spkv_nas.files import read_yaml, validate, write_atomic
 from spkv_nas.layout import Layout
 from spkv_nas.recipe import Recipe
 from spkv_nas.train_hybrid import branch_key, dense_checkpoint
-from spkv_nas.training.run import Branch, load_corpus, train_branch
+from spkv_nas.training.run import Branch, load_corpus, start, train_branch
 from spkv_nas.workspace import Workspace, environment
 
 COLUMNS = (
@@ -90,13 +92,14 @@ def ablate(
     rows = pd.DataFrame(columns=list(COLUMNS))
     for number, (name, recipe) in enumerate(recipes.items(), 1):
         announce(f"{name} ({number} of {len(recipes)})")
+        start(recipe, device)
         corpus = load_corpus(recipe, base, runs)
         dense = dense_checkpoint(recipe, corpus, runs, device=device)
         variant = layouts.get(name, file.rows[name].variant)
         folder = runs / "branches" / branch_key(recipe, dense, variant, recipe.seed)
         finished[name] = train_branch(recipe, corpus, dense, folder, variant, device=device)
         rows = _table(finished, layouts)
-        _write(workspace.report_dir(file.name), rows, recipes)
+        on_main(partial(_write, workspace.report_dir(file.name), rows, recipes))
     return file.name, rows
 
 

@@ -19,6 +19,7 @@ from spkv_nas import __version__
 from spkv_nas import cli_search as search
 from spkv_nas.cli_layout import app as layout_app
 from spkv_nas.cli_layout import schema
+from spkv_nas.distributed import disconnect, num_processes, process_index
 from spkv_nas.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ app = typer.Typer(
     "The path: spkv-nas probe, then propose --budget 18, then train-hybrid, then report. "
     "Without arguments every command works on the embedded reference model (21 layers x 3 KV heads).",
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, quiet=process_index() > 0)
+err = Console(stderr=True, highlight=False, quiet=process_index() > 0)
 
 WorkspaceOption = Annotated[
     Path, typer.Option("--workspace", "-w", help="Folder with probes/, layouts/, reports/, runs/.", show_default="here")
@@ -61,6 +62,8 @@ DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu or cuda; CUDA if there is one.", show_default=False)
 ]
 DEFAULT_NAME = "stdlib-21x3"
+DISTRIBUTED = ("train", "train-hybrid")
+OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and torchrun then ends this process
 
 
 def _version(value: bool) -> None:
@@ -71,12 +74,14 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    pass
+    if num_processes() > 1 and context.invoked_subcommand not in DISTRIBUTED:
+        raise UserError(f"torchrun is for {' and '.join(DISTRIBUTED)}: run {context.invoked_subcommand} without it")
 
 
 @app.command()
@@ -476,9 +481,14 @@ def main(arguments: list[str] | None = None) -> None:
     except SystemExit as done:
         if done.code:
             raise
+        if num_processes() > 1:
+            disconnect()
     except UserError as error:
         if "--debug" in arguments:
             raise
+        if process_index():
+            time.sleep(OTHERS_WAIT)
+            err.quiet = False
         err.print(f"[bold red]error:[/bold red] {_escaped(str(error))}")
         sys.exit(2)
     except KeyboardInterrupt:

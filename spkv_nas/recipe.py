@@ -84,7 +84,7 @@ class DenseConfig(_Section):
     """The stable phase of the dense model."""
 
     steps: int = Field(3000, ge=1)
-    batch_size: int = Field(8, ge=1, description="blocks per step")
+    batch_size: int = Field(8, ge=1, description="blocks per step, of all processes together")
     learning_rate: float = Field(2e-3, gt=0.0)
     warmup_steps: int = Field(100, ge=0)
     weight_decay: float = Field(0.1, ge=0.0)
@@ -95,7 +95,7 @@ class BranchConfig(_Section):
     """The decay phase, the same for every branch."""
 
     steps: int = Field(1000, ge=1)
-    batch_size: int = Field(8, ge=1, description="blocks per step")
+    batch_size: int = Field(8, ge=1, description="blocks per step, of all processes together")
     learning_rate: float = Field(2e-3, gt=0.0)
     warmup_steps: int = Field(0, ge=0)
     final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="share of the peak")
@@ -167,6 +167,9 @@ class Recipe(_Section):
     tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
     micro_batch_size: int | None = Field(None, ge=1, description="blocks per forward and backward pass")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
+    sharding: Literal["none", "fsdp"] = Field(
+        "none", description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2)"
+    )
 
     @model_validator(mode="before")
     @classmethod

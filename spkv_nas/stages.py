@@ -11,6 +11,7 @@ import pandas as pd
 import yaml
 
 from spkv_nas.density import DensityTable
+from spkv_nas.distributed import on_main, process_index
 from spkv_nas.errors import UserError
 from spkv_nas.files import read_yaml, write_atomic
 from spkv_nas.layout import Layout
@@ -41,10 +42,11 @@ def train_stage(
 ) -> tuple[Path, Path]:
     """Train a recipe's dense model and its SP-KV branch; their checkpoints. Finished ones are not trained again."""
     from spkv_nas.train_hybrid import branch_key, dense_checkpoint
-    from spkv_nas.training.run import SP_KV, load_corpus, train_branch
+    from spkv_nas.training.run import SP_KV, load_corpus, start, train_branch
 
     _quiet()
     recipe = Recipe.read(recipe_file)
+    start(recipe, device)
     workspace.check_writable()
     for line in recipe.warnings():
         announce(f"warning: {line}")
@@ -54,7 +56,7 @@ def train_stage(
     dense = dense_checkpoint(recipe, corpus, runs, device=device)
     folder = runs / "branches" / branch_key(recipe, dense, SP_KV, recipe.seed)
     reference = train_branch(recipe, corpus, dense, folder, SP_KV, device=device).checkpoint
-    _show_training(reference, workspace.report_dir(recipe.name))
+    on_main(lambda: _show_training(reference, workspace.report_dir(recipe.name)))
     return dense, reference
 
 
@@ -534,10 +536,12 @@ def _check_tau(tau: float | None) -> None:
 
 
 def _quiet() -> None:
-    """Switch off the bars with which transformers reports every file that it reads or writes."""
+    """Switch off the bars with which transformers reports every file that it reads or writes, and its other voices."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if process_index():
+        logging.set_verbosity_error()
 
 
 def _device(device: str | None) -> str:

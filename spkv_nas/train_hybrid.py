@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import yaml
 
 from spkv_nas.density import DensityTable
+from spkv_nas.distributed import on_main
 from spkv_nas.evaluation.nll import DocumentNLL, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
@@ -26,7 +28,7 @@ from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import MANIFEST, load, resolve
 from spkv_nas.recipe import Recipe
 from spkv_nas.search.coverage import coverage
-from spkv_nas.training.run import FULL_ATTENTION, SP_KV, Branch, Corpus, load_corpus, train_branch, train_dense
+from spkv_nas.training.run import FULL_ATTENTION, SP_KV, Branch, Corpus, load_corpus, start, train_branch, train_dense
 from spkv_nas.workspace import Workspace, environment
 
 COLUMNS = (
@@ -69,13 +71,14 @@ def train_hybrids(
     Returns:
         The comparison, columns ``COLUMNS``; full attention first, then by NLL.
     """
+    start(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
     runs = workspace.run_dir(recipe.name)
     corpus = load_corpus(recipe, base, runs)
     dense = dense_checkpoint(recipe, corpus, runs, device=device)
     announce("zero-shot scores on the dense checkpoint")
-    untrained = zero_shot_scores(recipe, layouts, corpus, dense, runs / "zero-shot", device=device)
+    untrained = on_main(partial(zero_shot_scores, recipe, layouts, corpus, dense, runs / "zero-shot", device=device))
     variants: dict[str, str | Layout] = {FULL_ATTENTION: FULL_ATTENTION, SP_KV: SP_KV, **layouts}
     finished: dict[str, list[Branch]] = {name: [] for name in variants}
     for seed in range(recipe.seed, recipe.seed + num_seeds):
@@ -84,7 +87,7 @@ def train_hybrids(
             announce(f"{name} ({number} of {len(variants)}, seed {seed})")
             finished[name].append(train_branch(recipe, corpus, dense, folder, variant, seed=seed, device=device))
             rows = comparison(finished, layouts, covered, untrained, recipe)
-            write_comparison(workspace.report_dir(table.name), rows, recipe, table)
+            on_main(partial(write_comparison, workspace.report_dir(table.name), rows, recipe, table))
     return rows
 
 

@@ -85,18 +85,22 @@ checkpoint_every: 3
 """
 
 
-@pytest.fixture
-def recipe_file(tmp_path: Path) -> Path:
-    """A recipe for a tiny model on forty short documents in two domains, in a folder of its own."""
-    folder = tmp_path / "project"
+def write_project(folder: Path, recipe: str = RECIPE) -> Path:
+    """A recipe for a tiny model on forty short documents in two domains, in a new folder; the recipe's file."""
     for domain in ("prose", "code"):
         (folder / "text" / domain).mkdir(parents=True)
         for number in range(20):
             words = " ".join(f"{domain}{(number * i) % 17} returns" for i in range(60))
             (folder / "text" / domain / f"{number}.txt").write_text(f"document {number}: {words}\n")
     file = folder / "recipe.yaml"
-    file.write_text(RECIPE)
+    file.write_text(recipe)
     return file
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Path:
+    """The file of ``write_project``, in a folder of its own."""
+    return write_project(tmp_path / "project")
 
 
 @pytest.fixture

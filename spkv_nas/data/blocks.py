@@ -74,6 +74,10 @@ class TokenBlocks:
         """The first ``num_blocks`` blocks."""
         return TokenBlocks(self.tokens[:num_blocks], self.document[:num_blocks], self.documents)
 
+    def every(self, step: int, start: int) -> TokenBlocks:
+        """Every ``step``-th block, from ``start``."""
+        return TokenBlocks(self.tokens[start::step], self.document[start::step], self.documents)
+
     def halves(self) -> tuple[TokenBlocks, TokenBlocks]:
         """Two disjoint sets of documents of about equal size: the even and the odd ones, cut into blocks anew."""
         even = self.document.ravel() % 2 == 0
@@ -160,29 +164,45 @@ def load_split(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path
 ) -> tuple[TokenBlocks, TokenBlocks]:
     """(training, held-out) blocks of a recipe's text. Tokenised once: the result is kept under ``cache``."""
+    return read_split(cache_split(config, tokenizer, cache, base), config)
+
+
+def cache_split(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> Path:
+    """The folder under ``cache`` with the blocks of ``load_split``, tokenised if they are not there yet."""
     corpus = list(read_documents(config.sources, base))
     folder = cache / _key(corpus, config, tokenizer)
     if not (folder / "train.npz").is_file():
         rest = (d for d in corpus if not is_heldout(d, config.heldout))
         _write(folder / "train.npz", build_blocks(rest, tokenizer, config.block_size, None, "training text"))
-    return _read(folder / "train.npz"), _heldout_blocks(corpus, config, tokenizer, folder)
+    _cache_heldout(corpus, config, tokenizer, folder)
+    return folder
+
+
+def read_split(folder: Path, config: DataConfig) -> tuple[TokenBlocks, TokenBlocks]:
+    """The blocks of a folder that ``cache_split`` gave."""
+    return _read(folder / "train.npz"), _read(_heldout_file(folder, config))
 
 
 def load_heldout(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> TokenBlocks:
     """The held-out blocks of ``load_split`` alone."""
     corpus = list(read_documents(config.sources, base))
-    return _heldout_blocks(corpus, config, tokenizer, cache / _key(corpus, config, tokenizer))
+    folder = cache / _key(corpus, config, tokenizer)
+    _cache_heldout(corpus, config, tokenizer, folder)
+    return _read(_heldout_file(folder, config))
 
 
-def _heldout_blocks(
+def _cache_heldout(
     corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> TokenBlocks:
+) -> None:
     """Documents come in the order of their content hash, so that a limit takes an even sample."""
-    file = folder / f"heldout-{config.max_heldout_tokens}.npz"
+    file = _heldout_file(folder, config)
     if not file.is_file():
         kept_out = sorted((d for d in corpus if is_heldout(d, config.heldout)), key=lambda d: d.id)
         _write(file, build_blocks(kept_out, tokenizer, config.block_size, config.max_heldout_tokens, "held-out text"))
-    return _read(file)
+
+
+def _heldout_file(folder: Path, config: DataConfig) -> Path:
+    return folder / f"heldout-{config.max_heldout_tokens}.npz"
 
 
 def _key(corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:

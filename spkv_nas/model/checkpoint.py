@@ -43,10 +43,18 @@ MANIFEST = "spkv-manifest.json"
 ASSETS = Path(__file__).parent.parent / "assets" / "stdlib-21x3"
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write a checkpoint folder: weights (safetensors), config with its ``spkv`` section, tokenizer, manifest."""
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a checkpoint folder: weights (safetensors), config with its ``spkv`` section, tokenizer, manifest.
+
+    ``weights`` are those of a sharded model, gathered; by default the model's own.
+    """
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except OSError as error:

@@ -68,7 +68,8 @@ class UtilityPredictor(nn.Module):
                 if self.mix is not None:
                     hidden = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
                 hidden = F.silu(hidden)
-            logits: Tensor = self.down(hidden).float().transpose(1, 2)
+            # not a view: FSDP2 hooks what a module returns
+            logits: Tensor = self.down(hidden).float().transpose(1, 2).clone(memory_format=torch.contiguous_format)
         if sinks and self._config.sinks:
             logits[:, :, : self._config.sinks] = math.inf
         for head, letter in enumerate(self.row):

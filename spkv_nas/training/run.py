@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,9 +23,11 @@ from transformers import (
     set_seed,
 )
 
-from spkv_nas.data.blocks import TokenBlocks, load_split, train_tokenizer
+from spkv_nas.data.blocks import TokenBlocks, cache_split, read_split, train_tokenizer
+from spkv_nas.distributed import connect, num_processes, on_main, share
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.nll import DocumentNLL
+from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.files import write_atomic
 from spkv_nas.layout import Layout
@@ -33,6 +36,7 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.model.hook import apply_layout, attach_gates
 from spkv_nas.recipe import BranchConfig, Recipe
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.sharding import FSDP_CONFIG, sharded_checkpoint, whole_weights
 from spkv_nas.training.trainer import (
     BlockDataset,
     HeldoutCallback,
@@ -70,6 +74,14 @@ class Branch:
     steps: int
 
 
+def start(recipe: Recipe, device: str | None = None) -> None:
+    """Join the processes of torchrun. Raises ``UserError`` if they cannot share the recipe's batches evenly."""
+    for phase in (recipe.dense, recipe.branch):
+        if phase is not None:
+            share(phase.batch_size)
+    connect(device)
+
+
 def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
     """The recipe's text as blocks, tokenised once under ``folder``; a BPE is trained there if the recipe asks for it.
 
@@ -80,15 +92,19 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
     if source is not None:
         tokenizer = load_tokenizer(source)
     else:
-        assert recipe.tokenizer is not None
-        assert recipe.tokenizer.vocab_size is not None
         saved = folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
-        if not is_complete(saved):
-            train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base).save_pretrained(saved)
-            write_manifest(saved)
+        on_main(lambda: _new_tokenizer(recipe, base, saved))
         tokenizer = load_tokenizer(saved)
-    train, heldout = load_split(recipe.data, tokenizer, folder / "blocks", base)
-    return Corpus(tokenizer, train, heldout)
+    blocks = on_main(lambda: cache_split(recipe.data, tokenizer, folder / "blocks", base))
+    return Corpus(tokenizer, *read_split(blocks, recipe.data))
+
+
+def _new_tokenizer(recipe: Recipe, base: Path, folder: Path) -> None:
+    assert recipe.tokenizer is not None
+    assert recipe.tokenizer.vocab_size is not None
+    if not is_complete(folder):
+        train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base).save_pretrained(folder)
+        write_manifest(folder)
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -108,7 +124,7 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
 def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None) -> Path:
     """Train the recipe's dense model up to the decay; the finished checkpoint's folder. Resumes, or returns at once."""
     final = folder / "final"
-    if is_complete(final):
+    if on_main(lambda: is_complete(final)):
         return final
     assert recipe.dense is not None
     phase = recipe.dense
@@ -120,11 +136,10 @@ def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | N
         callbacks=[TokenProgressCallback("dense")],
     )
     _train(trainer, folder)
-    shutil.rmtree(final, ignore_errors=True)
-    save(trainer.model, corpus.tokenizer, final)
-    write_train_log(trainer.state, final / "train-log.csv")
+    weights = whole_weights(trainer.model)
+    on_main(lambda: _save_run(trainer, weights, corpus, final))
     save_optimizer_state(trainer.optimizer, trainer.model, final / OPTIMIZER_STATE)
-    write_manifest(final)
+    on_main(lambda: write_manifest(final))
     return final
 
 
@@ -145,7 +160,7 @@ def train_branch(
         seed: of the data order (and of new predictors); the recipe's by default.
     """
     final = folder / "final"
-    if is_complete(final):
+    if on_main(lambda: is_complete(final)):
         return read_branch(final)
     seed = recipe.seed if seed is None else seed
     plan = _plan(recipe, corpus, dense, variant, seed)
@@ -165,28 +180,42 @@ def train_branch(
         trainer.add_callback(HeldoutCallback(trainer, some, recipe.evaluation.every))
     _train(trainer, folder)
     tau = None if plan.gates is None else recipe.gates.tau
-    measured = evaluate(model, corpus.heldout, tau, batch_size=recipe.evaluation.batch_size)
-    shutil.rmtree(final, ignore_errors=True)
-    save(model, corpus.tokenizer, final)
-    measured.nll.save(final / "heldout-nll.npz")
-    write_train_log(trainer.state, final / "train-log.csv")
-    write_heldout_log(trainer.state, final / "heldout-log.csv")
-    write_density_log(trainer.state, final / "density-log.csv")
-    record = {
-        "variant": variant if isinstance(variant, str) else variant.strategy,
-        "heldout_nll": measured.nll.mean,
-        "heldout_tokens": int(measured.nll.num_tokens.sum()),
-        "heldout_density": measured.density,
-        "steps": plan.phase.steps,
-        "seed": seed,
-        "recipe": recipe.model_dump(mode="json"),
-        "environment": environment(),
-    }
-    write_atomic(final / "run.json", json.dumps(record, indent=1) + "\n")
-    write_manifest(final)
-    for checkpoint in folder.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    size = recipe.evaluation.batch_size
+    measured = split_evaluation(
+        model, corpus.heldout, size, lambda blocks: evaluate(model, blocks, tau, batch_size=size)
+    )
+    weights = whole_weights(trainer.model)
+
+    def finish() -> None:
+        _save_run(trainer, weights, corpus, final)
+        measured.nll.save(final / "heldout-nll.npz")
+        write_heldout_log(trainer.state, final / "heldout-log.csv")
+        write_density_log(trainer.state, final / "density-log.csv")
+        record = {
+            "variant": variant if isinstance(variant, str) else variant.strategy,
+            "heldout_nll": measured.nll.mean,
+            "heldout_tokens": int(measured.nll.num_tokens.sum()),
+            "heldout_density": measured.density,
+            "steps": plan.phase.steps,
+            "seed": seed,
+            "processes": num_processes(),
+            "recipe": recipe.model_dump(mode="json"),
+            "environment": environment(),
+        }
+        write_atomic(final / "run.json", json.dumps(record, indent=1) + "\n")
+        write_manifest(final)
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+
+    on_main(finish)
     return read_branch(final)
+
+
+def _save_run(trainer: SPKVTrainer, weights: dict[str, Tensor] | None, corpus: Corpus, final: Path) -> None:
+    """The checkpoint of a finished run and its log, in place of what an interrupted attempt left."""
+    shutil.rmtree(final, ignore_errors=True)
+    save(trainer.model, corpus.tokenizer, final, weights)
+    write_train_log(trainer.state, final / "train-log.csv")
 
 
 def read_branch(final: Path) -> Branch:
@@ -269,12 +298,14 @@ def _copy_predictors(source: str, model: PreTrainedModel) -> None:
 
 
 def _arguments(recipe: Recipe, phase: Any, folder: Path, device: str | None, *, seed: int | None = None) -> Any:
-    micro_batch_size = min(phase.batch_size, recipe.micro_batch_size or phase.batch_size)
-    return TrainingArguments(
+    sharded = recipe.sharding == "fsdp" and num_processes() > 1
+    own = share(phase.batch_size)
+    micro_batch_size = max(n for n in range(1, min(own, recipe.micro_batch_size or own) + 1) if own % n == 0)
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
         per_device_train_batch_size=micro_batch_size,
-        gradient_accumulation_steps=phase.batch_size // micro_batch_size,
+        gradient_accumulation_steps=own // micro_batch_size,
         learning_rate=phase.learning_rate,
         weight_decay=phase.weight_decay,
         max_grad_norm=phase.max_grad_norm,
@@ -290,15 +321,25 @@ def _arguments(recipe: Recipe, phase: Any, folder: Path, device: str | None, *, 
         bf16=recipe.precision == "bfloat16",
         report_to=["tensorboard"] if recipe.tensorboard else [],
         disable_tqdm=True,  # of the library's own bar; ours is a callback
+        ddp_find_unused_parameters=False,  # a frozen predictor stays linked to the loss
+        fsdp=sharded or None,
+        fsdp_config=dict(FSDP_CONFIG) if sharded else None,
     )
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; on several, DataParallel would widen the batch
+    return arguments
 
 
 def _train(trainer: SPKVTrainer, folder: Path) -> None:
-    batch = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps
+    batch = trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps * num_processes()
     if len(trainer.train_dataset) < batch:
         raise UserError(
             f"the training text gives {len(trainer.train_dataset)} blocks, fewer than one batch of {batch}\n"
             "give more text, a smaller block_size or a smaller batch_size"
         )
-    newest = newest_complete_checkpoint(folder)
+    newest = on_main(lambda: newest_complete_checkpoint(folder))
+    if newest is not None and sharded_checkpoint(newest) != bool(trainer.args.fsdp):
+        raise UserError(
+            f"{newest} was written {'without' if trainer.args.fsdp else 'with'} sharding: fsdp, which this run cannot "
+            "read\ngo on as it was begun, or delete it to start over"
+        )
     trainer.train(resume_from_checkpoint=str(newest) if newest else None)

@@ -17,20 +17,24 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.distributed import num_processes, process_index, sum_over_processes
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.split import split_evaluation
+from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.files import write_atomic
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
 from spkv_nas.recipe import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.sharding import like, shard_predictors, whole
 
 # Of the density controller: lambda is a multiple of the error, and of its sum over steps.
 PROPORTIONAL, INTEGRAL = 1.0, 0.05
@@ -87,6 +91,10 @@ class SPKVTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (betas 0.9, 0.95): matrices decay, vectors do not, predictors have their own rate and decay."""
         model = model or self.model
+        if self.args.fsdp:
+            if not self.is_fsdp_enabled:
+                raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
+            shard_predictors(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
         own, options = predictor_parameters(model), self._gate_options
         learning = [p for p in model.parameters() if p.requires_grad]
         groups = [
@@ -104,15 +112,25 @@ class SPKVTrainer(Trainer):
             betas=(0.9, 0.95),
             fused=True,
         )
-        if self._optimizer_state is not None:
-            load_optimizer_state(self.optimizer, model, self._optimizer_state)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._group_names = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         return self.optimizer
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """One factor for all groups, from the recipe's schedule."""
+        """One factor for all groups, from the recipe's schedule.
+
+        Model and optimizer are ready by now, sharded if they are to be, so the optimizer's state is filled here.
+        """
         optimizer = optimizer or self.optimizer
+        if self.args.fsdp:  # accelerate has exchanged the parameters by their addresses, which empty shards share
+            sharded = dict(self.model.named_parameters())
+            assert all(isinstance(parameter, DTensor) for parameter in sharded.values())
+            for group, names in zip(optimizer.param_groups, self._group_names, strict=True):
+                group["params"] = [sharded[name] for name in names]
+        if self.args.fsdp or self._optimizer_state is not None:
+            load_optimizer_state(optimizer, self.model, self._optimizer_state)
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule.factor)
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -139,13 +157,24 @@ class SPKVTrainer(Trainer):
         return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self._length)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Next-token loss; stops the run before the update when it is not finite."""
+        """Next-token loss; stops the run, on all processes, before the update when it is not finite."""
         self._mark = self._mark or (self.state.global_step, time.perf_counter())
         result = super().compute_loss(*args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
-        if self.model.training and not torch.isfinite(loss.detach()):
-            self._stop("loss", float(loss.detach()))
+        if self.model.training:
+            mean = sum_over_processes(loss.detach()) / num_processes()
+            if not torch.isfinite(mean):
+                self._stop("loss", float(mean))
+            replicated = self.args.world_size > 1 and not self.args.fsdp
+            if replicated and self._phases is not None and self._phases.frozen(self.state.global_step):
+                # DDP waits for a gradient of every parameter
+                return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
         return result
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Waits for all processes: a checkpoint is complete when process 0 has written what follows."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
@@ -166,6 +195,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
     """Sets the gate mode of each step, measures its density, and moves the regulariser's weight toward a target.
 
     A frozen predictor takes part in no update. The weight is saved with the trainer's state, so a resumed run agrees.
+    Processes sample their gates independently, and agree on the density.
 
     Attributes:
         density: [layers, KV heads] of the last measured step, None before.
@@ -182,10 +212,16 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         """What a checkpoint keeps of this."""
         return {"args": {}, "attributes": {"weight": self.weight, "_sum": self._sum}}
 
+    def frozen(self, step: int) -> bool:
+        """Whether predictors are frozen in a step."""
+        return self._schedule.at(step).frozen
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._watch = DensityWatch(kwargs["model"])
+        if args.process_index:  # all were seeded alike, and the data's order is drawn; a checkpoint restores its own
+            torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
         for name, value in (saved["attributes"] if saved else {}).items():
             setattr(self, name, value)
@@ -206,8 +242,9 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         assert self._watch is not None
         measured = self._watch.stop()
         if measured is not None:
+            measured = (sum_over_processes(torch.from_numpy(measured)) / num_processes()).cpu().numpy()
             self.density = measured
-        if self._schedule.at(state.global_step).frozen:
+        if self.frozen(state.global_step):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._options.target_density is not None and measured is not None:
@@ -227,12 +264,16 @@ class HeldoutCallback(TrainerCallback):
             return
         model, size = kwargs["model"], args.per_device_train_batch_size
         with gate_mode(model, "soft"):
-            soft = document_nll(model, self._blocks, batch_size=size)
-        hard = evaluate(model, self._blocks, batch_size=size)
+            soft = split_evaluation(
+                model, self._blocks, size, lambda some: Evaluation(document_nll(model, some, batch_size=size))
+            )
+        hard = split_evaluation(model, self._blocks, size, lambda some: evaluate(model, some, batch_size=size))
         assert hard.density is not None
+        should_log = control.should_log  # the step's own loss, which logging anything else would cancel
         self._trainer.log(
-            {"heldout_soft_nll": soft.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
+            {"heldout_soft_nll": soft.nll.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
         )
+        control.should_log = should_log
 
 
 class TokenProgressCallback(ProgressCallback):
@@ -301,25 +342,35 @@ def write_density_log(state: TrainerState, path: Path) -> None:
 
 
 def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Save AdamW's moments by parameter name, so that branches with other parameter groups can start from them."""
+    """Save AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
+
+    Process 0 writes; a sharded state takes all processes.
+    """
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            tensors[f"{names[parameter]}::{key}"] = torch.as_tensor(value).detach().cpu().contiguous()
-    save_file(tensors, path)
+            tensor = whole(torch.as_tensor(value))
+            if process_index() == 0:
+                tensors[f"{names[parameter]}::{key}"] = tensor.cpu().contiguous()
+    if process_index() == 0:
+        save_file(tensors, path)
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Fill AdamW's moments from ``save_optimizer_state``; parameters that the file lacks keep a fresh state."""
-    saved: Mapping[str, Tensor] = load_file(path)
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path | None) -> None:
+    """Fill AdamW's moments from ``save_optimizer_state``; a parameter that the file lacks gets a fresh state.
+
+    Explicitly, also without any file: a sharded checkpoint is read only into what is there.
+    """
+    saved: Mapping[str, Tensor] = {} if path is None else load_file(path)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        state = {key: saved.get(f"{name}::{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
-        if all(value is not None for value in state.values()):
-            optimizer.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device, parameter.dtype)
-                for key, value in state.items()
-                if value is not None
-            }
+        step, *moments = (saved.get(f"{name}::{key}") for key in ("step", "exp_avg", "exp_avg_sq"))
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
+            **{
+                key: torch.zeros_like(parameter) if value is None else like(value, parameter)
+                for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+            },
+        }

@@ -1,0 +1,68 @@
+"""FSDP2: parameters, gradients and optimizer state are sharded over the processes; all else is as without it.
+
+A unit is a decoder layer, as transformers says, and each predictor: the parameters of a unit share one dtype, and
+predictors stay float32 where ``precision: bfloat16`` gathers everything else in bfloat16. Gradients are summed in
+float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from spkv_nas.model.gates import predictors
+
+FSDP_CONFIG = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
+
+
+def shard_predictors(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
+    """Make units of the predictors, and set the precision of those that accelerate's ``plugin`` will make."""
+    if bfloat16:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for predictor in predictors(model).values():
+        if not isinstance(predictor, FSDPModule):
+            fully_shard(predictor)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters of ``model`` are sharded (between forward passes, that is)."""
+    return isinstance(model, FSDPModule)
+
+
+def sharded_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint of an interrupted run holds shards."""
+    return any(folder.glob("pytorch_model_fsdp*"))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded; collective if it is."""
+    result: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return result.detach()
+
+
+def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A whole tensor with device and dtype of ``parameter``, and sharded as it is."""
+    tensor = tensor.to(parameter.device, parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
+    """State of a sharded model on the CPU of process 0 (empty elsewhere; collective); None if it is not sharded."""
+    if not is_sharded(model):
+        return None
+    weights: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if weights:  # tied ones were gathered twice
+            weights[name] = weights[names.setdefault(parameter, name)]
+    return weights

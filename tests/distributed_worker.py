@@ -1,0 +1,162 @@
+"""The runs of ``test_distributed.py``: imported by pytest for one process, a script in the processes of torchrun."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+from spkv_nas.distributed import disconnect, on_main, process_index
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.recipe import Recipe
+from spkv_nas.training import run, trainer
+from spkv_nas.training.run import SP_KV, Corpus, load_corpus, start, train_branch, train_dense
+
+VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe that differ
+    "dense": {},
+    "hybrid": {"variant": Layout(("G", "L"), window=8)},
+    "sp-kv": {"evaluation": {"batch_size": 3, "every": 4, "max_tokens": 500}},
+    "target": {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},
+    "frozen-model": {"gates": {"training": "frozen-model"}},
+    "frozen-gates": {"gates": {"soft_fraction": 0.0}},
+    "one-layer": {"gates": {"layers": [1], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}},
+    "sampled": {"gates": {"mode": "sampled"}},
+}
+RUNS = {
+    "ddp": ("dense", "hybrid", "sp-kv", "target", "frozen-model", "frozen-gates", "sampled"),
+    "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer"),
+}
+
+
+def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: str = "none", stop_at: int = 0) -> None:
+    """Train one of ``VARIANTS``; the run is ``FOLDER/NAME``, the dense checkpoint of a branch ``FOLDER/dense``.
+
+    Writes what every step logged, and a random number of after the first, to ``FOLDER/NAME-RANK.json``.
+    ``stop_at`` interrupts the run after that many steps.
+    """
+    options = dict(VARIANTS[name.partition("/")[0]])
+    variant = options.pop("variant", SP_KV)
+    data = {**recipe.model_dump(), "sharding": sharding}
+    for section, keys in options.items():
+        data[section] = {**data[section], **keys}
+    recipe = Recipe(**data)
+    target = folder / name
+    target.mkdir(parents=True, exist_ok=True)
+    with _recorded(target.with_name(f"{target.name}-{process_index()}.json"), stop_at):
+        if name == "dense":
+            train_dense(recipe, corpus, target, device="cpu")
+        else:
+            train_branch(recipe, corpus, folder / "dense" / "final", target, variant, device="cpu")
+
+
+@contextmanager
+def _recorded(file: Path, stop_at: int) -> Iterator[None]:
+    entries: list[dict[str, Any]] = []
+    arguments = run._arguments
+
+    def every_step(*args: Any, **kwargs: Any) -> Any:
+        result = arguments(*args, **kwargs)
+        result.logging_steps = 1
+        return result
+
+    def on_step_end(_self: object, _args: object, state: Any, _control: object, **_: Any) -> None:
+        if state.global_step == 1:
+            with torch.random.fork_rng(devices=[]):
+                entries.append({"random": float(torch.rand(1))})
+        if state.global_step == stop_at:
+            raise KeyboardInterrupt
+
+    def on_log(_self: object, _args: object, state: Any, _control: object, logs: Any = None, **_: Any) -> None:
+        entries.append({**logs, "step": state.global_step})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "_arguments", every_step)
+        patch.setattr(trainer.TokenProgressCallback, "on_step_end", on_step_end)
+        patch.setattr(trainer.TokenProgressCallback, "on_log", on_log)
+        try:
+            yield
+        except KeyboardInterrupt:
+            assert stop_at
+        finally:
+            file.write_text(json.dumps(entries))
+
+
+@contextmanager
+def sharding_on_cpu() -> Iterator[None]:
+    """accelerate shards on GPUs alone, and silently replicates elsewhere: tell it that it shards."""
+    original = trainer.SPKVTrainer.create_accelerator_and_postprocess
+
+    def create(self: Any) -> None:
+        original(self)
+        if not self.args.fsdp:
+            return
+        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+        plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        self.is_fsdp_enabled = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.SPKVTrainer, "create_accelerator_and_postprocess", create)
+        yield
+
+
+def with_ddp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
+    for name in RUNS["ddp"]:
+        train(name, recipe, corpus, folder)
+    for stop_at in (7, 0):
+        train("sampled/resumed", recipe, corpus, folder, stop_at=stop_at)
+    train("sp-kv/moved", recipe, corpus, folder, stop_at=7)
+    with pytest.raises(UserError, match="sharding: fsdp needs GPUs; on cpu"):
+        train("hybrid/sharded", recipe, corpus, folder, sharding="fsdp")
+    with pytest.MonkeyPatch.context() as patch:
+        original, factor = trainer.Trainer.compute_loss, (1.0, math.nan)[process_index()]
+        patch.setattr(trainer.Trainer, "compute_loss", lambda *args, **kwargs: original(*args, **kwargs) * factor)
+        with pytest.raises(UserError, match="step 0: the loss is nan"):
+            train("hybrid/nan", recipe, corpus, folder)
+
+
+def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
+    for name in RUNS["fsdp"]:
+        train(name, recipe, corpus, folder, sharding="fsdp")
+    for name in ("sp-kv/resumed", "frozen-gates/resumed"):
+        train(name, recipe, corpus, folder, sharding="fsdp", stop_at=7)
+        with pytest.raises(UserError, match="was written with sharding: fsdp"):
+            train(name, recipe, corpus, folder)
+        train(name, recipe, corpus, folder, sharding="fsdp")
+
+
+def refuse() -> None:
+    raise UserError("no")
+
+
+def main(mode: str, recipe_file: Path, folder: Path) -> None:
+    """Train with ``with_ddp`` or ``with_fsdp``."""
+    recipe = Recipe.read(recipe_file)
+    start(recipe, "cpu")
+    with pytest.raises(UserError, match="no"):
+        on_main(refuse)
+    corpus = load_corpus(recipe, recipe_file.parent, folder)
+    gc.freeze()  # the trainer collects garbage after every run: leave what was imported out
+    if mode == "ddp":
+        with_ddp(recipe, corpus, folder)
+    else:
+        with sharding_on_cpu():
+            with_fsdp(recipe, corpus, folder)
+    disconnect()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

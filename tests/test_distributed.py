@@ -1,0 +1,137 @@
+"""Training in two processes, DDP and FSDP2 on gloo: what one process learns, two learn."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import RECIPE, write_project
+from distributed_worker import RUNS, train
+from safetensors.torch import load_file
+from test_pipeline import fails
+
+from spkv_nas.distributed import share
+from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import load
+from spkv_nas.recipe import Recipe
+from spkv_nas.training.run import OPTIMIZER_STATE, load_corpus, read_branch
+
+ONE_KV_HEAD = RECIPE.replace("num_key_value_heads: 2", "num_key_value_heads: 1")  # so shards of predictors are empty
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments: str | Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """Run a script or ``-m module`` in two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", "2", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as run:
+        try:
+            out, err = run.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # torchrun ends the processes that it started
+            out, err = run.communicate()
+    return subprocess.CompletedProcess(command, run.returncode, out, err)
+
+
+def logged(file: Path, key: str) -> list[float]:
+    return [entry[key] for entry in json.loads(file.read_text()) if key in entry]
+
+
+def assert_close(found: Path, expected: Path, tolerance: float) -> None:
+    """Tensors of two files differ by no more than ``tolerance`` of the largest entry."""
+    tensors, others = load_file(expected), load_file(found)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        assert (others[name] - tensor).abs().max() <= tolerance * tensor.abs().max(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
+    """Losses agree to float32's rounding. Weights to a hundred times that: Adam divides by tiny gradients."""
+    file = write_project(tmp_path / "project", ONE_KV_HEAD)
+    one, two = tmp_path / "one", tmp_path / "two"
+    done = torchrun(Path(__file__).with_name("distributed_worker.py"), mode, file, two)
+    assert done.returncode == 0, done.stderr
+    assert "find_unused_parameters" not in done.stderr
+    recipe = Recipe.read(file)
+    corpus = load_corpus(recipe, file.parent, one)
+    for name in RUNS[mode]:
+        train(name, recipe, corpus, one)
+        if name == "sampled":
+            continue
+        for key in ("loss", "density", "density_weight", "heldout_soft_nll", "heldout_hard_nll", "heldout_density"):
+            expected = logged(one / f"{name}-0.json", key)
+            for rank in (0, 1):
+                assert logged(two / f"{name}-{rank}.json", key) == pytest.approx(expected, rel=1e-5), (name, key)
+        assert len(logged(two / f"{name}-0.json", "loss")) == (6 if name == "dense" else 8)
+        assert_close(two / name / "final" / "model.safetensors", one / name / "final" / "model.safetensors", 1e-3)
+        if name == "dense":
+            assert_close(two / name / "final" / OPTIMIZER_STATE, one / name / "final" / OPTIMIZER_STATE, 1e-4)
+        else:
+            found, expected = (read_branch(folder / name / "final") for folder in (two, one))
+            assert np.array_equal(found.nll.num_tokens, expected.nll.num_tokens)
+            assert found.nll.total == pytest.approx(expected.nll.total, rel=1e-5)
+            assert found.density == pytest.approx(expected.density)
+    for resumed in two.glob("*/resumed/final/model.safetensors"):
+        assert_close(resumed, resumed.parents[2] / "final" / "model.safetensors", 0.0)
+    assert len(list(two.glob("*/resumed/final/run.json"))) == (1 if mode == "ddp" else 2)
+    model, _ = load(two / "sp-kv" / "final")
+    assert not any(type(parameter) is not torch.nn.Parameter for parameter in model.parameters())
+    record = read_branch(two / "sp-kv" / "final")
+    assert evaluate(model, corpus.heldout).nll.total == pytest.approx(record.nll.total, rel=1e-5)
+    if mode == "ddp":
+        drawn = [logged(two / f"sampled-{rank}.json", "random") for rank in (0, 1)]
+        assert drawn[0] != drawn[1]
+        shutil.copytree(two / "sp-kv" / "moved", one / "sp-kv" / "moved")  # interrupted there, finished by one process
+        train("sp-kv/moved", recipe, corpus, one)
+        assert_close(one / "sp-kv/moved/final/model.safetensors", one / "sp-kv/final/model.safetensors", 1e-3)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    """``torchrun -m spkv_nas train-hybrid``: prints once, writes the comparison and ordinary checkpoints."""
+    file = write_project(tmp_path / "project")
+    density = pd.DataFrame({"layer": [0, 0, 1, 1], "kv_head": [0, 1, 0, 1], "density": [0.1, 0.9, 0.8, 0.3]})
+    density.to_csv(tmp_path / "mine.csv", index=False)
+    Layout(("LG", "GL"), window=8, strategy="densest").write(tmp_path / "densest.yaml")
+    place = ["--device", "cpu", "--workspace", tmp_path / "workspace"]
+    inputs = [tmp_path / "densest.yaml", "--probe", tmp_path / "mine.csv", "--recipe", file]
+    done = torchrun("-m", "spkv_nas", "train-hybrid", *inputs, *place)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("retrained from one dense checkpoint") == 1
+    assert done.stderr.count("sp-kv (2 of 3, seed 0)") == 1
+    rows = pd.read_csv(tmp_path / "workspace" / "reports" / "mine" / "comparison.csv")
+    assert set(rows["strategy"]) == {"full-attention", "sp-kv", "densest"}
+
+
+def test_a_batch_that_cannot_be_shared(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert share(3) == 3
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert share(4) == 2
+    recipe_file.write_text(RECIPE.replace("steps: 8, batch_size: 4", "steps: 8, batch_size: 3"))
+    assert "a batch_size of 3 blocks cannot be shared evenly by 2 processes" in fails(capsys, "train", recipe_file)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("spkv_nas.cli.OTHERS_WAIT", 0.0)  # of this one torchrun has not disposed, so it speaks
+    monkeypatch.setattr("spkv_nas.cli.err.quiet", True)
+    assert "cannot be shared" in fails(capsys, "train", recipe_file)
+
+
+def test_other_commands_are_for_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "torchrun is for train and train-hybrid: run report without it" in fails(capsys, "report")
