@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,7 +143,7 @@ def refuse() -> None:
 
 
 def main(mode: str, recipe_file: Path, folder: Path) -> None:
-    """Train with ``with_ddp`` or ``with_fsdp``."""
+    """Train in a way; with DDP one process is lost at last, while the other works."""
     recipe = Recipe.read(recipe_file)
     start(recipe, "cpu")
     with pytest.raises(UserError, match="no"):
@@ -151,10 +152,15 @@ def main(mode: str, recipe_file: Path, folder: Path) -> None:
     gc.freeze()  # the trainer collects garbage after every run: leave what was imported out
     if mode == "ddp":
         with_ddp(recipe, corpus, folder)
+        (folder / f"finished-{process_index()}").touch()
+        on_main(lambda: None)  # both have
+        if process_index() == 1:
+            raise RuntimeError("process 1 is lost")
+        on_main(lambda: time.sleep(600))  # torchrun ends it
     else:
         with sharding_on_cpu():
             with_fsdp(recipe, corpus, folder)
-    disconnect()
+        disconnect()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,10 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
     file = write_project(tmp_path / "project", ONE_KV_HEAD)
     one, two = tmp_path / "one", tmp_path / "two"
     done = torchrun(Path(__file__).with_name("distributed_worker.py"), mode, file, two)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (1 if mode == "ddp" else 0), done.stderr
+    if mode == "ddp":
+        assert sorted(two.glob("finished-*")) == [two / "finished-0", two / "finished-1"], done.stderr
+        assert "process 1 is lost" in done.stderr
     assert "find_unused_parameters" not in done.stderr
     recipe = Recipe.read(file)
     corpus = load_corpus(recipe, file.parent, one)
@@ -76,7 +79,7 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
             for rank in (0, 1):
                 assert logged(two / f"{name}-{rank}.json", key) == pytest.approx(expected, rel=1e-5), (name, key)
         assert len(logged(two / f"{name}-0.json", "loss")) == (6 if name == "dense" else 8)
-        assert_close(two / name / "final" / "model.safetensors", one / name / "final" / "model.safetensors", 1e-3)
+        assert_close(two / name / "final" / "model.safetensors", one / name / "final" / "model.safetensors", 1e-4)
         if name == "dense":
             assert_close(two / name / "final" / OPTIMIZER_STATE, one / name / "final" / OPTIMIZER_STATE, 1e-4)
         else:
@@ -96,7 +99,7 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
         assert drawn[0] != drawn[1]
         shutil.copytree(two / "sp-kv" / "moved", one / "sp-kv" / "moved")  # interrupted there, finished by one process
         train("sp-kv/moved", recipe, corpus, one)
-        assert_close(one / "sp-kv/moved/final/model.safetensors", one / "sp-kv/final/model.safetensors", 1e-3)
+        assert_close(one / "sp-kv/moved/final/model.safetensors", one / "sp-kv/final/model.safetensors", 1e-4)
 
 
 @pytest.mark.slow
