@@ -94,21 +94,34 @@ def probe(
         list[str] | None, typer.Option(help="Text to probe on: files or folders; repeat for several.")
     ] = None,
     tau: Annotated[float | None, typer.Option(help="Threshold in [0, 1]; the checkpoint's by default.")] = None,
+    signal: Annotated[
+        str, typer.Option(help="density, or a rival of it: attention-mass, duo, retrieval; they need no gates.")
+    ] = "density",
+    window: Annotated[
+        int | None,
+        typer.Option(help="Window of the rival signals; the gates' or 128 by default.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps that duo learns for; 200 by default.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Use at most so many tokens, from the first; all by default.", show_default=False)
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the result.")] = None,
     block_size: Annotated[int, typer.Option(min=2, help="Tokens per block, with --data.")] = 512,
     workspace: WorkspaceOption = Path(),
     device: DeviceOption = None,
 ) -> None:
-    """Measure the density of every KV head. Writes probes/NAME/.
+    """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
     Without arguments: the embedded reference on held-out standard library text.
-    With --model and --data: your own SP-KV checkpoint. With a recipe: train the reference, then probe it.
+    With --model and --data: your own checkpoint. With a recipe: train the reference, then probe it.
     """
     from spkv_nas import stages
 
     table = stages.probe_stage(
-        _workspace(workspace), recipe=recipe, model=model, data=data, tau=tau, name=name, block_size=block_size,
-        device=device, announce=_announce,
+        _workspace(workspace), recipe=recipe, model=model, data=data, tau=tau, signal=signal, window=window,
+        steps=steps, max_tokens=max_tokens, name=name, block_size=block_size, device=device, announce=_announce,
     )  # fmt: skip
     _show_probe(table)
 
@@ -522,10 +535,11 @@ def _escaped(text: str) -> str:
 
 def _show_probe(table: DensityTable) -> None:
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
+    measure = f"tau {table.tau:g}: density" if table.signal == "density" else table.signal
     out.print(
         f"[bold]{_escaped(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
-        f"tau {table.tau:g}: density mean {table.mean:.3f}, std {table.std:.3f}; densest is layer {densest[1]}, "
-        f"head {densest[2]} ({densest[0]:.2f})"
+        f"{measure} mean {table.mean:.3f}, std {table.std:.3f}; highest is layer {densest[1]}, head {densest[2]} "
+        f"({densest[0]:.2f})"
     )
     for line in table.diagnosis():
         err.print(f"[yellow]{_escaped(line)}[/yellow]")

@@ -197,7 +197,9 @@ class DensityTable:
         return min((low, high, (low + high) / 2), key=lambda tau: abs(self.at_tau(tau).mean - rho))
 
     def diagnosis(self) -> list[str]:
-        """Plain sentences when the gates have not differentiated; empty when they have."""
+        """Plain sentences when the gates have not differentiated; empty when they have, and for other signals."""
+        if self.signal != "density":
+            return []
         sides = [
             (self.density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
             (self.density < 1 - _NEARLY_OPEN, f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),

@@ -79,19 +79,27 @@ def probe_stage(
     model: str | None = None,
     data: list[str] | None = None,
     tau: float | None = None,
+    signal: str = "density",
+    window: int | None = None,
+    steps: int | None = None,
+    max_tokens: int | None = None,
     name: str | None = None,
     block_size: int = 512,
     device: str | None = None,
     announce: Announce = _silent,
 ) -> DensityTable:
-    """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference."""
+    """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
+
+    A ``signal`` other than density needs no gates; it is written under the name with the signal's behind it.
+    """
+    from spkv_nas import signals
     from spkv_nas.probing import probe
 
     _quiet()
-
+    signals.check(signal, tau=tau, window=window, steps=steps)
     if recipe is not None and (model is not None or data):
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
-    if model is not None and not data:
+    if model is not None and not data and not model.startswith("embedded:"):
         raise UserError("--model needs --data: the text to probe on (files or folders)")
     _check_tau(tau)
     workspace.check_writable()
@@ -102,12 +110,18 @@ def probe_stage(
         source = model or "embedded:reference"
         config, base = Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED
     network, blocks, text = _model_and_text(
-        workspace, source, data, config, base, block_size=block_size, device=device, announce=announce
-    )
-    name = name or (Path(source).name if data and model else config.name)
+        workspace, source, data, config, base,
+        block_size=block_size, max_tokens=max_tokens, device=device, announce=announce,
+    )  # fmt: skip
+    own = Path(source).name if data and model else config.name
+    name = name or (own if signal == signals.DENSITY else f"{own}-{signal}")
     metadata = {"model": source if recipe is None else config.name, "data": text, "environment": environment()}
     with _bar("probing") as progress:
-        table = probe(network, blocks, tau, name=name, metadata=metadata, progress=progress)
+        options: dict[str, Any] = {"name": name, "metadata": metadata, "progress": progress}
+        if signal == signals.DENSITY:
+            table = probe(network, blocks, tau, **options)
+        else:
+            table = signals.measure(signal, network, blocks, window=window, steps=steps, **options)
     table.write(workspace.probe_dir(name))
     return table
 

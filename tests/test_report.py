@@ -243,6 +243,20 @@ def test_result_comes_first() -> None:
     assert "keeps 42.5 % of the tokens and is 0.050 ± 0.010 % above full attention" in text
 
 
+def test_rank_correlations_come_with_their_intervals() -> None:
+    coverage = {"rho": -0.9, "layouts": 5, "interval": [-1.0, -0.11]}
+    text = say(make_comparison(), rank_correlation=coverage, zero_shot_rank_correlation={"rho": 1.0, "interval": None})
+    minus = "\N{MINUS SIGN}"
+    assert f"over 5 layouts is {minus}0.90 (95 % interval {minus}1.00 to {minus}0.11), that of the NLL increase" in text
+    assert f"before any training +1.00; {minus}1 and +1 would be perfect rankings." in text
+
+
+def test_another_signal_is_said() -> None:
+    inputs = Inputs.check(make_table(metadata={"signal": "duo"}), {}, make_comparison(), {})
+    assert findings(inputs)[-1] == "Where this page says density, the table holds another signal, duo."
+    assert "signal" not in say(make_comparison())
+
+
 def test_close_result_is_called_close() -> None:
     text = say(make_comparison(delta_nll_standard_error=[np.nan, 0.1, 0.3, 0.3, 0.3]))
     assert "too close to call at less than two combined standard errors" in text

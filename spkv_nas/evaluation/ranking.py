@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from scipy.stats import rankdata, spearmanr
 
 NUM_RESAMPLES = 2000
+_EXACT = 7  # layouts up to which all their orders are counted: 5,040
 
 
 def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
     """Spearman's rho of two measures [layouts]: keys rho, p_value, layouts, interval.
 
-    ``interval`` is the 95 % percentile interval over resamples of the layouts (with replacement, fixed seed; those in
-    which a measure is constant are left out). Over a handful of layouts it is wide, and says so. None where rho is not
-    defined: fewer than three layouts with both measures, or a constant one.
+    ``p_value`` is two-sided, exact over all orders of up to seven layouts. ``interval`` is the 95 % percentile
+    interval over resamples of the layouts (with replacement, fixed seed; those in which a measure is constant are left
+    out): wide for a handful of layouts, but of no width where rho is 1 or -1. None where rho is not defined: fewer than
+    three layouts with both measures, or a constant one.
     """
     pairs = np.stack([np.asarray(one, dtype=float), np.asarray(other, dtype=float)])
     pairs = pairs[:, np.isfinite(pairs).all(0)]
     number = pairs.shape[1]
     if number < 3 or (np.ptp(pairs, axis=1) == 0).any():
         return None
-    result = spearmanr(*pairs)
+    rho, p_value = spearmanr(*pairs)
+    if number <= _EXACT:
+        orders = np.array(list(permutations(range(number))))
+        p_value = np.mean(np.abs(_rho(np.broadcast_to(pairs[0], orders.shape), pairs[1, orders])) >= abs(rho) - 1e-9)
     drawn = np.random.default_rng(0).integers(number, size=(NUM_RESAMPLES, number))
-    ranks = rankdata(pairs[:, drawn], axis=2)
+    resampled = _rho(*pairs[:, drawn])
+    interval = np.nanpercentile(resampled, [2.5, 97.5])
+    return {
+        "rho": round(float(rho), 4),
+        "p_value": round(float(p_value), 4),
+        "layouts": number,
+        "interval": [round(float(bound), 4) for bound in interval],
+    }
+
+
+def _rho(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Spearman's rho of each row of two arrays [rows, layouts]; NaN where one is constant."""
+    ranks = rankdata(np.stack([one, other]), axis=2)
     ranks -= ranks.mean(2, keepdims=True)
     spread = np.sqrt((ranks**2).sum(2).prod(0))
-    rhos = ranks.prod(0).sum(1)[spread > 0] / spread[spread > 0]
-    return {
-        "rho": round(float(result.statistic), 4),
-        "p_value": round(float(result.pvalue), 4),
-        "layouts": number,
-        "interval": [round(float(bound), 4) for bound in np.percentile(rhos, [2.5, 97.5])],
-    }
+    rhos: NDArray[np.float64] = np.divide(ranks.prod(0).sum(1), spread, out=np.full(len(one), np.nan), where=spread > 0)
+    return rhos

@@ -177,6 +177,10 @@ def budget_curve(table: DensityTable) -> pd.DataFrame | None:
 
 def findings(inputs: Inputs) -> list[str]:
     """The report's sentences, the result first."""
+    return [*_findings(inputs), *_signal(inputs.table)]
+
+
+def _findings(inputs: Inputs) -> list[str]:
     if inputs.comparison is not None:
         layouts = contenders(inputs.comparison)
         if not layouts.empty:
@@ -187,6 +191,12 @@ def findings(inputs: Inputs) -> list[str]:
                 *_reference(inputs.comparison),
             ]
     return _before_training(inputs)
+
+
+def _signal(table: DensityTable) -> list[str]:
+    if table.signal == "density":
+        return []
+    return [f"Where this page says density, the table holds another signal, {table.signal}."]
 
 
 def _result(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
