@@ -343,6 +343,30 @@ def generate(
 
 
 @app.command()
+def palindrome(
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of each model.", show_default="500")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per step.", show_default="32")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, predictors and sequences.")] = 0,
+    name: Annotated[str, typer.Option(help="Name of the result.")] = "palindrome",
+    workspace: WorkspaceOption = Path(),
+    device: DeviceOption = None,
+) -> None:
+    """The paper's toy task: reverse a list from beyond the window. Writes reports/NAME/palindrome.csv and its figure.
+
+    Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. A finished
+    one is not trained again, an interrupted one resumes: repeat the same command.
+    """
+    from spkv_nas import stages
+
+    place = _workspace(workspace)
+    rows = stages.palindrome_stage(
+        place, steps=steps, batch_size=batch_size, seed=seed, name=name, device=device, announce=_announce
+    )
+    _show_palindrome(rows)
+    out.print(f"figure: [bold]{_escaped(str(place.report_dir(name) / 'palindrome.png'))}[/bold]")
+
+
+@app.command()
 def scaling(
     runs: Annotated[
         Path | None,
@@ -592,6 +616,15 @@ def _show_generation(result: Generation) -> None:
     if result.density is not None:
         kept = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
         err.print(f"{kept} at tau {result.tau:g}" if result.tau is not None else kept)
+
+
+def _show_palindrome(rows: pd.DataFrame) -> None:
+    shown = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
+    for row in rows.itertuples():
+        gated = row.hard_nll == row.hard_nll  # not NaN
+        figures = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if gated else ("-", "-")
+        shown.add_row(row.variant, f"{row.nll:.4f}", *figures, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
+    out.print(shown)
 
 
 def _show_scaling(name: str, law: dict[str, Any]) -> None:

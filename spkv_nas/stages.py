@@ -277,6 +277,36 @@ def generate_stage(
     )  # fmt: skip
 
 
+def palindrome_stage(
+    workspace: Workspace,
+    *,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    name: str = "palindrome",
+    device: str | None = None,
+    announce: Announce = _silent,
+) -> pd.DataFrame:
+    """Train the paper's palindrome comparison and write it to ``reports/<name>/``; its table."""
+    from spkv_nas.data.palindrome import Palindromes
+    from spkv_nas.palindrome import PalindromeSettings, compare, result_table, summary
+    from spkv_nas.report.figures import write_palindrome
+
+    _quiet()
+    workspace.check_writable()
+    given = {"steps": steps, "batch_size": batch_size, "seed": seed}
+    settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
+    finished = compare(settings, workspace.run_dir(name), device=_device(device), announce=announce)
+    rows, curves = result_table(settings, finished), pd.concat([run.curve for run in finished])
+    folder = workspace.report_dir(name)
+    write_atomic(folder / "palindrome.csv", rows.to_csv(index=False, float_format="%.6g"))
+    write_atomic(folder / "palindrome-curves.csv", curves.to_csv(index=False, float_format="%.6g"))
+    text = yaml.safe_dump(summary(settings, finished), sort_keys=False)
+    write_atomic(folder / "palindrome.yaml", text)
+    write_palindrome(folder, curves, Palindromes(0).chance_nll)
+    return rows
+
+
 def scaling_stage(
     workspace: Workspace, runs_file: Path | None = None, *, name: str | None = None
 ) -> tuple[str, list[dict[str, Any]]]:

@@ -94,6 +94,12 @@ def write_density_evolution(folder: Path, rows: pd.DataFrame) -> None:
         save_figure(density_evolution_figure(rows), folder, "density-evolution")
 
 
+def write_palindrome(folder: Path, curves: pd.DataFrame, chance_nll: float) -> None:
+    """Write ``palindrome.png`` and ``.svg`` from the curves of ``spkv_nas.palindrome``."""
+    with drawing_style():
+        save_figure(palindrome_figure(curves, chance_nll), folder, "palindrome")
+
+
 def density_figure(table: DensityTable) -> Figure:
     """Heatmap of density, KV heads by layers, cividis fixed to [0, 1], cells labelled in percent."""
     cell = 0.42
@@ -292,6 +298,37 @@ def density_evolution_figure(rows: pd.DataFrame) -> Figure:
     ax.set_xlabel("step")
     ax.set_ylabel("density, % of keys kept")
     ax.legend(frameon=False, fontsize=9, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
+    return figure
+
+
+def palindrome_figure(curves: pd.DataFrame, chance_nll: float) -> Figure:
+    """Training loss by variant, and the mean utility and density of the gates, by step.
+
+    SP-KV paper, appendix "Palindrome reversal with long instruction gap".
+
+    Args:
+        curves: columns variant, step, loss, mean_utility, density; the last two are NaN without gates.
+        chance_nll: nats per output token of a model that sees nothing of the list.
+    """
+    figure = Figure(figsize=(8.6, 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    left.axhline(chance_nll, color=MUTED, linewidth=0.8, linestyle=":", label=f"chance, {chance_nll:.2f}")
+    lines = zip(curves.groupby("variant", sort=False), LINE_STYLES, (INK, "#b05a00", ACCENT), strict=False)
+    for (name, curve), style, colour in lines:
+        left.plot(curve["step"], curve["loss"], style, color=colour, linewidth=1.8, label=name)
+    left.set_ylim(0, 2.2 * chance_nll)
+    left.set_ylabel("training loss, nats per output token")
+    left.legend(loc="upper right")
+    gated = curves.dropna(subset=["mean_utility"])
+    right.plot(gated["step"], gated["mean_utility"], "-", color=ACCENT, linewidth=1.8, label="mean utility")
+    right.plot(gated["step"], gated["density"], ":", color=MUTED, linewidth=1.8, label="density")
+    right.set_ylim(0, 1.03)
+    right.set_ylabel("SP-KV gates, mean over heads and tokens")
+    right.legend(loc="lower left")
+    for ax in (left, right):
+        ax.set_xlim(0, None)
+        ax.set_xlabel("step")
     return figure
 
 
