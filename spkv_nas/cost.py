@@ -1,4 +1,4 @@
-"""What a token costs: FLOPs in Kaplan's accounting, and bytes of the KV cache; needs no torch.
+"""What attention costs: FLOPs in Kaplan's accounting, and bytes of the KV cache; needs no torch.
 
 SP-KV paper, appendix "Inference efficiency". In both, all that matters is how many keys a KV head sees on average::
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from spkv_nas.errors import UserError
 from spkv_nas.layout import Layout
+from spkv_nas.sizes import ITEM_BYTES, format_bytes
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,17 @@ def cost(
     )
 
 
+def head_bytes(keys: float, head_dim: int, element_size: int) -> float:
+    """Bytes of ``keys`` tokens in the cache of one KV head, key and value: 2 D element_size keys."""
+    return 2 * head_dim * element_size * keys
+
+
 def kv_bytes_per_token(shape: Shape, *, density: float = 1.0, element_size: int = 2) -> float:
     """Bytes by which the KV cache grows with each token, once the window is full.
 
     ``element_size`` is the bytes of one number (2: bfloat16).
     """
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element_size * density
+    return shape.num_layers * shape.num_kv_heads * head_bytes(density, shape.head_dim, element_size)
 
 
 def kv_cache_bytes(
@@ -123,11 +129,63 @@ def layout_density(shape: Shape, layout: Layout) -> float:
     return layout.num_global / layout.num_heads
 
 
-def parse_context(text: str) -> int:
-    """Number of tokens from ``131072`` or ``128k`` (k: 1,024). Raises ``UserError`` for anything else."""
-    digits = text.strip().lower()
-    factor = 1024 if digits.endswith("k") else 1
-    try:
-        return factor * int(digits.removesuffix("k"))
-    except ValueError as error:
-        raise UserError(f"context '{text}' is not a number of tokens; give for example 131072 or 128k") from error
+@dataclass(frozen=True)
+class CacheCost:
+    """Bytes of keys and values that an engine holds at once; its page rounding and index come on top.
+
+    Attributes:
+        context: tokens per sequence.
+        batch: sequences held at once.
+        window: visible recent keys of a local head.
+        head_dim: D, of keys and of values.
+        dtype: of the cache, one of ``ITEM_BYTES``.
+    """
+
+    context: int
+    batch: int
+    window: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Raises ``UserError`` for a number below 1 or an unknown dtype."""
+        for name in ("context", "batch", "window", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
+        if self.dtype not in ITEM_BYTES:
+            raise UserError(f"--dtype '{self.dtype}' is unknown; known are {', '.join(ITEM_BYTES)}")
+
+    @property
+    def global_head(self) -> int:
+        """Bytes of one global KV head, of all sequences."""
+        return self._head(density=1.0)
+
+    @property
+    def local_head(self) -> int:
+        """Bytes of one local KV head, which holds its window, of all sequences."""
+        return self._head(density=0.0)
+
+    def total(self, num_global: int, num_heads: int) -> int:
+        """Bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        return num_global * self.global_head + (num_heads - num_global) * self.local_head
+
+    def largest_budget(self, limit: int, num_heads: int) -> int:
+        """The largest number of global heads, up to all, whose cache is at most ``limit`` bytes.
+
+        Raises:
+            UserError: not even one global head fits.
+        """
+        extra = self.global_head - self.local_head
+        spare = limit - self.total(0, num_heads)
+        number = num_heads if spare >= extra * num_heads else max(0, spare) // max(1, extra)
+        if number < 1:
+            raise UserError(
+                f"{format_bytes(limit)} holds no global KV head: {num_heads} local ones take "
+                f"{format_bytes(self.total(0, num_heads))}, each global one {format_bytes(extra)} more\n"
+                "give more memory, a shorter --context, a smaller --batch or another --dtype"
+            )
+        return int(number)
+
+    def _head(self, density: float) -> int:
+        keys = visible_keys(self.context, density=density, window=self.window)
+        return self.batch * int(head_bytes(keys, self.head_dim, ITEM_BYTES[self.dtype]))

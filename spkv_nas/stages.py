@@ -346,8 +346,9 @@ def cost_stage(
     Returns:
         Name of the model, its shape, the context in tokens, and the costs in that order.
     """
-    from spkv_nas.cost import cost, layout_density, parse_context
+    from spkv_nas.cost import cost, layout_density
     from spkv_nas.ladder import find_level
+    from spkv_nas.sizes import parse_context
 
     if preset is not None and model is not None:
         raise UserError("give a level of the ladder or --model, not both")
@@ -373,9 +374,10 @@ def cost_stage(
 
 def flops_figure_stage(workspace: Workspace, context: str, density: float, *, name: str = PAPER) -> Path:
     """FLOPs of the paper's ladder against model size, dense and at a density; the picture in ``reports/<name>/``."""
-    from spkv_nas.cost import attention_flops, flops_per_token, parse_context
+    from spkv_nas.cost import attention_flops, flops_per_token
     from spkv_nas.ladder import ladder
     from spkv_nas.report.ladder_figures import write_flops
+    from spkv_nas.sizes import parse_context
 
     tokens = parse_context(context)
     shapes = {level.name: level.shape for level in ladder().values() if not level.name.startswith("micro")}
