@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spkv_nas import __version__
+from spkv_nas import __version__, cli_cost
 from spkv_nas import cli_search as search
 from spkv_nas.cli_layout import app as layout_app
 from spkv_nas.cli_layout import schema
@@ -25,7 +25,6 @@ from spkv_nas.errors import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from spkv_nas.cost import Cost, Shape
     from spkv_nas.density import DensityTable
     from spkv_nas.evaluation.sweep import Evaluation
     from spkv_nas.generation import Generation
@@ -393,47 +392,8 @@ def scaling(
     out.print(f"scaling: [bold]{_escaped(str(place.report_dir(name) / 'scaling.png'))}[/bold]")
 
 
-@app.command()
-def cost(
-    preset: Annotated[
-        str | None,
-        typer.Argument(
-            help="Level of the ladder: level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.",
-            show_default=False,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model folder, id or config file; embedded:reference by default.", show_default=False),
-    ] = None,
-    layout: Annotated[list[Path] | None, typer.Option(help="Layout (YAML); repeat for several.")] = None,
-    density: Annotated[
-        float | None, typer.Option(help="Share of keys that SP-KV keeps beyond the window.", show_default=False)
-    ] = None,
-    context: Annotated[str, typer.Option(help="Tokens in the cache; k is 1,024.", metavar="N|Nk")] = "128k",
-    window: Annotated[int, typer.Option(min=1, help="Recent keys that SP-KV keeps in any case.")] = 128,
-    element_size: Annotated[int, typer.Option(min=1, help="Bytes per number in the cache (2: bfloat16).")] = 2,
-    figure: Annotated[
-        bool, typer.Option("--figure", help="Also draw FLOPs against model size over the ladder (density 0.2).")
-    ] = False,
-    name: Annotated[str, typer.Option(help="Name of the figure's folder in reports/.")] = "paper",
-    workspace: WorkspaceOption = Path(),
-) -> None:
-    """Print KV bytes and forward FLOPs per token of a level or model: full attention, layouts, a density.
-
-    FLOPs are Kaplan's, 2 N + 2 L d_attn keys: the mean over a causal sequence as long as the context.
-    """
-    from spkv_nas import stages
-
-    _show_cost(
-        *stages.cost_stage(
-            preset, model=model, layouts=layout, density=density, context=context, window=window,
-            element_size=element_size,
-        )
-    )  # fmt: skip
-    if figure:
-        path = stages.flops_figure_stage(_workspace(workspace), context, 0.2 if density is None else density, name=name)
-        out.print(f"figure: [bold]{_escaped(str(path))}[/bold]")
+app.command()(cli_cost.cost)
+app.command()(cli_cost.calibrate)
 
 
 @app.command()
@@ -648,23 +608,6 @@ def _show_scaling(name: str, law: dict[str, Any]) -> None:
                 f"held out: {_escaped(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
                 f"{run['high']:.4f}), is {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
             )
-
-
-def _show_cost(name: str, shape: Shape, context: int, costs: list[Cost]) -> None:
-    out.print(
-        f"[bold]{_escaped(name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
-        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; {context:,} tokens"
-    )
-    shown = Table("attention", "KV bytes per token", "KV cache, MiB", "attention GFLOPs", "total GFLOPs per token")
-    for row in costs:
-        shown.add_row(
-            _escaped(row.name),
-            f"{row.kv_bytes_per_token:,.0f}",
-            f"{row.kv_cache_bytes / 2**20:,.2f}",
-            f"{row.attention_flops / 1e9:,.4g}",
-            f"{row.total_flops / 1e9:,.4g}",
-        )
-    out.print(shown)
 
 
 def _show_comparison(rows: pd.DataFrame, correlations: dict[str, dict[str, Any] | None]) -> None:

@@ -40,8 +40,11 @@ KvBytesOption = Annotated[
     ),
 ]  # fmt: skip
 ContextOption = Annotated[
-    int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=_PANEL, show_default=False)
-]
+    str | None,
+    typer.Option(
+        help="Tokens per sequence; k is 1,024.", metavar="N|Nk", rich_help_panel=_PANEL, show_default=False
+    ),
+]  # fmt: skip
 BatchOption = Annotated[int, typer.Option(help="Sequences held at once.", rich_help_panel=_PANEL)]
 HeadDimOption = Annotated[
     int | None, typer.Option(help="The probe's by default.", rich_help_panel=_PANEL, show_default=False)
@@ -133,7 +136,7 @@ def compare(
 def make_demand(
     *,
     kv_bytes: str | None,
-    context: int | None,
+    context: str | None,
     batch: int,
     head_dim: int | None,
     dtype: str | None,
@@ -149,7 +152,9 @@ def make_demand(
     """The options above as one value. Raises ``UserError`` for one that makes no sense."""
     from spkv_nas.demand import Demand
     from spkv_nas.search.constraints import Constraints, parse_layers
+    from spkv_nas.sizes import parse_context
 
+    tokens = None if context is None else parse_context(context)
     constraints = Constraints(
         min_per_layer,
         max_per_layer,
@@ -158,7 +163,7 @@ def make_demand(
         granularity,
         uniform,
     )
-    return Demand(constraints, robust, weights, kv_bytes, context, batch, head_dim, dtype)
+    return Demand(constraints, robust, weights, kv_bytes, tokens, batch, head_dim, dtype)
 
 
 def show_answers(
@@ -183,8 +188,8 @@ def show_answers(
 
 def show_budgets(table: DensityTable, rows: pd.DataFrame, knee: tuple[int, str], folder: Path) -> None:
     """Print a budget curve, thinned, with its knee."""
-    from spkv_nas.search.cost import format_bytes
     from spkv_nas.search.stability import LEVEL, caution
+    from spkv_nas.sizes import format_bytes
 
     known, memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
     columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.cost import CacheCost
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.files import write_atomic
@@ -17,10 +18,10 @@ from spkv_nas.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.proposal import propose
 from spkv_nas.search.budget import is_range, parse_budget
 from spkv_nas.search.constraints import Constraints, read_weights, solve
-from spkv_nas.search.cost import CacheCost, format_bytes, parse_bytes
 from spkv_nas.search.coverage import coverage, domain_coverage
 from spkv_nas.search.milp import Problem
 from spkv_nas.search.stability import Bootstrap, knee
+from spkv_nas.sizes import format_bytes, parse_bytes
 
 Float = NDArray[np.float64]
 SOLVED = ("constrained", "robust")  # strategies of layouts that ``solve`` makes

@@ -21,7 +21,6 @@ from spkv_nas.workspace import Workspace, environment
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from spkv_nas.cost import Cost, Shape
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.demand import Demand
     from spkv_nas.evaluation.sweep import Evaluation
@@ -329,72 +328,6 @@ def scaling_stage(
     write_atomic(folder / "scaling.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     write_scaling(folder, runs, laws)
     return name, fits
-
-
-def cost_stage(
-    preset: str | None = None,
-    *,
-    model: str | None = None,
-    layouts: list[Path] | None = None,
-    density: float | None = None,
-    context: str = "128k",
-    window: int = 128,
-    element_size: int = 2,
-) -> tuple[str, Shape, int, list[Cost]]:
-    """Cost of full attention, of each layout, and at a density, for a level of the ladder or a model.
-
-    Returns:
-        Name of the model, its shape, the context in tokens, and the costs in that order.
-    """
-    from spkv_nas.cost import cost, layout_density, parse_context
-    from spkv_nas.ladder import find_level
-
-    if preset is not None and model is not None:
-        raise UserError("give a level of the ladder or --model, not both")
-    if preset is not None:
-        name, shape = preset, find_level(preset).shape
-    else:
-        from spkv_nas.model.checkpoint import read_shape
-
-        name = model or "embedded:reference"
-        shape = read_shape(name)
-    tokens = parse_context(context)
-    costs = [cost("full attention", shape, tokens, element_size=element_size)]
-    for path in layouts or []:
-        layout = Layout.read(path)
-        share = layout_density(shape, layout)
-        title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        costs.append(cost(title, shape, tokens, density=share, window=layout.window, element_size=element_size))
-    if density is not None:
-        title = f"SP-KV, density {density:g}"
-        costs.append(cost(title, shape, tokens, density=density, window=window, element_size=element_size))
-    return name, shape, tokens, costs
-
-
-def flops_figure_stage(workspace: Workspace, context: str, density: float, *, name: str = PAPER) -> Path:
-    """FLOPs of the paper's ladder against model size, dense and at a density; the picture in ``reports/<name>/``."""
-    from spkv_nas.cost import attention_flops, flops_per_token, parse_context
-    from spkv_nas.ladder import ladder
-    from spkv_nas.report.ladder_figures import write_flops
-
-    tokens = parse_context(context)
-    shapes = {level.name: level.shape for level in ladder().values() if not level.name.startswith("micro")}
-    rows = pd.DataFrame(
-        {
-            "name": level,
-            "num_parameters": shape.num_parameters,
-            "attention_dense": attention_flops(shape, tokens),
-            "attention_sparse": attention_flops(shape, tokens, density=density),
-            "total_dense": flops_per_token(shape, tokens),
-            "total_sparse": flops_per_token(shape, tokens, density=density),
-        }
-        for level, shape in shapes.items()
-    ).sort_values("num_parameters")
-    workspace.check_writable()
-    folder = workspace.report_dir(name)
-    write_atomic(folder / "flops.csv", rows.to_csv(index=False, float_format="%.6g"))
-    write_flops(folder, rows, tokens, density)
-    return folder / "flops.png"
 
 
 def propose_stage(

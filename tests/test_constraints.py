@@ -14,6 +14,7 @@ from test_pipeline import fails
 from test_report import make_table as two_domain_table
 
 from spkv_nas.cli import main
+from spkv_nas.cost import CacheCost, Shape, kv_cache_bytes
 from spkv_nas.demand import Demand, budget_table, knee_row
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
@@ -21,9 +22,9 @@ from spkv_nas.layout import Layout
 from spkv_nas.search import strategies
 from spkv_nas.search.budget import parse_budgets
 from spkv_nas.search.constraints import Constraints, parse_layers, read_weights, solve
-from spkv_nas.search.cost import CacheCost, format_bytes, parse_bytes
 from spkv_nas.search.coverage import coverage, domain_coverage
 from spkv_nas.search.milp import Problem
+from spkv_nas.sizes import format_bytes, parse_bytes, parse_context
 
 Mask = np.ndarray
 
@@ -260,6 +261,8 @@ class TestMemory:
         assert self.cost.global_head == 2 * 131072 * 128 * 2 * 16
         assert self.cost.local_head == 2 * 128 * 128 * 2 * 16
         assert self.cost.total(3, 10) == 3 * self.cost.global_head + 7 * self.cost.local_head
+        shape = Shape(0, num_layers=2, num_heads=5, num_kv_heads=5, head_dim=128)
+        assert self.cost.total(3, 10) == pytest.approx(16 * kv_cache_bytes(shape, 131072, density=0.3, window=128))
 
     def test_the_largest_budget_fits_and_the_next_does_not(self) -> None:
         for number in (1, 7, 639, 640):
@@ -288,6 +291,9 @@ class TestMemory:
 
     def test_sizes_as_text(self) -> None:
         assert [format_bytes(n) for n in (5, 2048, 2**31)] == ["5 B", "2.00 KiB", "2.00 GiB"]
+
+    def test_contexts(self) -> None:
+        assert [parse_context(text) for text in ("128k", "8K", " 512 ")] == [131072, 8192, 512]
 
 
 def test_ranges() -> None:
@@ -359,6 +365,8 @@ class TestCommand:
         self.propose(workspace, *memory)
         assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
         assert "1MiB holds 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
+        self.propose(workspace, "--budget", "8", "--context", "128k", "--head-dim", "32", "--dtype", "bfloat16")
+        assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -376,6 +384,7 @@ class TestCommand:
             (["--kv-bytes=9", "--context=9", "--head-dim=8", "--dtype=int8"], "holds no global KV head"),
             (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--dtype=int3"], "known are float32"),
             (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--dtype=int8"], "--context must be at least 1"),
+            (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "runs backwards"),
             (["--budget=1..9", "--tau=match-budget"], "one budget, not a range"),
             (["--budget=1..9", "--kv-bytes=9GiB"], "does not go with --kv-bytes"),

@@ -27,7 +27,6 @@ from spkv_nas.cost import (
     kv_bytes_per_token,
     kv_cache_bytes,
     layout_density,
-    parse_context,
     training_flops,
 )
 from spkv_nas.errors import UserError
@@ -410,6 +409,3 @@ class TestCostCommand:
         Layout(("GL", "LL"), window=4).write(tmp_path / "small.yaml")
         given = [str(tmp_path / "small.yaml") if option == "LAYOUT" else option for option in options]
         assert message in fails(capsys, "cost", *given)
-
-    def test_contexts(self) -> None:
-        assert [parse_context(text) for text in ("128k", "8K", " 512 ")] == [131072, 8192, 512]

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from spkv_kernels import attention
-from timing import hardware, interleaved
+from spkv_kernels.timing import interleaved
+from timing import hardware
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from spkv_kernels import PagedKVCache, decode_attention
-from timing import hardware, interleaved
+from spkv_kernels.timing import interleaved
+from timing import hardware
 from torch import Tensor
 
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)

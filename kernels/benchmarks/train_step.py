@@ -20,7 +20,8 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from timing import hardware, interleaved
+from spkv_kernels.timing import interleaved
+from timing import hardware
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 

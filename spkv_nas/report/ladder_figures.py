@@ -34,7 +34,7 @@ def write_scaling(folder: Path, runs: pd.DataFrame, laws: dict[str, ScalingLaw])
 
 
 def write_flops(folder: Path, rows: pd.DataFrame, context: int, density: float) -> None:
-    """Write ``flops.png`` and ``.svg`` from the rows of ``spkv_nas.stages.flops_figure_stage``."""
+    """Write ``flops.png`` and ``.svg`` from the rows of ``spkv_nas.cost_stages.flops_figure_stage``."""
     with drawing_style():
         save_figure(flops_figure(rows, context, density), folder, "flops")
 

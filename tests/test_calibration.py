@@ -1,0 +1,350 @@
+"""Times of attention: what is measured, what is made of it, its files, the roofline, and both commands."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from spkv_kernels import PagedKVCache
+from spkv_kernels import timing as kernel_timing
+from test_pipeline import fails
+
+from spkv_nas import attention_timing, cost_stages
+from spkv_nas.attention_timing import measure
+from spkv_nas.calibration import Calibration, LayerCase, Timing, default_contexts
+from spkv_nas.cli import main
+from spkv_nas.cost import Phase, Shape, mean_visible_keys
+from spkv_nas.errors import UserError
+from spkv_nas.layout import Layout
+from spkv_nas.roofline import Hardware, Roofline, find_hardware
+
+CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
+SHAPE = Shape(1000, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+LAYOUT = Layout(("GL", "LL", "GG"), window=4)
+DECODE = {(100, 0): 1.0, (100, 1): 2.0, (100, 2): 4.0, (400, 0): 1.0, (400, 1): 5.0, (400, 2): 10.0}
+
+
+def make_calibration(case: LayerCase = CASE, decode: dict[tuple[int, int], float] = DECODE) -> Calibration:
+    """Prefill is measured at 100 tokens only, where it takes half a decoded token's time."""
+    timings = [Timing("decode", *point, seconds) for point, seconds in decode.items()]
+    timings += [Timing("prefill", *point, seconds / 2) for point, seconds in decode.items() if point[0] == 100]
+    return Calibration(case, "abacus", 2, tuple(timings), {"torch": "2.13.0"})
+
+
+class TestInterpolation:
+    @pytest.mark.parametrize(
+        ("density", "context", "seconds"),
+        [
+            (0.0, 100, 1.0),
+            (0.5, 100, 2.0),
+            (1.0, 400, 10.0),
+            (0.75, 100, 3.0),  # between one and two of two heads
+            (0.5, 200, 3.0),  # a third of the way from 100 to 400 tokens
+            (0.25, 250, 2.25),  # halfway in both: (1 + 2) / 2 and (1 + 5) / 2
+        ],
+    )
+    def test_by_hand(self, density: float, context: int, seconds: float) -> None:
+        found = make_calibration().layer_seconds(context, density=density, window=4)
+        assert found == pytest.approx(seconds)
+
+    def test_a_layout_is_the_sum_of_its_layers(self) -> None:
+        calibration = make_calibration()
+        assert calibration.layout_seconds(LAYOUT, 100) == pytest.approx(2.0 + 1.0 + 4.0)
+        assert calibration.layout_seconds(LAYOUT, 100, "prefill") == pytest.approx(3.5)
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda c: c.layer_seconds(99), "measured decode at 100 to 400 tokens, which says nothing of 99"),
+            (lambda c: c.layer_seconds(401), "--context 401"),
+            (lambda c: c.layer_seconds(101, phase="prefill"), "measured prefill at 100 to 100 tokens"),
+            (lambda c: c.layer_seconds(100, density=1.5), r"in \[0, 1\]; found 1.5"),
+            (lambda c: c.layer_seconds(100, density=0.5, window=8), "for a window of 4, not 8"),
+            (lambda c: c.layout_seconds(Layout(("GLL",), 4), 100), "has 3 KV heads per layer, the times are for 2"),
+            (lambda c: c.check_shape(Shape(1, 3, 6, 2, 8)), "the model has 6 query heads, 2 KV heads of size 8"),
+        ],
+    )
+    def test_what_was_not_measured(self, call: Callable[[Calibration], object], message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            call(make_calibration())
+
+    def test_longer_contexts_that_seem_faster(self) -> None:
+        assert not make_calibration().is_disturbed
+        assert not make_calibration(decode=DECODE | {(400, 0): 0.95}).is_disturbed
+        assert make_calibration(decode=DECODE | {(400, 0): 0.8}).is_disturbed
+
+    def test_full_attention_needs_no_window(self) -> None:
+        assert make_calibration().layer_seconds(400) == 10.0
+
+    def test_a_grid_with_gaps(self) -> None:
+        with pytest.raises(UserError, match="one time for every context"):
+            make_calibration(decode={point: t for point, t in DECODE.items() if point != (400, 1)})
+        with pytest.raises(UserError, match=r"times of 0 to 2 global heads; found \[0, 1\]"):
+            make_calibration(decode={point: t for point, t in DECODE.items() if point[1] < 2})
+
+
+class TestFiles:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        calibration = make_calibration()
+        calibration.write(tmp_path)
+        assert Calibration.read(tmp_path) == calibration
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.csv", "calibration.yaml"]
+        assert (tmp_path / "calibration.csv").read_text().splitlines()[:2] == [
+            "phase,context,num_global,seconds_per_token",
+            "decode,100,0,1",
+        ]
+
+    def rewrite(self, folder: Path, table: str | None = None, **header: Any) -> None:
+        """Other contents; a table of its own gets its hash."""
+        if table is not None:
+            (folder / "calibration.csv").write_text(table)
+            header["csv_sha256"] = hashlib.sha256(table.encode()).hexdigest()
+        content = yaml.safe_load((folder / "calibration.yaml").read_text()) | header
+        kept = {key: value for key, value in content.items() if value is not None}
+        (folder / "calibration.yaml").write_text(yaml.safe_dump(kept))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"format": "spkv-nas/layout/1"}, "expected 'format: spkv-nas/calibration/1'; found 'spkv-nas/layout/1'"),
+            ({"window": None}, "key 'window' is missing"),
+            ({"window": "4"}, "key 'window'"),
+            ({"window": 0}, "window must be at least 1; found 0"),
+            ({"speed": 3}, "unknown key 'speed'"),
+            ({"dtype": "int3"}, "'int3' is unknown"),
+            ({"num_heads": 3}, "3 query heads are no multiple of 2 KV heads"),
+            ({"csv_sha256": "0"}, "does not describe the calibration.csv beside it"),
+            ({"table": "a,b\n1,2\n"}, "column 'phase' is missing"),
+            ({"table": "phase,context,num_global,seconds_per_token\ntrain,1,0,1\n"}, "line 2: a phase is decode or"),
+            ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,x\n"}, "must be a number from 0"),
+            ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,1\n"}, "0 to 2 global heads"),
+        ],
+    )
+    def test_damaged(self, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+        make_calibration().write(tmp_path)
+        self.rewrite(tmp_path, **change)
+        with pytest.raises(UserError) as error:
+            Calibration.read(tmp_path)
+        assert message in str(error.value)
+        assert "calibration.yaml" in str(error.value)
+
+    def test_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="calibration not found"):
+            Calibration.read(tmp_path)
+        make_calibration().write(tmp_path)
+        (tmp_path / "calibration.csv").unlink()
+        with pytest.raises(UserError, match="calibration not found"):
+            Calibration.read(tmp_path)
+
+
+def test_contexts_and_numbers_of_global_heads() -> None:
+    assert default_contexts(32768) == (1024, 4096, 16384, 32768)
+    assert default_contexts(1024) == (1024,)
+    assert default_contexts(600) == (600,)
+    with pytest.raises(UserError, match="at least 1 token"):
+        default_contexts(0)
+    counts = {heads: LayerCase(heads, heads, 8, "float32", 4, 1, "cpu").global_counts for heads in (1, 4, 8, 10)}
+    assert counts == {1: (0, 1), 4: (0, 1, 2, 3, 4), 8: (0, 2, 4, 6, 8), 10: (0, 2, 5, 8, 10)}
+
+
+class TestMeasuring:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_every_point_with_its_windows_and_caches(self, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernels see each number of global heads at each context, and the first timed step the context's keys."""
+        decoded: list[tuple[int, list[int]]] = []
+        prefilled: list[tuple[int, list[int]]] = []
+        real_decode, real_attention = attention_timing.decode_attention, attention_timing.attention
+
+        def decode(q: torch.Tensor, cache: PagedKVCache) -> torch.Tensor:
+            assert q.dtype == cache.pool_k.dtype == getattr(torch, dtype)
+            decoded.append((int(cache.seq_lens[0]), cache.num_entries[0].tolist()))
+            return real_decode(q, cache)
+
+        def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+            assert (q.shape, k.shape) == ((2, 4, q.shape[2], 8), (2, 2, q.shape[2], 8))
+            prefilled.append((q.shape[2], window.tolist()))
+            return real_attention(q, k, v, window=window)
+
+        monkeypatch.setattr(attention_timing, "decode_attention", decode)
+        monkeypatch.setattr(attention_timing, "attention", prefill)
+        steps: list[tuple[int, int]] = []
+        case = LayerCase(4, 2, 8, dtype, window=4, batch=2, device="cpu")
+        found = measure(case, (8, 24), progress=lambda *step: steps.append(step))
+        assert [(row.phase, row.context, row.num_global) for row in found.timings] == list(
+            itertools.product(("decode", "prefill"), (8, 24), (0, 1, 2))
+        )
+        assert steps == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+        for context in (8, 24):
+            timed = [entries for seen, entries in decoded if seen == context]
+            for expected in ([4, 4], [context, 4], [context, context]):
+                assert timed.count(expected) >= 1
+            for windows in ([4, 4], [context, 4], [context, context]):
+                assert prefilled.count((context, windows)) == 1 + attention_timing.PREFILL_ROUNDS
+        assert {seen for seen, _ in decoded} == {*range(7, 8 + 15), *range(23, 24 + 15)}
+
+    def test_times_are_per_token_and_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A clock that moves by one second per look: every call takes one, in eight caches or for all tokens."""
+        monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
+        found = measure(CASE, (8,))
+        seconds: dict[Phase, set[float]] = {
+            phase: {row.seconds_per_token for row in found.timings if row.phase == phase}
+            for phase in ("decode", "prefill")
+        }  # fmt: skip
+        assert seconds == {"decode": {1 / (8 * 2)}, "prefill": {1 / (8 * 2)}}
+
+    def test_prefill_stops_where_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each call takes a second. At 8 tokens that promises four at 16, at 16 tokens nine at 48: too long."""
+        monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
+        found = measure(CASE, (8, 16, 48))
+        assert (found.contexts("decode"), found.contexts("prefill")) == ((8, 16, 48), (8, 16))
+        assert not found.covers(48, "prefill")
+
+    def test_the_caches_are_bounded(self) -> None:
+        """Eight caches of a small layer for each number of global heads, one of a large one."""
+        assert attention_timing._num_layers(CASE, 1024) == 8
+        assert attention_timing._num_layers(LayerCase(32, 8, 128, "float32", 128, 1, "cpu"), 32768) == 1
+
+
+class TestRoofline:
+    gpu = Hardware("toy", bandwidth=1e3, peak=1e6)
+
+    def test_decode_reads_every_visible_key(self) -> None:
+        times = Roofline(self.gpu, SHAPE, element_size=2)
+        assert times.layer_seconds(100) == pytest.approx(2 * 2 * 8 * 2 * 100 / 1e3)
+        assert times.layout_seconds(LAYOUT, 100) == pytest.approx(2 * 8 * 2 * (3 * 100 + 3 * 4) / 1e3)
+
+    def test_prefill_computes_every_visible_score(self) -> None:
+        times = Roofline(Hardware("toy", 1e12, 1e6), SHAPE)
+        seen = [[min(position + 1, window) for position in range(100)] for window in (100, 4)]
+        full, local = (sum(keys) / 100 for keys in seen)
+        assert mean_visible_keys(100) == pytest.approx(full)
+        assert mean_visible_keys(100, density=0.0, window=4) == pytest.approx(local)
+        flops = 4 * 4 * 8 * (1.5 * full + 1.5 * local)
+        assert times.layout_seconds(LAYOUT, 100, "prefill") == pytest.approx(flops / 1e6)
+
+    def test_the_larger_of_both(self) -> None:
+        slow_compute = Roofline(Hardware("toy", 1e12, 1.0), SHAPE)
+        assert slow_compute.layer_seconds(100) == pytest.approx(4 * 4 * 8 * 100)
+        slow_memory = Roofline(Hardware("toy", 1.0, 1e12), SHAPE)
+        assert slow_memory.layer_seconds(100, phase="prefill") == pytest.approx(2 * 2 * 8 * 2)
+
+    def test_hardware(self) -> None:
+        assert find_hardware("H200").bandwidth == 4.8e12
+        with pytest.raises(UserError, match="no hardware 'tpu'; there are: h200, h100, a100"):
+            find_hardware("tpu")
+
+
+def test_values_need_no_torch() -> None:
+    """A search may take either kind of times as its objective without waiting for torch."""
+    code = "import sys, spkv_nas.calibration, spkv_nas.roofline; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestCommands:
+    """``micro-3`` has 8 query and 2 KV heads of size 8 in 4 layers."""
+
+    def calibrate(self, workspace: Path, *options: str) -> None:
+        main(["calibrate", "micro-3", "--context", "64", "--window", "8", "--device", "cpu", "-w", str(workspace),
+              *options])  # fmt: skip
+
+    def cost(self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str) -> tuple[str, str]:
+        """What ``cost`` prints: the answer, and the remarks."""
+        capsys.readouterr()
+        main(["cost", "micro-3", "-w", str(workspace), *options])
+        shown = capsys.readouterr()
+        return " ".join(shown.out.split()), " ".join(shown.err.split())
+
+    def test_measure_then_cost(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.calibrate(tmp_path, "--batch", "2")
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "8 query heads, 2 KV heads of size 8, window 8, measured on" in shown
+        folder = tmp_path / "reports" / "micro-3"
+        assert {path.name for path in folder.iterdir()} == {"calibration.csv", "calibration.yaml"}
+        written = yaml.safe_load((folder / "calibration.yaml").read_text())
+        assert (written["dtype"], written["batch"], written["window"]) == ("float32", 2, 8)
+        assert {"torch", "commit"} <= set(written["environment"])
+        assert all(written[key] for key in ("hardware", "num_threads"))
+        Layout(("GL", "LL", "LL", "GG"), window=8, strategy="mine").write(tmp_path / "mine.yaml")
+        shown, remarks = self.cost(
+            capsys, tmp_path, "--context=64", f"--layout={tmp_path / 'mine.yaml'}", "--density=0.5", "--window=8"
+        )
+        assert "times: attention of all layers, measured on" in shown
+        assert not remarks
+
+    def test_rows_say_what_the_calibration_says(self, tmp_path: Path) -> None:
+        heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
+        make_calibration(heads).write(tmp_path / "reports" / "micro-3")
+        layout = Layout(("GL", "LL", "LL", "GG"), window=4)
+        layout.write(tmp_path / "mine.yaml")
+        *_, rows, times = cost_stages.cost_stage(
+            cost_stages.Workspace(tmp_path), "micro-3", layouts=[tmp_path / "mine.yaml"], density=0.5, window=4,
+            context="100",
+        )  # fmt: skip
+        assert isinstance(times, Calibration)
+        assert [row.decode_seconds for row in rows] == pytest.approx([4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0])
+        assert [row.prefill_seconds for row in rows] == pytest.approx([8.0, 4.0, 4.0])
+
+    @pytest.mark.parametrize(
+        ("options", "remark"),
+        [
+            (["--context=401"], "at 100 to 400 tokens, which says nothing of 401"),
+            (["--context=100", "--density=0.5", "--window=8"], "for a window of 4, not 8"),
+        ],
+    )
+    def test_a_calibration_that_does_not_fit_is_not_used(
+        self, options: list[str], remark: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
+        make_calibration(heads).write(tmp_path / "reports" / "micro-3")
+        shown, remarks = self.cost(capsys, tmp_path, *options)
+        assert "times: attention of all layers, roofline, H200" in shown
+        assert remark in remarks
+        assert "so times are the roofline's" in remarks
+        assert remark in fails(capsys, "cost", "micro-3", "-w", tmp_path, "--calibration=micro-3", *options)
+
+    def test_prefill_may_be_unknown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
+        make_calibration(heads).write(tmp_path / "reports" / "mine")
+        shown, remarks = self.cost(capsys, tmp_path, "--context=400", "--calibration=mine")
+        assert "prefill was not measured at 400 tokens" in shown
+        assert not remarks
+
+    def test_hardware_by_name(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
+        make_calibration(heads).write(tmp_path / "reports" / "micro-3")
+        shown, remarks = self.cost(capsys, tmp_path, "--context=100", "--hardware=a100")
+        assert "roofline, A100 80GB" in shown
+        assert not remarks
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["calibrate", "level-11"], "no level 'level-11'"),
+            (["calibrate", "micro-0", "--model", "x"], "not both"),
+            (["calibrate", "micro-0", "--context", "many"], "context 'many' is not a number"),
+            (["calibrate", "micro-0", "--context", "0"], "at least 1 token; found 0"),
+            (["calibrate", "micro-0", "--dtype", "int3"], "'int3' is unknown; known are float32, bfloat16, float16"),
+            (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
+            (["cost", "micro-0", "--hardware", "tpu"], "no hardware 'tpu'"),
+            (["cost", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
+            (["cost", "micro-0", "--calibration", "a", "--hardware", "h200"], "not both"),
+        ],
+    )
+    def test_bad_input(
+        self, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert message in fails(capsys, *arguments, "--workspace", tmp_path / "w")
+        assert not (tmp_path / "w").exists()
+
+    def test_a_calibration_of_another_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        make_calibration().write(tmp_path / "reports" / "mine")
+        message = fails(capsys, "cost", "micro-3", "--calibration=mine", "-w", tmp_path)
+        assert "of 4 query heads, 2 KV heads of size 8; the model has 8 query heads" in message
