@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spkv_nas import __version__, cli_cost
+from spkv_nas import __version__, cli_cost, cli_study
 from spkv_nas import cli_search as search
 from spkv_nas.cli_layout import app as layout_app
 from spkv_nas.cli_layout import schema
@@ -187,6 +187,7 @@ def propose(
 
 
 app.command()(search.compare)
+app.command("search")(cli_study.search)
 
 
 @app.command("train-hybrid")
@@ -618,8 +619,8 @@ def _show_comparison(rows: pd.DataFrame, correlations: dict[str, dict[str, Any] 
     for row in rows.itertuples():
         shown.add_row(
             row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
-            _change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
-            _change(row.delta_nll_percent, row.delta_nll_standard_error),
+            search.change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
+            search.change(row.delta_nll_percent, row.delta_nll_standard_error),
         )  # fmt: skip
     out.print(shown)
     for measure, found in correlations.items():
@@ -638,17 +639,10 @@ def _show_scores(name: str, rows: pd.DataFrame, folder: Path) -> None:
         covered = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
         shown.add_row(
             _escaped(row.strategy), str(row.num_global), covered, f"{row.nll:.4f}",
-            _change(row.delta_nll_percent, row.delta_nll_standard_error),
+            search.change(row.delta_nll_percent, row.delta_nll_standard_error),
         )  # fmt: skip
     out.print(shown)
     out.print(f"scores: {_escaped(str(folder / 'zero-shot.csv'))}")
-
-
-def _change(percent: float, error: float | None = None) -> str:
-    """Such as ``+0.894 ± 0.082``; a dash for NaN."""
-    if math.isnan(percent):
-        return "-"
-    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {error:.3f}"
 
 
 if __name__ == "__main__":

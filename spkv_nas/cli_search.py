@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -216,3 +217,10 @@ def show_budgets(table: DensityTable, rows: pd.DataFrame, knee: tuple[int, str],
         out.print(escape(said))
     places = f"curve: [bold]{escape(str(folder / 'budgets.png'))}[/bold]; layouts: {escape(str(folder / 'budgets'))}"
     out.print(places, soft_wrap=True)
+
+
+def change(percent: float, error: float | None = None) -> str:
+    """A change of NLL such as ``+0.894 ± 0.082``; a dash for NaN."""
+    if math.isnan(percent):
+        return "-"
+    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {error:.3f}"

@@ -89,16 +89,10 @@ def cost_stage(
     read = [Layout.read(path) for path in layouts or []]
     shares = [layout_density(shape, layout) for layout in read]
     windows = [layout.window for layout in read] + ([window] if density is not None else [])
-    if calibration is not None and hardware is not None:
-        raise UserError("give --calibration or --hardware, not both")
-    times: AttentionTimes = Roofline(find_hardware(hardware or "h200"), shape, element_size)
-    if hardware is None and (calibration is not None or (workspace.report_dir(own) / "calibration.yaml").is_file()):
-        try:
-            times = _find_calibration(workspace, calibration or own, shape, windows, tokens)
-        except UserError as error:
-            if calibration is not None:
-                raise
-            announce(f"{error}\nso times are the roofline's")
+    times = find_times(
+        workspace, own, shape, windows, tokens,
+        calibration=calibration, hardware=hardware, element_size=element_size, announce=announce,
+    )  # fmt: skip
     rows = [_timed(cost("full attention", shape, tokens, element_size=element_size), shape, tokens, times)]
     for layout, share in zip(read, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
@@ -140,6 +134,35 @@ def _find_shape(preset: str | None, model: str | None) -> tuple[str, str, Shape]
         return EMBEDDED.name, source, shape
     place = Path(source).resolve()
     return (place.parent if place.suffix == ".json" else place).name, source, shape
+
+
+def find_times(
+    workspace: Workspace,
+    name: str,
+    shape: Shape,
+    windows: Sequence[int],
+    context: int,
+    *,
+    calibration: str | None = None,
+    hardware: str | None = None,
+    element_size: int = 2,
+    announce: Announce = _silent,
+) -> AttentionTimes:
+    """Times of attention: of a calibration, by default that of the results ``name`` if it fits, or the roofline.
+
+    Raises:
+        UserError: the ``calibration`` asked for is not there or does not fit, or the ``hardware`` is unknown.
+    """
+    if calibration is not None and hardware is not None:
+        raise UserError("give --calibration or --hardware, not both")
+    if hardware is None and (calibration is not None or (workspace.report_dir(name) / "calibration.yaml").is_file()):
+        try:
+            return _find_calibration(workspace, calibration or name, shape, windows, context)
+        except UserError as error:
+            if calibration is not None:
+                raise
+            announce(f"{error}\nso times are the roofline's")
+    return Roofline(find_hardware(hardware or "h200"), shape, element_size)
 
 
 def _find_calibration(

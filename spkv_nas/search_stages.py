@@ -1,8 +1,9 @@
-"""Commands as functions, continued from ``stages``: every budget of a range, and how far probes agree."""
+"""Commands as functions, continued from ``stages``: every budget of a range, how far probes agree, and the search."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -10,12 +11,19 @@ from spkv_nas.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.demand import Demand, budget_table, knee_row, write_budgets
 from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
-from spkv_nas.proposal import resolve_tau
+from spkv_nas.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.proposal import propose, resolve_tau
+from spkv_nas.recipe import Recipe
 from spkv_nas.report.search_figures import write_agreement_figure, write_budgets_figure
-from spkv_nas.search.budget import parse_budget, parse_budgets
+from spkv_nas.search.budget import is_range, parse_budget, parse_budgets
+from spkv_nas.search.constraints import solve
 from spkv_nas.search.stability import bootstrap
-from spkv_nas.stages import _bar, find_table
+from spkv_nas.stages import EMBEDDED, Announce, _bar, _quiet, _silent, find_layouts, find_table
 from spkv_nas.workspace import Workspace
+
+if TYPE_CHECKING:
+    from spkv_nas.layout_search import Plan, Search, Trial
+    from spkv_nas.search.space import Space
 
 
 def budgets_stage(
@@ -69,3 +77,112 @@ def compare_stage(
     write_agreement(folder, rows)
     write_agreement_figure(folder, rows)
     return folder, rows
+
+
+def search_stage(
+    workspace: Workspace,
+    probe: str,
+    budget: str,
+    plan: Plan,
+    *,
+    start_files: list[Path] | None = None,
+    other_files: list[Path] | None = None,
+    recipe: Path | None = None,
+    tau: str | None = None,
+    window: int | None = None,
+    demand: Demand | None = None,
+    objective: str = "nll",
+    calibration: str | None = None,
+    hardware: str | None = None,
+    storage: str | None = None,
+    name: str | None = None,
+    device: str | None = None,
+    announce: Announce = _silent,
+) -> tuple[Search, list[Trial], pd.DataFrame]:
+    """Search for layouts, as one worker of possibly many; results are written to ``reports/<name>/``.
+
+    Args:
+        start_files: layouts to start from and compare with, beside the strategies'.
+        other_files: layouts to compare with only.
+        demand: its constraints hold; its context, batch, head dimension and dtype price the objective kv-bytes.
+        objective: "nll", "nll,kv-bytes" or "nll,time" (decoding).
+        calibration, hardware: where the time comes from, as in ``cost_stage``.
+
+    Returns:
+        The search, its trials, and their table.
+    """
+    import optuna
+
+    from spkv_nas.cost_stages import find_times
+    from spkv_nas.layout_search import Cost, Prepared, Search
+    from spkv_nas.model.checkpoint import read_shape
+    from spkv_nas.search.space import Space
+    from spkv_nas.search_results import write_results
+
+    _quiet()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    demand = demand or Demand()
+    second = _parse_objective(objective, demand.context)
+    table = find_table(workspace, probe)
+    numbers = parse_budgets(budget, table.num_heads) if is_range(budget) else [parse_budget(budget, table.num_heads)]
+    if is_range(budget) and tau == "match-budget":
+        raise UserError("--tau match-budget needs one budget, not a range: give the threshold as a number")
+    table = resolve_tau(table, tau, numbers[0])
+    window = window or table.window or DEFAULT_WINDOW
+    space = Space(table, (numbers[0], numbers[-1]), window, demand.constraints)
+    space.check()
+    path = recipe or EMBEDDED / "search.yaml"
+    parsed, name = Recipe.read(path), name or table.name
+    starts = _starts(space, numbers)
+    given, others = (find_layouts(workspace, name, files) if files else {} for files in (start_files, other_files))
+    for key, layout in [*given.items(), *others.items()]:
+        if key in starts or (key in given and key in others):
+            raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
+        if key in given and not space.contains(layout):
+            raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
+    starts |= given
+    workspace.check_writable()
+    prepared = Prepared.of(parsed, path.parent, workspace.run_dir(parsed.name), device=device, announce=announce)
+    cost = None
+    if second == "kv-bytes" and (head := demand.cost(table, window)) is not None:
+        cost = Cost("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
+    elif second == "time" and (context := demand.context) is not None:
+        times = find_times(
+            workspace, name, read_shape(str(prepared.dense)), [window], context,
+            calibration=calibration, hardware=hardware, announce=announce,
+        )  # fmt: skip
+        cost = Cost(f"decode seconds per token, {times.source}", lambda layout: times.layout_seconds(layout, context))
+    search = Search(
+        prepared, space, starts, others, plan, workspace.run_dir(name) / "search",
+        name=name, cost=cost, storage=storage, device=device, announce=announce,
+    )  # fmt: skip
+    trials = search.run()
+    rows = write_results(search, trials, workspace.report_dir(name), workspace.layout_dir(name) / "search")
+    return search, trials, rows
+
+
+def _starts(space: Space, budgets: list[int]) -> dict[str, Layout]:
+    """The strategies' layouts: of one budget those that meet the constraints; of a range the best of five budgets."""
+    table, window = space.table, space.window
+    if len(budgets) == 1:
+        found = propose(table, budgets[0], window=window, num_random=0)
+        del found["sparsest"]
+        if space.constraints.named:
+            found["constrained"] = solve(table, budgets[0], space.constraints, window=window)
+        return {name: layout for name, layout in found.items() if space.contains(layout)}
+    chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
+    layouts = (solve(table, number, space.constraints, window=window) for number in chosen)
+    named = {f"densest-{number}": layout for number, layout in zip(chosen, layouts, strict=True)}
+    return {name: Layout(x.heads, x.window, name, x.provenance) for name, x in named.items() if space.contains(x)}
+
+
+def _parse_objective(objective: str, context: int | None) -> str | None:
+    """The second objective, kv-bytes or time, of "nll,kv-bytes" or "nll,time"; None of "nll" alone."""
+    names = [part.strip() for part in objective.split(",")]
+    if names == ["nll"]:
+        return None
+    if names not in (["nll", "kv-bytes"], ["nll", "time"]):
+        raise UserError(f"--objective '{objective}' is unknown; there are nll, nll,kv-bytes and nll,time")
+    if context is None:
+        raise UserError(f"--objective {objective} needs --context: the tokens per sequence")
+    return names[1]

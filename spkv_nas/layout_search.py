@@ -1,0 +1,412 @@
+"""Search: layouts by Optuna, scored without training, the best retrained briefly, the best of those in full.
+
+Every rung of this ladder is a study in one storage (``search/queue.py``), so any number of processes work on it: one
+study of zero-shot scores per sampler and seed, one of short and one of full retrainings, with full attention and the
+layouts that the search started from as baselines. What a layout measures lies in files named by its hash, which make a
+result of an interrupted study good for the next one.
+
+Held-out text is parted by document: the search chooses on the first documents (zero-shot and short retraining), and the
+full retraining is judged on the others, so that the winner's luck does not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock
+from numpy.typing import NDArray
+from optuna.trial import FrozenTrial
+from transformers import PreTrainedModel
+
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.nll import DocumentNLL, PairedDifference, paired_difference
+from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
+from spkv_nas.layout import Layout
+from spkv_nas.model.checkpoint import load
+from spkv_nas.recipe import Recipe
+from spkv_nas.search.queue import Queue, Task, open_storage
+from spkv_nas.search.sampler import DENSITY, Sampler, first_of_generation
+from spkv_nas.search.space import Space
+from spkv_nas.train_hybrid import branch_key, dense_checkpoint
+from spkv_nas.training.run import FULL_ATTENTION, Corpus, load_corpus, read_branch, start, train_branch
+
+CLAIM = 5  # layouts that a worker scores at a time: they share the layers in which they agree
+BASELINE = "baseline"  # in place of a sampler: layouts that the search started from or compares with
+EVERY = 30.0  # seconds between lines of progress
+POLL = 1.0  # seconds between looks at what other workers do
+Announce = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A second objective: what a layout costs, and the name and unit of that."""
+
+    name: str
+    of: Callable[[Layout], float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to search.
+
+    Attributes:
+        trials: layouts scored without training, per sampler and seed.
+        samplers: kinds of sampler, the guided one first, then the controls.
+        seeds: one study each.
+        short: best layouts of each sampler to retrain for ``short_steps`` steps, a fourth of the recipe's by default.
+        full: best of those to retrain for the recipe's steps.
+        max_tokens: held-out tokens of the zero-shot score.
+    """
+
+    trials: int = 100
+    samplers: tuple[str, ...] = (DENSITY,)
+    seeds: tuple[int, ...] = (0,)
+    short: int = 8
+    full: int = 4
+    short_steps: int | None = None
+    max_tokens: int = 65_536
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was tried, and what it measured so far; changes of NLL are against full attention."""
+
+    sampler: str
+    seed: int
+    number: int
+    layout: Layout
+    cost: float | None
+    zero_shot: PairedDifference
+    short: PairedDifference | None = None
+    full: PairedDifference | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as "density-0-17"; of a baseline, that of its layout."""
+        return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
+
+    @property
+    def values(self) -> list[float]:
+        """The objectives of the zero-shot rung."""
+        return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe's text and the dense checkpoint that its branches start from."""
+
+    recipe: Recipe
+    corpus: Corpus
+    dense: Path
+    runs: Path
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, announce: Announce = lambda _: None
+    ) -> Prepared:
+        """Tokenised and trained unless it is there already; of several workers one does so, the others wait.
+
+        Args:
+            base: folder that the recipe's relative paths start from.
+            runs: folder of checkpoints and caches.
+        """
+        start(recipe, device)
+        runs.mkdir(parents=True, exist_ok=True)
+        with FileLock(runs / "prepare.lock"):
+            announce("reading and tokenising text")
+            corpus = load_corpus(recipe, base, runs)
+            return cls(recipe, corpus, dense_checkpoint(recipe, corpus, runs, device=device), runs)
+
+
+class Search:
+    """One search; every worker makes one with the same arguments and calls ``run``.
+
+    Args:
+        starts: layouts of the space to start from and to compare with, by name.
+        others: layouts to compare with only.
+        folder: of the study and its lock, which the workers share.
+        name: of the studies in the storage.
+        storage: an Optuna URL; SQLite in ``folder`` by default.
+
+    Raises:
+        UserError: a layout or the space is for another model, or there is too little held-out text.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        space: Space,
+        starts: Mapping[str, Layout],
+        others: Mapping[str, Layout],
+        plan: Plan,
+        folder: Path,
+        *,
+        name: str,
+        cost: Cost | None = None,
+        storage: str | None = None,
+        device: str | None = None,
+        announce: Announce = lambda _: None,
+    ) -> None:
+        self.recipe, self.space, self.plan, self.cost = prepared.recipe, space, plan, cost
+        self.starts, self.baselines = dict(starts), {**starts, **others}
+        self._corpus, self._dense, self._runs = prepared.corpus, prepared.dense, prepared.runs
+        self._name, self._device, self._announce = name, device, announce
+        if self.num_tokens[1] == 0:
+            raise UserError(
+                "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
+            )
+        self._lock = folder / "queue.lock"
+        self._storage = open_storage(storage or f"sqlite:///{folder / 'study.db'}", self._lock)
+
+    # ------------------------------------------------------------ the text, parted
+
+    @cached_property
+    def _chosen_on(self) -> TokenBlocks:
+        """The held-out text that the search sees."""
+        heldout = self._corpus.heldout
+        number = min(self.plan.max_tokens // heldout.block_size, heldout.num_blocks // 2)
+        if number < 1:
+            raise UserError(
+                f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
+                "give more text, a larger data.heldout or more --max-tokens"
+            )
+        return heldout.take(number)
+
+    def _part(self, nll: DocumentNLL, *, seen: bool) -> DocumentNLL:
+        """The documents that the search has seen a token of, or the others, whose counts are then 0."""
+        known = np.zeros(len(nll.num_tokens), dtype=bool)
+        known[np.unique(self._chosen_on.document)] = True
+        keep = known if seen else ~known
+        return DocumentNLL(np.where(keep, nll.total, 0.0), np.where(keep, nll.num_tokens, 0))
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Held-out tokens that the search chooses on, and those that judge its full retrainings."""
+        documents = np.bincount(self._corpus.heldout.document.ravel(), minlength=len(self._corpus.heldout.documents))
+        seen = np.unique(self._chosen_on.document)
+        return self._chosen_on.tokens.size, int(documents.sum() - documents[seen].sum())
+
+    # ------------------------------------------------------------ zero-shot
+
+    def run(self) -> list[Trial]:
+        """Work until every rung is finished; all trials, with what they measured."""
+        studies = [self._study(kind, seed) for kind in self.plan.samplers for seed in self.plan.seeds]
+        trials = self._score(studies)
+        if self.plan.short == 0:
+            return trials
+        trials = self._retrain("short", trials, self.promoted(trials, self.plan.short, "zero_shot"))
+        if self.plan.full == 0:
+            return trials
+        return self._retrain("full", trials, self.promoted(trials, self.plan.full, "short"))
+
+    def _study(self, kind: str, seed: int) -> _Study:
+        settings: dict[str, Any] = {
+            "probe": f"{self.space.table.name} {_hash(self.space.table.density.round(6).tolist())}",
+            "budget": list(self.space.budgets),
+            "window": self.space.window,
+            "constraints": dict(self.space.constraints.named),
+            "start": [layout.hash for layout in self.starts.values()],
+            "objective": ["nll", *([self.cost.name] if self.cost else [])],
+            "checkpoint or text": self._cache.name,
+        }
+        queue = Queue(
+            self._storage, f"{self._name}/{kind}-{seed}", settings, self._lock,
+            directions=["minimize"] * len(settings["objective"]), distributions=self.space.distributions,
+        )  # fmt: skip
+        return _Study(kind, seed, queue, Sampler(self.space, kind, seed, queue.directions, list(self.starts.values())))
+
+    def _score(self, studies: Sequence[_Study]) -> list[Trial]:
+        """Work on the zero-shot studies until all are finished."""
+        total, best = self.plan.trials, dict.fromkeys(studies, np.inf)
+        pace = _Pace(total * len(studies), self._announce)
+        while True:
+            found = {study: study.queue.results() for study in studies}
+            pace.tell(sum(min(len(trials), total) for trials in found.values()))
+            for study, trials in found.items():
+                best[study] = self._tell_best(study, trials, best[study])
+            open_studies = [study for study, trials in found.items() if len(trials) < total]
+            if not open_studies:
+                tried = [self._trial(s, n, t) for s, some in found.items() for n, t in some.items() if n < total]
+                return [*self._baseline_trials(), *tried]
+            for study in open_studies:
+                tasks = study.queue.claim(total, CLAIM, study.sampler.point, first_of_generation)
+                if tasks:
+                    self._work(study.queue, tasks)
+                    break
+            else:
+                time.sleep(POLL)  # other workers hold what is left of this generation
+
+    def _work(self, queue: Queue, tasks: Sequence[Task]) -> None:
+        with queue.holding(tasks):
+            layouts = [self.space.layout(task.params) for task in tasks]
+            for task, layout, change in zip(tasks, layouts, self._zero_shot(layouts), strict=True):
+                queue.finish(task, [change.percent, *([self.cost.of(layout)] if self.cost else [])])
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        model, _ = load(self._dense)
+        return model.to(self._device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    @cached_property
+    def _cache(self) -> Path:
+        return cache_folder(self._runs / "zero-shot", self._model, self._dense, self._chosen_on)
+
+    def _zero_shot(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        full, *scores = zero_shot(
+            self._model, [None, *layouts], self._chosen_on, batch_size=self.recipe.evaluation.batch_size,
+            cache=self._cache,
+        )  # fmt: skip
+        return [paired_difference(score, full) for score in scores]
+
+    def _trial(self, study: _Study, number: int, found: FrozenTrial) -> Trial:
+        layout = self.space.layout(found.params)
+        cost = self.cost.of(layout) if self.cost else None
+        return Trial(study.kind, study.seed, number, layout, cost, self._zero_shot([layout])[0])
+
+    def _baseline_trials(self) -> list[Trial]:
+        layouts = list(self.baselines.values())
+        costs = [self.cost.of(layout) if self.cost else None for layout in layouts]
+        changes = enumerate(zip(layouts, costs, self._zero_shot(layouts), strict=True))
+        return [Trial(BASELINE, 0, number, *measured) for number, measured in changes]
+
+    def _tell_best(self, study: _Study, trials: Mapping[int, FrozenTrial], before: float) -> float:
+        if self.cost is not None or not trials:
+            return before
+        number, best = min(trials.items(), key=lambda item: (item[1].values[0], item[0]))
+        if best.values[0] < before:
+            heads = self.space.layout(best.params).num_global
+            self._announce(
+                f"{study.kind}, seed {study.seed}: {best.values[0]:+.3f} % with {heads} heads (layout {number}; "
+                f"{len(trials)} of {self.plan.trials} scored)"
+            )
+        return float(best.values[0])
+
+    # ------------------------------------------------------------ retraining
+
+    def promoted(self, trials: Sequence[Trial], number: int, by: str) -> list[Layout]:
+        """The best ``number`` layouts of each sampler, by a rung's change of NLL (with a cost: front after front)."""
+        chosen: dict[str, Layout] = {}
+        for kind in self.plan.samplers:
+            some: dict[str, Trial] = {}
+            for trial in trials:
+                known = trial.layout.content_hash in self._baseline_hashes  # which are retrained anyway
+                if trial.sampler == kind and getattr(trial, by) is not None and not known:
+                    some.setdefault(trial.layout.content_hash, trial)
+            values = np.array([[getattr(t, by).percent, *t.values[1:]] for t in some.values()]).reshape(len(some), -1)
+            for index in ranked(values)[:number]:
+                trial = list(some.values())[index]
+                chosen.setdefault(trial.layout.content_hash, trial.layout)
+        return list(chosen.values())
+
+    @property
+    def _baseline_hashes(self) -> set[str]:
+        return {layout.content_hash for layout in self.baselines.values()}
+
+    def _retrain(self, rung: str, trials: Sequence[Trial], promoted: Iterable[Layout]) -> list[Trial]:
+        """Work on a rung until it is finished; the trials with what it measured."""
+        recipe = self._rung_recipe(rung)
+        variants: list[str | Layout] = [FULL_ATTENTION, *self.baselines.values(), *promoted]
+        names = [branch_key(recipe, self._dense, variant, recipe.seed) for variant in variants]
+        queue = Queue(
+            self._storage, f"{self._name}/{rung}-{_hash(names)}", {"runs": names}, self._lock
+        )  # fmt: skip
+        while len(queue.results()) < len(variants):
+            tasks = queue.claim(len(variants), 1)
+            if not tasks:
+                time.sleep(POLL)
+                continue
+            variant = variants[tasks[0].index]
+            title = variant if isinstance(variant, str) else f"{variant.strategy} {variant.hash}"
+            self._announce(f"{rung} retraining: {title} ({tasks[0].index + 1} of {len(variants)})")
+            with queue.holding(tasks):
+                folder = self._runs / "branches" / names[tasks[0].index]
+                branch = train_branch(recipe, self._corpus, self._dense, folder, variant, device=self._device)
+                queue.finish(tasks[0], [branch.nll.mean])
+        measured = self.retrained(rung, variants)
+        return [_with(trial, rung, measured.get(trial.layout.content_hash)) for trial in trials]
+
+    def retrained(self, rung: str, variants: Sequence[str | Layout]) -> dict[str, PairedDifference]:
+        """Change of NLL against full attention of finished layouts of a rung, by content hash."""
+        recipe = self._rung_recipe(rung)
+
+        def measured(variant: str | Layout) -> DocumentNLL:
+            final = self._runs / "branches" / branch_key(recipe, self._dense, variant, recipe.seed) / "final"
+            return self._part(read_branch(final).nll, seen=rung == "short")
+
+        full = measured(FULL_ATTENTION)
+        layouts = [variant for variant in variants if isinstance(variant, Layout)]
+        return {layout.content_hash: paired_difference(measured(layout), full) for layout in layouts}
+
+    @property
+    def short_steps(self) -> int:
+        """Steps of the short retraining."""
+        return self.plan.short_steps or max(1, self.recipe.branch.steps // 4)
+
+    def _rung_recipe(self, rung: str) -> Recipe:
+        if rung == "full":
+            return self.recipe
+        branch = self.recipe.branch
+        fewer = {"steps": self.short_steps, "warmup_steps": min(branch.warmup_steps, self.short_steps - 1)}
+        return self.recipe.model_copy(update={"branch": branch.model_copy(update=fewer)})
+
+
+class _Pace:
+    """Says now and then how many layouts are scored, by all workers, and how long the rest will take."""
+
+    def __init__(self, total: int, announce: Announce) -> None:
+        self._total, self._announce = total, announce
+        self._begin: tuple[float, int] | None = None
+        self._last = time.monotonic()
+
+    def tell(self, done: int) -> None:
+        now = time.monotonic()
+        self._begin = self._begin or (now, done)
+        if now - self._last < EVERY or done == self._begin[1]:
+            return
+        self._last = now
+        rate = (done - self._begin[1]) / (now - self._begin[0])
+        self._announce(
+            f"{done} of {self._total} layouts scored, {60 * rate:.0f} a minute, {(self._total - done) / rate / 60:.1f} "
+            "minutes left"
+        )
+
+
+def _with(trial: Trial, rung: str, measured: PairedDifference | None) -> Trial:
+    return replace(trial, short=measured) if rung == "short" else replace(trial, full=measured)
+
+
+@dataclass(frozen=True, eq=False)
+class _Study:
+    kind: str
+    seed: int
+    queue: Queue
+    sampler: Sampler
+
+
+def ranked(values: NDArray[np.float64]) -> list[int]:
+    """Row numbers of ``values`` [points, objectives], best first: front after front, each by its first objective.
+
+    A front holds the points that no other of the remaining ones is as good as in all objectives and better in one.
+    """
+    left, order = list(range(len(values))), []
+    while left:
+        rest = values[left]
+        beaten = np.all(rest[:, None] >= rest[None], -1) & np.any(rest[:, None] > rest[None], -1)  # [point, by another]
+        front = [index for index, by in zip(left, beaten, strict=True) if not by.any()]
+        order += sorted(front, key=lambda index: tuple(values[index]))
+        left = [index for index in left if index not in set(front)]
+    return order
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

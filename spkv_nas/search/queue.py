@@ -1,0 +1,227 @@
+"""An Optuna study as a list of numbered tasks that several processes and machines work through.
+
+A worker claims some tasks, which puts running trials with their numbers into the study, tells their values, and takes
+the next. Nothing is lost when a worker dies: whoever claims next marks its trials failed and their numbers are free
+again, at once on the same machine (its process is gone), after ``GRACE`` seconds without a sign of life elsewhere. A
+number counts once, whichever of its trials finishes first. (Optuna recovers trials of ``Study.optimize`` alone, by a
+heartbeat; and under SQLite two workers may be given the same trial, hence the lock file.)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import optuna
+import psutil
+from filelock import FileLock
+from optuna.distributions import BaseDistribution
+from optuna.exceptions import DuplicatedStudyError
+from optuna.storages import BaseStorage, RDBStorage
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy.exc import SQLAlchemyError
+
+from spkv_nas.errors import UserError
+
+HEARTBEAT, GRACE = 20.0, 300.0  # seconds
+INDEX = "index"  # user attribute of a trial: the number of its task, the same when it is tried again
+_WORKER, _MARK, _SETTINGS = "worker", "mark", "settings"
+
+
+def open_storage(url: str, lock: Path) -> BaseStorage:
+    """An Optuna storage; under the ``lock``, because two processes cannot make its tables at once.
+
+    Raises:
+        UserError: a URL that cannot be opened.
+    """
+    patience = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else {}
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(lock):
+            return RDBStorage(url, engine_kwargs=patience)
+    except (SQLAlchemyError, ImportError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"cannot open the storage {url}: {str(error).splitlines()[0]}\n"
+            "give an SQLAlchemy URL, such as sqlite:///study.db or postgresql://host/database"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Task:
+    """A claimed task: its number, the number of its trial, and the trial's parameters."""
+
+    index: int
+    trial: int
+    params: dict[str, str]
+
+
+class Queue:
+    """See the module's docstring.
+
+    Args:
+        settings: whatever decides the results; a study that has others is refused.
+        lock: file of the lock that this workspace's workers share.
+        distributions: of the trials' parameters.
+
+    Raises:
+        UserError: the study is there with other settings.
+    """
+
+    def __init__(
+        self,
+        storage: BaseStorage,
+        name: str,
+        settings: Mapping[str, Any],
+        lock: Path,
+        *,
+        directions: Sequence[str] = ("minimize",),
+        distributions: Mapping[str, BaseDistribution] | None = None,
+    ) -> None:
+        self._distributions, self._lock = dict(distributions or {}), FileLock(lock)
+        with self._lock:
+            try:
+                self._study = optuna.create_study(storage=storage, study_name=name, directions=list(directions))
+                self._study.set_user_attr(_SETTINGS, dict(settings))
+            except DuplicatedStudyError:
+                self._study = optuna.load_study(storage=storage, study_name=name)
+        found = self._study.user_attrs.get(_SETTINGS, {})
+        for key in settings:
+            if found.get(key) != settings[key]:
+                raise UserError(
+                    f"the study '{name}' is there with another {key}: {found.get(key)}, not {settings[key]}\n"
+                    "give the same options to go on with it, or another --name"
+                )
+
+    @property
+    def directions(self) -> list[StudyDirection]:
+        """Of the values."""
+        return list(self._study.directions)
+
+    def claim(
+        self,
+        number: int,
+        most: int,
+        point: Callable[[int, list[FrozenTrial]], dict[str, str]] = lambda index, known: {},
+        known_before: Callable[[int], int] = lambda index: 0,
+    ) -> list[Task]:
+        """Up to ``most`` free tasks of the first ``number``, in order; none if nothing is free or may begin yet.
+
+        Args:
+            point: the parameters of a task, from its number and the finished tasks that it may know, in order.
+            known_before: those below this number, which all must be finished before the task may begin.
+        """
+        claimed: list[Task] = []
+        with self._lock:
+            self._recover()
+            done = self.results()
+            busy = {trial.user_attrs[INDEX] for trial in self._trials(TrialState.RUNNING)}
+            for index in range(number):
+                if index in done or index in busy:
+                    continue
+                stop = known_before(index)
+                if len(claimed) == most or not all(earlier in done for earlier in range(stop)):
+                    break
+                params = point(index, [done[earlier] for earlier in range(stop)])
+                claimed.append(Task(index, self._start(index, params), params))
+        return claimed
+
+    def finish(self, task: Task, values: Sequence[float]) -> None:
+        """Record a result; it is dropped if the task was given to another worker in the meantime."""
+        try:
+            self._study.tell(task.trial, list(values))
+        except ValueError:
+            if self._study.get_trials(deepcopy=False)[task.trial].state != TrialState.FAIL:
+                raise
+
+    @contextmanager
+    def holding(self, tasks: Sequence[Task]) -> Iterator[None]:
+        """Show that this worker is alive; what it has not finished when the block ends is free again."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            while not stop.wait(HEARTBEAT):
+                self._study.set_user_attr(_key(_worker()), time.time())
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            mine = {task.trial for task in tasks}
+            with self._lock:
+                for trial in self._trials(TrialState.RUNNING):
+                    if trial.number in mine:
+                        self._free(trial)
+
+    def results(self) -> dict[int, FrozenTrial]:
+        """The finished tasks by number, in order."""
+        found: dict[int, FrozenTrial] = {}
+        for trial in self._trials(TrialState.COMPLETE):
+            found.setdefault(trial.user_attrs[INDEX], trial)
+        return dict(sorted(found.items()))
+
+    def num_running(self) -> int:
+        """Tasks that workers hold."""
+        return len(self._trials(TrialState.RUNNING))
+
+    def _start(self, index: int, params: Mapping[str, str]) -> int:
+        """Put a running trial into the study; its number."""
+        mark = uuid.uuid4().hex
+        self._study.set_user_attr(_key(_worker()), time.time())
+        self._study.add_trial(
+            create_trial(
+                state=TrialState.RUNNING,
+                params=dict(params),
+                distributions=self._distributions if params else {},
+                user_attrs={INDEX: index, _WORKER: _worker(), _MARK: mark},
+            )
+        )
+        return next(int(t.number) for t in self._trials(TrialState.RUNNING) if t.user_attrs[_MARK] == mark)
+
+    def _recover(self) -> None:
+        alive = self._study.user_attrs
+        for trial in self._trials(TrialState.RUNNING):
+            if _is_lost(trial.user_attrs[_WORKER], alive):
+                self._free(trial)
+
+    def _free(self, trial: FrozenTrial) -> None:
+        with suppress(ValueError):  # somebody without our lock was faster
+            self._study.tell(trial.number, state=TrialState.FAIL)
+
+    def _trials(self, state: TrialState) -> list[FrozenTrial]:
+        return [t for t in self._study.get_trials(deepcopy=False, states=(state,)) if INDEX in t.user_attrs]
+
+
+@cache
+def _worker() -> dict[str, Any]:
+    """Who this process is."""
+    return {"host": socket.gethostname(), "process": os.getpid(), "started": psutil.Process().create_time()}
+
+
+def _key(worker: Mapping[str, Any]) -> str:
+    """Name of the study's attribute with the time of a worker's last sign of life."""
+    return f"alive {worker['host']} {worker['process']} {worker['started']:.2f}"
+
+
+def _is_lost(worker: Mapping[str, Any], alive: Mapping[str, Any]) -> bool:
+    """Whether a worker is dead: its process is gone, or on another machine it has been silent for too long."""
+    if worker["host"] != socket.gethostname():
+        return bool(time.time() - alive.get(_key(worker), 0.0) > GRACE)
+    try:
+        process = psutil.Process(worker["process"])
+        same = abs(process.create_time() - worker["started"]) < 1.0  # numbers are used again
+        return not same or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

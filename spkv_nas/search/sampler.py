@@ -1,0 +1,75 @@
+"""Points of a search whose every trial depends on its seed, its number, and whole generations before it alone.
+
+Optuna's samplers look at whatever has finished when they are asked, so that a study of several workers, or one that was
+killed and taken up again, is never the same twice. Here trials come in generations of ``GENERATION``: a trial sees the
+results of all generations before its own, in order, and draws with a generator seeded by the study's seed and its own
+number. So any number of workers, however interrupted, make the same study.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import optuna
+from optuna.samplers import TPESampler
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, create_trial
+
+from spkv_nas.layout import Layout
+from spkv_nas.search.space import Point, Space
+
+GENERATION = 10
+DENSITY, TPE, RANDOM = KINDS = ("density", "tpe", "random")
+
+
+def first_of_generation(index: int) -> int:
+    """Number of the first trial in the generation of trial ``index``: it may know the trials before that."""
+    return index - index % GENERATION
+
+
+class Sampler:
+    """Draws the points of one study.
+
+    Args:
+        kind: ``density`` starts from given layouts, fills the first generation with layouts near the densest heads,
+            and goes on by TPE (tree-structured Parzen estimator, Bergstra et al. 2011, as Optuna has it), whose wishes
+            the densities complete; ``tpe`` does the same without densities or starts; ``random`` draws all sets of
+            heads with the same probability.
+        starts: layouts of the space that ``density`` tries first.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        kind: str,
+        seed: int,
+        directions: Sequence[StudyDirection],
+        starts: Sequence[Layout] = (),
+    ) -> None:
+        self._space, self._kind, self._seed, self._directions = space, kind, seed, list(directions)
+        self._starts = list(starts) if kind == DENSITY else []
+
+    def point(self, index: int, known: Sequence[FrozenTrial]) -> Point:
+        """The point of trial ``index``, given the trials before its generation."""
+        if index < len(self._starts):
+            return self._space.point(self._starts[index])
+        generator = np.random.default_rng([self._seed, index])
+        noise = generator.random(self._space.shape)
+        low, high = self._space.budgets
+        budget = int(generator.integers(low, high + 1))
+        estimates = known and self._kind != RANDOM
+        wished = self._estimated(known, int(generator.integers(2**31))) if estimates else None
+        found = self._space.nearest(wished, budget, noise, by_density=self._kind == DENSITY)
+        return self._space.point(found)
+
+    def _estimated(self, known: Sequence[FrozenTrial], seed: int) -> Layout:
+        """What TPE would try next."""
+        memory = optuna.create_study(
+            directions=self._directions, sampler=TPESampler(seed=seed, n_startup_trials=1, multivariate=False)
+        )
+        memory.add_trials(
+            create_trial(params=trial.params, distributions=trial.distributions, values=trial.values)
+            for trial in known
+        )  # fmt: skip
+        return self._space.layout(memory.ask(self._space.distributions).params)

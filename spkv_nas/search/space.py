@@ -1,0 +1,108 @@
+"""The layouts that a search may try: a point has a letter for every KV head, G or L, as an Optuna trial knows it.
+
+Whatever heads a sampler wishes for are made a layout of the space by ``nearest``: an integer program under budget and
+constraints, in which heads that were wished for come first, and the density decides among the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+
+from spkv_nas.density import DensityTable
+from spkv_nas.layout import Layout
+from spkv_nas.search.constraints import Constraints, solve
+from spkv_nas.search.milp import Problem
+from spkv_nas.search.strategies import densest
+
+Float = NDArray[np.float64]
+Point = dict[str, str]
+
+_WISHED, _DENSITY, _NOISE = 0.6, 0.2, 0.2  # what decides which heads to take
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """Layouts for one grid under constraints.
+
+    Attributes:
+        table: densities [L, Hkv].
+        budgets: smallest and largest number of global KV heads; constraints may leave fewer.
+        window: of the local heads.
+        constraints: none by default.
+    """
+
+    table: DensityTable
+    budgets: tuple[int, int]
+    window: int
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def check(self) -> None:
+        """Raises ``UserError`` if no layout meets the constraints at the smallest or the largest budget."""
+        for budget in sorted(set(self.budgets)):
+            solve(self.table, budget, self.constraints, window=self.window)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, Hkv)."""
+        return self.table.num_layers, self.table.num_kv_heads
+
+    @cached_property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        """Of every head, by "layer.head"."""
+        return {f"{layer}.{head}": CategoricalDistribution(("L", "G")) for layer, head in np.ndindex(self.shape)}
+
+    def layout(self, point: Mapping[str, str], strategy: str = "search") -> Layout:
+        """The layout of a point."""
+        letters = "".join(point[name] for name in self.distributions)
+        heads = self.shape[1]
+        rows = tuple(letters[start : start + heads] for start in range(0, len(letters), heads))
+        return Layout(rows, self.window, strategy)
+
+    def point(self, layout: Layout) -> Point:
+        """The point of a layout."""
+        return dict(zip(self.distributions, "".join(layout.heads), strict=True))
+
+    def nearest(self, wished: Layout | None, budget: int, noise: Float, *, by_density: bool) -> Layout:
+        """A layout of the space that has as many of the wished global heads as it can, and ``budget`` in all.
+
+        Args:
+            wished: None: no head is wished for.
+            budget: cut to ``budgets``.
+            noise: [L, Hkv] in [0, 1], weighs as much as the density, or alone.
+            by_density: whether denser heads come first among heads that are equally wished for.
+        """
+        gain = _NOISE * noise
+        if wished is not None:
+            gain = gain + _WISHED * wished.global_mask
+        if by_density:
+            gain = gain + _DENSITY * self._rank
+        return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))
+
+    def contains(self, layout: Layout) -> bool:
+        """Whether the layout meets the constraints and has one of the budgets."""
+        low, high = self.budgets
+        if not low <= layout.num_global <= high:
+            return False
+        gain = np.where(layout.global_mask, 1.0, 1e-6)  # the layout itself is the best if it is feasible
+        return self._best(gain, layout.num_global).heads == layout.heads
+
+    def _best(self, gain: Float, budget: int) -> Layout:
+        if self.constraints.named:
+            found = Problem(self.shape, self.constraints.named, budget).optimum(np.maximum(gain, 1e-6)[None])
+            assert found is not None  # ``check`` has solved the smallest budget, and a larger one allows more
+            mask = found.mask
+        else:
+            mask = densest(gain, budget)
+        return Layout.from_mask(mask, window=self.window)
+
+    @cached_property
+    def _rank(self) -> Float:
+        """[L, Hkv], places of the densities in ascending order, in [0, 1]."""
+        flat = self.table.density.ravel()
+        return np.argsort(np.argsort(flat, kind="stable"), kind="stable").reshape(self.shape) / max(1, flat.size - 1)

@@ -1,0 +1,502 @@
+"""The layout search: its space, its samplers, its queue of tasks under dying workers, and the command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import pandas as pd
+import pytest
+import yaml
+from conftest import RECIPE, write_project
+from optuna.study import StudyDirection
+from test_constraints import make_table
+from test_pipeline import fails
+
+from spkv_nas.cli import main
+from spkv_nas.density import DensityTable
+from spkv_nas.errors import UserError
+from spkv_nas.evaluation.nll import DocumentNLL, PairedDifference
+from spkv_nas.layout import Layout
+from spkv_nas.layout_search import BASELINE, Trial, ranked
+from spkv_nas.search import queue as queue_module
+from spkv_nas.search.constraints import Constraints
+from spkv_nas.search.queue import GRACE, Queue, Task, open_storage
+from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
+from spkv_nas.search.space import Space
+from spkv_nas.search.strategies import densest
+from spkv_nas.search_results import best_so_far, front, guidance, hypervolume, result_table
+
+MINIMIZE = [StudyDirection.MINIMIZE]
+
+
+@pytest.fixture
+def table() -> DensityTable:
+    """6 layers x 3 KV heads, all densities different."""
+    density = np.random.default_rng(3).permutation(18).reshape(6, 3) / 18 + 0.01
+    return make_table(density)
+
+
+def value(layout: Layout, table: DensityTable) -> float:
+    """An objective: what the global heads miss of a second grid of weights."""
+    weights = np.random.default_rng(5).random((table.num_layers, table.num_kv_heads)) + table.density
+    return -float(weights[layout.global_mask].sum())
+
+
+class TestSpace:
+    def test_a_point_is_a_layout(self, table: DensityTable) -> None:
+        space = Space(table, (5, 5), 8)
+        layout = Layout.from_mask(densest(table.density, 5), window=8)
+        assert space.layout(space.point(layout)) == Layout(layout.heads, 8, "search")
+
+    @pytest.mark.parametrize(
+        "constraints",
+        [
+            Constraints(),
+            Constraints(granularity="layer"),
+            Constraints(min_per_layer=0, max_per_layer=1, global_layers=(0,)),
+            Constraints(uniform=True, local_layers=(2,)),
+        ],
+        ids=["none", "layers", "per layer", "uniform"],
+    )
+    def test_whatever_is_wished_for_becomes_a_layout_of_the_space(
+        self, table: DensityTable, constraints: Constraints
+    ) -> None:
+        space = Space(table, (6, 6), 8, constraints)
+        generator = np.random.default_rng(0)
+        for _ in range(10):
+            wished = Layout.from_mask(generator.random((6, 3)) < 0.5, window=8)
+            found = space.nearest(wished, 6, generator.random((6, 3)), by_density=True)
+            rows = found.heads
+            free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
+            assert found.num_global <= 6
+            assert all(rows[i] == "GGG" for i in constraints.global_layers)
+            assert all(rows[i] == "LLL" for i in constraints.local_layers)
+            assert constraints.granularity == "head" or found.is_layerwise
+            assert constraints.max_per_layer is None or max(r.count("G") for r in free) <= constraints.max_per_layer
+            assert not constraints.uniform or len({r.count("G") for r in rows} - {0, 3}) <= 1
+
+    def test_a_wish_that_is_a_layout_is_granted(self, table: DensityTable) -> None:
+        space = Space(table, (6, 6), 8)
+        generator = np.random.default_rng(1)
+        for _ in range(10):
+            mask = densest(generator.random((6, 3)), 6)
+            wished = Layout.from_mask(mask, window=8)
+            found = space.nearest(wished, 6, generator.random((6, 3)), by_density=True)
+            assert (found.global_mask == mask).all()
+
+    def test_contains(self, table: DensityTable) -> None:
+        space = Space(table, (3, 6), 8, Constraints(granularity="layer"))
+        assert space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 8))
+        assert not space.contains(Layout(("GGL", "LLL", "LLL", "GLL", "LLL", "LLL"), 8))
+        assert not space.contains(Layout(("GGG", "GGG", "GGG", "LLL", "LLL", "LLL"), 8))
+
+    def test_infeasible_is_said_at_once(self, table: DensityTable) -> None:
+        with pytest.raises(UserError, match="no layout meets"):
+            Space(table, (2, 9), 8, Constraints(granularity="layer", min_per_layer=1)).check()
+
+
+class TestSampler:
+    def test_density_begins_with_the_starts_and_stays_near_the_densest(self, table: DensityTable) -> None:
+        space = Space(table, (6, 6), 8)
+        start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8)
+        sampler = Sampler(space, DENSITY, 0, MINIMIZE, [start])
+        assert space.layout(sampler.point(0, [])).heads == start.heads
+        best = densest(table.density, 6)
+        shared = [(space.layout(sampler.point(i, [])).global_mask & best).sum() for i in range(1, GENERATION)]
+        assert np.mean(shared) > 3.5  # of 6; at random 2
+
+    def test_random_draws_every_head_equally_often(self, table: DensityTable) -> None:
+        space = Space(table, (6, 6), 8)
+        sampler = Sampler(space, RANDOM, 0, MINIMIZE)
+        drawn = np.array([space.layout(sampler.point(i, [])).global_mask for i in range(600)])
+        assert drawn.sum((1, 2)).tolist() == [6] * 600
+        assert abs(drawn.mean(0) - 1 / 3).max() < 0.1  # five standard errors
+
+    @pytest.mark.parametrize("kind", [DENSITY, TPE])
+    def test_later_generations_learn(self, table: DensityTable, kind: str) -> None:
+        space = Space(table, (6, 6), 8)
+        means = {}
+        for each in (kind, RANDOM):
+            sampler, known = Sampler(space, each, 0, MINIMIZE), []
+            for index in range(8 * GENERATION):
+                point = sampler.point(index, known[: first_of_generation(index)])
+                known.append(
+                    optuna.trial.create_trial(
+                        params=point, distributions=space.distributions, values=[value(space.layout(point), table)]
+                    )
+                )
+            means[each] = np.mean([trial.values[0] for trial in known[-2 * GENERATION :]])
+        assert means[kind] < means[RANDOM] - 0.5
+
+    def test_budgets_of_a_range_are_spread(self, table: DensityTable) -> None:
+        space = Space(table, (3, 12), 8)
+        sampler = Sampler(space, DENSITY, 0, MINIMIZE * 2)
+        numbers = {space.layout(sampler.point(i, [])).num_global for i in range(40)}
+        assert min(numbers) >= 3
+        assert max(numbers) <= 12
+        assert len(numbers) >= 8
+
+
+@pytest.fixture
+def make_queue(tmp_path: Path, table: DensityTable) -> Callable[..., Queue]:
+    storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}", tmp_path / "lock")
+
+    def make(**settings: Any) -> Queue:
+        return Queue(storage, "study", settings, tmp_path / "lock")
+
+    return make
+
+
+def finish_all(queue: Queue, tasks: list[Task]) -> None:
+    for task in tasks:
+        queue.finish(task, [float(task.index)])
+
+
+class TestQueue:
+    def test_tasks_come_in_order_and_once(self, make_queue: Callable[..., Queue]) -> None:
+        one, other = make_queue(), make_queue()
+        first, second, third = one.claim(5, 2), other.claim(5, 2), one.claim(5, 2)
+        assert [[task.index for task in tasks] for tasks in (first, second, third)] == [[0, 1], [2, 3], [4]]
+        assert other.claim(5, 2) == []
+        finish_all(other, second)
+        finish_all(one, [*first, *third])
+        assert {index: trial.values for index, trial in one.results().items()} == {i: [float(i)] for i in range(5)}
+
+    def test_a_generation_waits_for_the_one_before(self, make_queue: Callable[..., Queue]) -> None:
+        queue = make_queue()
+        seen: dict[int, int] = {}
+
+        def point(index: int, known: list[Any]) -> dict[str, str]:
+            seen[index] = len(known)
+            return {}
+
+        def before(index: int) -> int:
+            return index - index % 2
+
+        first = queue.claim(4, 3, point, before)
+        assert [task.index for task in first] == [0, 1]
+        assert queue.claim(4, 3, point, before) == []
+        finish_all(queue, first)
+        assert [task.index for task in queue.claim(4, 3, point, before)] == [2, 3]
+        assert seen == {0: 0, 1: 0, 2: 2, 3: 2}
+
+    def test_tasks_of_a_dead_process_are_given_again(
+        self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        queue, here = make_queue(), queue_module._worker()
+        with monkeypatch.context() as patch:
+            patch.setattr(queue_module, "_worker", lambda: {**here, "process": gone.pid})
+            lost = queue.claim(3, 2)
+        again = queue.claim(3, 3)
+        assert [task.index for task in again] == [0, 1, 2]
+        queue.finish(lost[0], [99.0])  # it was alive after all, too late
+        finish_all(queue, again)
+        assert [trial.values[0] for trial in queue.results().values()] == [0.0, 1.0, 2.0]
+
+    def test_another_machine_is_given_time(
+        self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        queue, here = make_queue(), queue_module._worker()
+        with monkeypatch.context() as patch:
+            patch.setattr(queue_module, "_worker", lambda: {**here, "host": "elsewhere"})
+            queue.claim(1, 1)
+        assert queue.claim(1, 1) == []
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + GRACE + 10)
+        assert [task.index for task in queue.claim(1, 1)] == [0]
+
+    def test_signs_of_life_keep_tasks(self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch) -> None:
+        queue, here = make_queue(), queue_module._worker()
+        monkeypatch.setattr(queue_module, "HEARTBEAT", 0.05)
+        with monkeypatch.context() as patch:
+            patch.setattr(queue_module, "_worker", lambda: {**here, "host": "elsewhere"})
+            tasks = queue.claim(1, 1)
+            start, real = time.time(), time.time
+            patch.setattr(time, "time", lambda: real() + GRACE + 10)
+            with queue.holding(tasks):
+                while queue._study.user_attrs[queue_module._key(queue_module._worker())] < start + GRACE:
+                    time.sleep(0.02)
+                assert make_queue().claim(1, 1) == []
+                finish_all(queue, tasks)
+
+    def test_a_task_that_fails_is_free_again(self, make_queue: Callable[..., Queue]) -> None:
+        queue = make_queue()
+        tasks = queue.claim(2, 2)
+
+        def work() -> None:
+            with queue.holding(tasks):
+                queue.finish(tasks[0], [0.0])
+                raise RuntimeError("out of memory")
+
+        with pytest.raises(RuntimeError, match="out of memory"):
+            work()
+        assert [task.index for task in queue.claim(2, 2)] == [1]
+
+    def test_another_search_of_the_same_name_is_refused(self, make_queue: Callable[..., Queue]) -> None:
+        make_queue(budget=[3, 3])
+        make_queue(budget=[3, 3])
+        with pytest.raises(UserError, match=r"'study' is there with another budget: \[3, 3\], not \[4, 4\]"):
+            make_queue(budget=[4, 4])
+
+    def test_a_storage_that_cannot_be_opened(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="cannot open the storage nonsense"):
+            open_storage("nonsense", tmp_path / "lock")
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_any_workers_make_the_same_study(self, tmp_path: Path, table: DensityTable, kind: str) -> None:
+        """One worker; or three that take turns, one of which always fails, with results told out of order."""
+        space = Space(table, (6, 6), 8)
+
+        def study(folder: str, workers: int) -> list[Any]:
+            place = tmp_path / folder
+            place.mkdir()
+            storage = open_storage(f"sqlite:///{place / 'study.db'}", place / "lock")
+            queues = [
+                Queue(storage, "s", {}, place / "lock", distributions=space.distributions) for _ in range(workers)
+            ]
+            sampler = Sampler(space, kind, 0, queues[0].directions)
+            while len(queues[0].results()) < 35:
+                held = [(q, q.claim(35, 2 + i, sampler.point, first_of_generation)) for i, q in enumerate(queues)]
+                for number, (queue, tasks) in reversed(list(enumerate(held))):
+                    with queue.holding(tasks):
+                        for task in tasks if number < 2 else []:
+                            queue.finish(task, [value(space.layout(task.params), table)])
+            return [(index, trial.params, trial.values) for index, trial in queues[0].results().items()]
+
+        assert study("one", 1) == study("three", 3)
+
+
+def made_trials(values: list[tuple[float, float | None]], sampler: str = DENSITY) -> list[Trial]:
+    generator = np.random.default_rng(0)
+    layouts = [Layout.from_mask(densest(generator.random((6, 3)), 6), window=8) for _ in values]
+    return [
+        Trial(sampler, 0, i, layout, cost, PairedDifference(nll, 0.1))
+        for i, (layout, (nll, cost)) in enumerate(zip(layouts, values, strict=True))
+    ]
+
+
+class TestResults:
+    def test_ranked_is_front_after_front(self) -> None:
+        values = np.array([[3.0, 1.0], [1.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 3.0], [1.0, 3.0]])
+        assert ranked(values) == [1, 5, 2, 0, 4, 3]
+        assert ranked(np.array([[2.0], [1.0], [3.0]])) == [1, 0, 2]
+
+    def test_hypervolume_is_the_share_of_the_box(self) -> None:
+        low, high = np.zeros(2), np.ones(2)
+        assert hypervolume(np.array([[0.5, 0.5]]), low, high) == pytest.approx(0.25)
+        points = np.random.default_rng(0).random((6, 2))
+        cells = (np.arange(400) + 0.5) / 400
+        covered = [any((p <= (x, y)).all() for p in points) for x, y in product(cells, cells)]
+        assert hypervolume(points, low, high) == pytest.approx(np.mean(covered), abs=5e-3)
+
+    def test_front_of_two_objectives(self) -> None:
+        trials = made_trials([(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (2.5, 2.5)])
+        assert [trial.number for trial in front(trials)] == [1, 2, 0]
+        assert [trial.number for trial in front(made_trials([(3.0, None), (1.0, None)]))] == [1]
+
+    def test_guidance_by_hand(self, table: DensityTable) -> None:
+        trials = made_trials([(3.0, None), (1.0, None), (2.0, None)]) + made_trials([(4.0, None), (5.0, None)], RANDOM)
+        rows = result_table(trials, table)
+        assert best_so_far(rows)["quality"].tolist() == [3.0, 1.0, 1.0, 4.0, 4.0]
+        found = guidance(rows)
+        assert found[DENSITY]["after_trials"] == {3: 1.0}
+        assert found[RANDOM]["by_seed"] == [4.0]
+
+
+SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> tuple[Path, Path]:
+    """(recipe, workspace) with a hand-made density table of a 5 x 2 grid, called tiny."""
+    recipe, workspace = write_project(tmp_path / "project", SEARCH_RECIPE), tmp_path / "workspace"
+    folder = workspace / "probes" / "tiny"
+    folder.mkdir(parents=True)
+    density = np.random.default_rng(0).random((5, 2)).round(3)
+    lines = [f"{layer},{head},{density[layer, head]}" for layer, head in np.ndindex(5, 2)]
+    (folder / "density.csv").write_text("layer,kv_head,density\n" + "\n".join(lines) + "\n")
+    return recipe, workspace
+
+
+def command(recipe: Path, workspace: Path, *more: str) -> list[str]:
+    return [
+        "search", "--recipe", str(recipe), "--workspace", str(workspace), "--probe", "tiny", "--window", "4",
+        "--max-tokens", "640", *more,
+    ]  # fmt: skip
+
+
+class TestCommand:
+    def test_a_search_from_zero_shot_to_full_retraining(
+        self, project: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        recipe, workspace = project
+        mine = tmp_path / "mine.yaml"
+        Layout(("GG", "GG", "LL", "LL", "LL"), 4, "mine").write(mine)
+        other = tmp_path / "other.yaml"
+        Layout(("GL", "GG", "LG", "GG", "LL"), 4, "other").write(other)
+        arguments = [
+            str(other),
+            "--start",
+            str(mine),
+            "--budget",
+            "4",
+            "--trials",
+            "12",
+            "--short",
+            "2",
+            "--full",
+            "1",
+            "--short-steps",
+            "2",
+        ]
+        main(command(recipe, workspace, *arguments))
+        shown = capsys.readouterr()
+        assert "rank correlation of zero-shot and full" in shown.out
+        assert "short retraining: full-attention" in shown.err
+        reports = workspace / "reports" / "tiny"
+        rows = pd.read_csv(reports / "search.csv")
+        assert rows.groupby("sampler").size().to_dict() == {"baseline": 5, "density": 12, "random": 12}
+        assert (rows["num_global"] == np.where(rows["name"] == "other", 6, 4)).all()
+        starts = rows[rows["sampler"] == BASELINE].set_index("name")
+        assert {"densest", "interleaved-first", "interleaved-last", "mine", "other"} == set(starts.index)
+        assert starts[["short_delta_percent", "full_delta_percent"]].notna().all().all()
+        assert rows[rows["sampler"] == DENSITY]["hash"].iloc[:4].tolist() == starts["hash"].iloc[:4].tolist()
+        measured = rows.drop_duplicates("hash").set_index("hash")
+        again = rows.set_index("hash")[["zero_shot_delta_percent", "full_delta_percent"]]
+        assert (again == measured.loc[again.index, again.columns]).sum().sum() >= len(rows)  # a layout has one result
+        for sampler in (DENSITY, RANDOM):
+            own = rows[(rows["sampler"] == sampler) & ~rows["hash"].isin(starts["hash"])].drop_duplicates("hash")
+            shorts = own.sort_values("zero_shot_delta_percent")["short_delta_percent"].notna().tolist()
+            assert sum(shorts) <= 4
+        summary = yaml.safe_load((reports / "search.yaml").read_text())
+        assert summary["tokens"]["chosen_on"] == 640
+        assert summary["tokens"]["judged_on"] > 0
+        assert summary["samplers"]["density"]["retrained"]["layout"]
+        assert (reports / "search-progress.png").is_file()
+        assert (reports / "search-retrained.svg").is_file()
+        kept = list((workspace / "layouts" / "tiny" / "search").glob("*.yaml"))
+        assert kept
+        assert all(Layout.read(path).num_global == 4 for path in kept)
+
+        before = (reports / "search.csv").read_bytes()
+        main(command(recipe, workspace, *arguments))  # nothing is left to do
+        assert "retraining" not in capsys.readouterr().err
+        assert (reports / "search.csv").read_bytes() == before
+
+    def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+        recipe, workspace = project
+        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4"]
+        more += ["--dtype", "float32", "--trials", "15", "--short", "0", "--global-layers", "0"]
+        main(command(recipe, workspace, *more))
+        assert "KV bytes" in capsys.readouterr().out
+        rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
+        assert rows["num_global"].between(2, 8).all()
+        assert rows["heads"].str.startswith("GG").all()
+        entry = 2 * 4 * 4  # key and value, D 4, float32
+        assert rows["cost"].tolist() == (entry * (1024 * rows["num_global"] + 4 * (10 - rows["num_global"]))).tolist()
+        assert (workspace / "reports" / "tiny" / "search-front.png").is_file()
+
+    def test_time_is_an_objective(self, project: tuple[Path, Path]) -> None:
+        recipe, workspace = project
+        more = ["--budget", "2..8", "--objective", "nll,time", "--context", "8k", "--hardware", "h100"]
+        main(command(recipe, workspace, *more, "--trials", "5", "--short", "0", "--control", "none"))
+        rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv").sort_values("num_global")
+        assert (np.diff(rows["cost"]) >= 0).all()
+        assert rows["cost"].nunique() == rows["num_global"].nunique()
+
+    @pytest.mark.parametrize(
+        ("more", "message"),
+        [
+            (["--budget", "99"], "the model has 10"),
+            (["--control", "sobol"], "--control 'sobol' is unknown"),
+            (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
+            (["--budget", "3", "--objective", "nll,time"], "needs --context"),
+            (["--budget", "3", "--granularity", "layer", "--min-per-layer", "1"], "no layout meets"),
+            (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
+            (["--budget", "3..5", "--tau", "match-budget"], "needs one budget"),
+        ],
+        ids=["budget", "control", "objective", "context", "infeasible", "storage", "tau"],
+    )
+    def test_bad_input(
+        self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], message: str
+    ) -> None:
+        assert message in fails(capsys, *command(*project, *more))
+
+    def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
+        from spkv_nas.layout_search import Plan, Prepared, Search
+        from spkv_nas.recipe import Recipe
+
+        recipe, workspace = project
+        table = DensityTable.read(workspace / "probes" / "tiny")
+        prepared = Prepared.of(Recipe.read(recipe), recipe.parent, workspace / "runs" / "tiny")
+        search = Search(prepared, Space(table, (4, 4), 4), {}, {}, Plan(max_tokens=640), workspace / "s", name="x")
+        heldout = prepared.corpus.heldout
+        seen = set(heldout.document[:20].ravel().tolist())
+        nll = DocumentNLL(np.ones(len(heldout.documents)), np.ones(len(heldout.documents), dtype=np.int64))
+        chosen, judged = (search._part(nll, seen=part).num_tokens for part in (True, False))
+        assert set(np.flatnonzero(chosen)) == seen
+        assert set(np.flatnonzero(judged)) == set(range(len(heldout.documents))) - seen
+
+    def test_two_of_three_workers_are_killed(self, project: tuple[Path, Path], tmp_path: Path) -> None:
+        """What is left finishes the study; the table is that of a worker that nobody disturbed."""
+        recipe, workspace = project
+        more = ["--budget", "4", "--trials", "60", "--control", "random,tpe", "--seeds", "2", "--short", "0"]
+        arguments = command(recipe, workspace, *more)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        run = [sys.executable, "-m", "spkv_nas"]
+        logs = [tmp_path / f"worker-{number}.log" for number in range(3)]
+        with ExitStack() as files:
+            outputs = [files.enter_context(log.open("w")) for log in logs]
+            workers = [
+                subprocess.Popen([*run, *arguments], env=environment, stdout=output, stderr=subprocess.STDOUT)
+                for output in outputs
+            ]
+        try:
+            database = workspace / "runs" / "tiny" / "search" / "study.db"
+            done = 0
+            while done < 60:
+                assert all(worker.poll() is None for worker in workers), [log.read_text()[-2000:] for log in logs]
+                time.sleep(0.2)
+                done = finished(database)
+            for worker in workers[:2]:
+                worker.send_signal(signal.SIGKILL)
+            assert finished(database) < 360  # or the kill came too late to mean anything
+            assert workers[2].wait(300) == 0, logs[2].read_text()[-2000:]
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        undisturbed = tmp_path / "undisturbed"
+        (undisturbed / "probes").mkdir(parents=True)
+        (workspace / "probes" / "tiny").rename(undisturbed / "probes" / "tiny")
+        main(command(recipe, undisturbed, *more))
+        tables = [(place / "reports" / "tiny" / "search.csv").read_bytes() for place in (workspace, undisturbed)]
+        assert tables[0] == tables[1]
+        rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
+        assert len(rows[rows["sampler"] != BASELINE]) == 360
+        assert not rows.duplicated(["sampler", "seed", "trial"]).any()
+
+
+def finished(database: Path) -> int:
+    """Trials that are complete in all studies of a storage, looked up beside Optuna."""
+    if not database.is_file():
+        return 0
+    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
+        try:
+            return int(connection.execute("SELECT COUNT(*) FROM trials WHERE state = 'COMPLETE'").fetchone()[0])
+        except sqlite3.OperationalError:  # the tables are being made
+            return 0
