@@ -148,7 +148,7 @@ def _plan(
 
 
 def _show(rows: pd.DataFrame, folder: Path, cost: str | None) -> None:
-    from spkv_nas.search_results import correlations, guidance
+    from spkv_nas.search.guidance import correlations, guidance
 
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
     shown = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")

@@ -34,6 +34,7 @@ from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load
 from spkv_nas.recipe import Recipe
+from spkv_nas.search.guidance import BASELINE
 from spkv_nas.search.queue import Queue, Task, open_storage
 from spkv_nas.search.sampler import DENSITY, Sampler, first_of_generation
 from spkv_nas.search.space import Space
@@ -41,7 +42,6 @@ from spkv_nas.train_hybrid import branch_key, dense_checkpoint
 from spkv_nas.training.run import FULL_ATTENTION, Corpus, load_corpus, read_branch, start, train_branch
 
 CLAIM = 5  # layouts that a worker scores at a time: they share the layers in which they agree
-BASELINE = "baseline"  # in place of a sampler: layouts that the search started from or compares with
 EVERY = 30.0  # seconds between lines of progress
 POLL = 1.0  # seconds between looks at what other workers do
 Announce = Callable[[str], None]

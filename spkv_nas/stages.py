@@ -425,6 +425,7 @@ def report_stage(workspace: Workspace, probe: str) -> Path:
     from spkv_nas.agreement import read_agreement
     from spkv_nas.proposal import at_layouts_tau
     from spkv_nas.report import write_report
+    from spkv_nas.search.guidance import read_search
 
     table = find_table(workspace, probe)
     layouts = find_layouts(workspace, table.name, None)
@@ -432,6 +433,7 @@ def report_stage(workspace: Workspace, probe: str) -> Path:
     comparison = folder / "comparison.csv"
     summary = folder / "comparison.yaml"
     agreement = folder / "agreement.csv"
+    study = folder / "search.csv"
     return write_report(
         folder,
         table=at_layouts_tau(table, layouts),
@@ -439,6 +441,7 @@ def report_stage(workspace: Workspace, probe: str) -> Path:
         comparison=pd.read_csv(comparison) if comparison.is_file() else None,
         summary=read_yaml(summary, "comparison") if summary.is_file() else None,
         agreement=read_agreement(agreement) if agreement.is_file() else None,
+        study=read_search(study) if study.is_file() else None,
     )
 
 

@@ -23,7 +23,9 @@ from spkv_nas.report import write_report
 from spkv_nas.report.charts import heatmap, nll_chart
 from spkv_nas.report.geometry import place_labels
 from spkv_nas.report.page import safe_csv
+from spkv_nas.report.study_charts import study_charts, study_rows, study_sentences
 from spkv_nas.report.summary import Inputs, budget_curve, domain_profile, findings, position_profile
+from spkv_nas.search.guidance import read_search
 
 DENSITY = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
 HOSTILE = "<script>alert(1)</script>"
@@ -118,6 +120,31 @@ class Page(HTMLParser):
         return [attributes for tag, attributes in self.elements if tag in tags]
 
 
+def make_study(**columns: list[Any]) -> pd.DataFrame:
+    """A search of two samplers: two layouts retrained, one of them a baseline."""
+    nan = np.nan
+    frame = pd.DataFrame(
+        {
+            "name": ["densest", "density-0-0", "density-0-1", "random-0-0", "random-0-1"],
+            "sampler": ["baseline", "density", "density", "random", "random"],
+            "seed": 0,
+            "trial": [0.0, 0.0, 1.0, 0.0, 1.0],
+            "hash": ["a", "a", "b", "c", "d"],
+            "num_global": 3.0,
+            "coverage_percent": [60.0, 60.0, 50.0, 20.0, 30.0],
+            "cost": nan,
+            "zero_shot_delta_percent": [0.9, 0.9, 0.5, 2.0, 1.5],
+            "zero_shot_standard_error": 0.1,
+            "short_delta_percent": [0.8, 0.8, 0.6, nan, 1.4],
+            "short_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
+            "full_delta_percent": [0.7, 0.7, 0.4, nan, 1.1],
+            "full_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
+            "heads": "GL LG GL LL",
+        }
+    )
+    return frame.assign(**columns)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report in which every name that a user chooses is hostile."""
@@ -130,6 +157,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         layouts=make_layouts(*names),
         comparison=make_comparison(strategy=["full-attention", "sp-kv", *names], note=["", "", HOSTILE, QUOTED, "+1"]),
         summary={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
+        study=make_study(name=[HOSTILE, QUOTED, "b", "c", "d"]),
     )
     return folder
 
@@ -181,6 +209,32 @@ def test_page_is_accessible(page: Page) -> None:
     assert all("aria-labelledby" in table for table in page.all("table"))
     assert len(page.texts["h1"]) == 1
     assert page.all("html")[0]["lang"] == "en"
+
+
+def test_a_search_is_shown_best_first(page: Page) -> None:
+    study = make_study()
+    assert [cells[0] for cells in study_rows(study)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
+    assert study_rows(study)[0][1:] == ("3", "50.0", "+0.500 ± 0.100", "+0.600 ± 0.100", "+0.400 ± 0.100")
+    progress, retrained = study_charts(study)
+    assert progress.legend == ["density", "random"]
+    assert "density 0.500, random 1.500" in progress.description
+    assert len(retrained.dots) == 3
+    assert "density: best after full retraining density-0-1, +0.400 ± 0.100 %." in study_sentences(study)
+    assert "Search" in page.texts["h2"]
+
+
+@pytest.mark.parametrize(
+    ("study", "message"),
+    [
+        (make_study().drop(columns="hash"), "the column 'hash' is missing"),
+        (make_study(cost=["x"] * 5), "the column 'cost' holds what is not a number"),
+    ],
+    ids=["column", "number"],
+)
+def test_an_unreadable_search_is_named(tmp_path: Path, study: pd.DataFrame, message: str) -> None:
+    study.to_csv(tmp_path / "search.csv", index=False)
+    with pytest.raises(UserError, match=message):
+        read_search(tmp_path / "search.csv")
 
 
 def test_global_heads_are_marked_by_shape(page: Page) -> None:

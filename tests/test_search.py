@@ -29,14 +29,15 @@ from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.nll import DocumentNLL, PairedDifference
 from spkv_nas.layout import Layout
-from spkv_nas.layout_search import BASELINE, Trial, ranked
+from spkv_nas.layout_search import Trial, ranked
 from spkv_nas.search import queue as queue_module
 from spkv_nas.search.constraints import Constraints
+from spkv_nas.search.guidance import BASELINE, best_so_far, guidance, hypervolume
 from spkv_nas.search.queue import GRACE, Queue, Task, open_storage
 from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.strategies import densest
-from spkv_nas.search_results import best_so_far, front, guidance, hypervolume, result_table
+from spkv_nas.search_results import front, result_table
 
 MINIMIZE = [StudyDirection.MINIMIZE]
 

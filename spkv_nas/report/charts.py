@@ -171,7 +171,7 @@ def budget_chart(inputs: Inputs) -> Chart | None:
         rules = [(x(sure.knee), f"knee {sure.knee}")]
     for style, name in enumerate(names):
         known = curve[["budget", name]].dropna().to_numpy()
-        lines.append((style, _points([(x(budget), y(100 * share)) for budget, share in known])))
+        lines.append((style, polyline([(x(budget), y(100 * share)) for budget, share in known])))
     third = curve.iloc[max(0, round(len(curve) / 3) - 1)]
     whole = [name for name in names if not math.isnan(third[name])]
     return Chart(
@@ -247,7 +247,7 @@ def position_chart(table: DensityTable) -> Chart | None:
         x,
         y,
         bands=[_area(upper, lower)],
-        lines=[(0, _points(mean))],
+        lines=[(0, polyline(mean))],
         dots=[
             Dot(
                 px,
@@ -296,5 +296,6 @@ def _area(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float
     return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in [*one, *reversed(other)]) + " Z"
 
 
-def _points(points: Sequence[tuple[float, float]]) -> str:
+def polyline(points: Sequence[tuple[float, float]]) -> str:
+    """The points of an SVG polyline."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -26,6 +26,8 @@ from spkv_nas.report import charts
 from spkv_nas.report.figures import write_figures
 from spkv_nas.report.search_charts import certainty_map
 from spkv_nas.report.search_figures import write_stability_figure
+from spkv_nas.report.study_charts import study_charts, study_rows, study_sentences
+from spkv_nas.report.study_figures import NAMES as STUDY_FIGURES
 from spkv_nas.report.summary import (
     FULL_ATTENTION,
     Inputs,
@@ -48,6 +50,7 @@ def write_report(
     comparison: pd.DataFrame | None = None,
     summary: Mapping[str, Any] | None = None,
     agreement: pd.DataFrame | None = None,
+    study: pd.DataFrame | None = None,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
 
@@ -60,6 +63,7 @@ def write_report(
             delta_nll_standard_error (in percentage points), num_global, num_seeds, steps, note. None before training.
         summary: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
         agreement: of ``spkv_nas.agreement``; None where no probes have been compared.
+        study: of ``spkv_nas.search.guidance``; None where no layouts have been searched for.
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
@@ -71,7 +75,8 @@ def write_report(
         title = f"Chance to be one of the {sure.budget} densest heads, %"
         figures.append(write_stability_figure(folder, sure.probability["densest"], title))
     page = folder / "index.html"
-    write_atomic(page, _render(inputs, figures, agreement))
+    figures += [name for name in STUDY_FIGURES if study is not None and (folder / f"{name}.png").is_file()]
+    write_atomic(page, _render(inputs, figures, agreement, study))
     return page
 
 
@@ -86,7 +91,7 @@ class _Row:
     note: str
 
 
-def _render(inputs: Inputs, figures: list[str], agreement: pd.DataFrame | None) -> str:
+def _render(inputs: Inputs, figures: list[str], agreement: pd.DataFrame | None, study: pd.DataFrame | None) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -118,6 +123,10 @@ def _render(inputs: Inputs, figures: list[str], agreement: pd.DataFrame | None) 
         certainty_map=None if inputs.certainty is None else certainty_map(inputs.certainty),
         caution=caution(table),
         agreement=_agreement(agreement),
+        study=None if study is None else study_rows(study),
+        study_has_cost=study is not None and bool(study["cost"].notna().all()),
+        study_charts=[] if study is None else study_charts(study),
+        study_sentences=[] if study is None else study_sentences(study),
         provenance=_provenance(inputs),
         downloads=_downloads(inputs),
         figures=figures,

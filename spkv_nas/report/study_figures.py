@@ -18,8 +18,8 @@ from spkv_nas.report.figures import (
     new_figure,
     save_figure,
 )
+from spkv_nas.search.guidance import BASELINE
 
-BASELINE = "baseline"  # in the column sampler: a layout to compare with
 NAMES = ("search-progress", "search-retrained", "search-front")
 _MARKERS = ("o", "^", "v", "D")
 
@@ -29,7 +29,7 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, progress: pd.DataFrame
 
     Args:
         rows: of ``spkv_nas.search_results.result_table``.
-        progress: of ``spkv_nas.search_results.best_so_far``.
+        progress: of ``spkv_nas.search.guidance.best_so_far``.
         cost: name of the second objective.
     """
     figures = {
