@@ -15,7 +15,7 @@ from spkv_nas import cli_search as options
 if TYPE_CHECKING:
     import pandas as pd
 
-    from spkv_nas.layout_search import Plan
+    from spkv_nas.search.trials import Plan
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -134,8 +134,8 @@ def _plan(
     trials: int, control: str, seeds: range, short: int, full: int, short_steps: int | None, max_tokens: int
 ) -> Plan:
     from spkv_nas.errors import UserError
-    from spkv_nas.layout_search import Plan
     from spkv_nas.search.sampler import DENSITY, KINDS
+    from spkv_nas.search.trials import Plan
 
     controls = [part.strip() for part in control.split(",") if part.strip() != "none"]
     for kind in controls:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
-from numpy.typing import NDArray
 from optuna.trial import FrozenTrial
 from transformers import PreTrainedModel
 
@@ -36,8 +35,9 @@ from spkv_nas.model.checkpoint import load
 from spkv_nas.recipe import Recipe
 from spkv_nas.search.guidance import BASELINE
 from spkv_nas.search.queue import Queue, Task, open_storage
-from spkv_nas.search.sampler import DENSITY, Sampler, first_of_generation
+from spkv_nas.search.sampler import Sampler, first_of_generation
 from spkv_nas.search.space import Space
+from spkv_nas.search.trials import Cost, Plan, Trial, first_front, ranked
 from spkv_nas.train_hybrid import branch_key, dense_checkpoint
 from spkv_nas.training.run import FULL_ATTENTION, Corpus, load_corpus, read_branch, start, train_branch
 
@@ -45,60 +45,6 @@ CLAIM = 5  # layouts that a worker scores at a time: they share the layers in wh
 EVERY = 30.0  # seconds between lines of progress
 POLL = 1.0  # seconds between looks at what other workers do
 Announce = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A second objective: what a layout costs, and the name and unit of that."""
-
-    name: str
-    of: Callable[[Layout], float]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much to search.
-
-    Attributes:
-        trials: layouts scored without training, per sampler and seed.
-        samplers: kinds of sampler, the guided one first, then the controls.
-        seeds: one study each.
-        short: best layouts of each sampler to retrain for ``short_steps`` steps, a fourth of the recipe's by default.
-        full: best of those to retrain for the recipe's steps.
-        max_tokens: held-out tokens of the zero-shot score.
-    """
-
-    trials: int = 100
-    samplers: tuple[str, ...] = (DENSITY,)
-    seeds: tuple[int, ...] = (0,)
-    short: int = 8
-    full: int = 4
-    short_steps: int | None = None
-    max_tokens: int = 65_536
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A layout that was tried, and what it measured so far; changes of NLL are against full attention."""
-
-    sampler: str
-    seed: int
-    number: int
-    layout: Layout
-    cost: float | None
-    zero_shot: PairedDifference
-    short: PairedDifference | None = None
-    full: PairedDifference | None = None
-
-    @property
-    def name(self) -> str:
-        """Such as "density-0-17"; of a baseline, that of its layout."""
-        return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
-
-    @property
-    def values(self) -> list[float]:
-        """The objectives of the zero-shot rung."""
-        return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
 
 
 @dataclass(frozen=True)
@@ -227,13 +173,14 @@ class Search:
 
     def _score(self, studies: Sequence[_Study]) -> list[Trial]:
         """Work on the zero-shot studies until all are finished."""
-        total, best = self.plan.trials, dict.fromkeys(studies, np.inf)
+        total = self.plan.trials
+        fronts: dict[_Study, list[int]] = {study: [] for study in studies}
         pace = _Pace(total * len(studies), self._announce)
         while True:
             found = {study: study.queue.results() for study in studies}
             pace.tell(sum(min(len(trials), total) for trials in found.values()))
             for study, trials in found.items():
-                best[study] = self._tell_best(study, trials, best[study])
+                fronts[study] = self._tell_front(study, trials, fronts[study])
             open_studies = [study for study, trials in found.items() if len(trials) < total]
             if not open_studies:
                 tried = [self._trial(s, n, t) for s, some in found.items() for n, t in some.items() if n < total]
@@ -279,17 +226,19 @@ class Search:
         changes = enumerate(zip(layouts, costs, self._zero_shot(layouts), strict=True))
         return [Trial(BASELINE, 0, number, *measured) for number, measured in changes]
 
-    def _tell_best(self, study: _Study, trials: Mapping[int, FrozenTrial], before: float) -> float:
-        if self.cost is not None or not trials:
-            return before
-        number, best = min(trials.items(), key=lambda item: (item[1].values[0], item[0]))
-        if best.values[0] < before:
-            heads = self.space.layout(best.params).num_global
-            self._announce(
-                f"{study.kind}, seed {study.seed}: {best.values[0]:+.3f} % with {heads} heads (layout {number}; "
-                f"{len(trials)} of {self.plan.trials} scored)"
+    def _tell_front(self, study: _Study, trials: Mapping[int, FrozenTrial], before: list[int]) -> list[int]:
+        """Say what is best so far, if that has changed; the numbers of the trials on the front."""
+        numbers = list(trials)
+        first = first_front(np.array([trials[n].values for n in numbers])) if numbers else []
+        front = [numbers[index] for index in first][: None if self.cost else 1]
+        if front != before:
+            best, cheapest = (
+                f"{trials[n].values[0]:+.3f} % with {self.space.layout(trials[n].params).num_global} heads"
+                for n in (front[0], front[-1])
             )
-        return float(best.values[0])
+            which = f"layout {front[0]}" if self.cost is None else f"{len(front)} layouts, to {cheapest}"
+            self._announce(f"{study.kind}, seed {study.seed}, {len(trials)} scored: {best} ({which})")
+        return front
 
     # ------------------------------------------------------------ retraining
 
@@ -391,21 +340,6 @@ class _Study:
     seed: int
     queue: Queue
     sampler: Sampler
-
-
-def ranked(values: NDArray[np.float64]) -> list[int]:
-    """Row numbers of ``values`` [points, objectives], best first: front after front, each by its first objective.
-
-    A front holds the points that no other of the remaining ones is as good as in all objectives and better in one.
-    """
-    left, order = list(range(len(values))), []
-    while left:
-        rest = values[left]
-        beaten = np.all(rest[:, None] >= rest[None], -1) & np.any(rest[:, None] > rest[None], -1)  # [point, by another]
-        front = [index for index, by in zip(left, beaten, strict=True) if not by.any()]
-        order += sorted(front, key=lambda index: tuple(values[index]))
-        left = [index for index in left if index not in set(front)]
-    return order
 
 
 def _hash(content: Any) -> str:

@@ -15,10 +15,11 @@ from spkv_nas.density import DensityTable
 from spkv_nas.evaluation.nll import PairedDifference
 from spkv_nas.files import write_atomic
 from spkv_nas.layout import Layout
-from spkv_nas.layout_search import Search, Trial, ranked
+from spkv_nas.layout_search import Search
 from spkv_nas.report.study_figures import write_study_figures
 from spkv_nas.search.coverage import coverage, provenance
 from spkv_nas.search.guidance import BASELINE, COLUMNS, best_so_far, correlations, guidance
+from spkv_nas.search.trials import Trial, first_front
 from spkv_nas.workspace import environment
 
 
@@ -48,14 +49,7 @@ def result_table(trials: Sequence[Trial], table: DensityTable) -> pd.DataFrame:
 def front(trials: Sequence[Trial]) -> list[Trial]:
     """The trials that no other beats in every objective of the zero-shot rung, distinct, the lowest NLL first."""
     distinct = list({trial.layout.content_hash: trial for trial in reversed(trials)}.values())
-    values = np.array([trial.values for trial in distinct])
-    chosen = []
-    for index in ranked(values):
-        row = values[index]
-        if any((values[other] <= row).all() and (values[other] < row).any() for other in range(len(values))):
-            break
-        chosen.append(distinct[index])
-    return chosen
+    return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]
 
 
 def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts: Path) -> pd.DataFrame:

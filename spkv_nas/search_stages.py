@@ -22,8 +22,9 @@ from spkv_nas.stages import EMBEDDED, Announce, _bar, _quiet, _silent, find_layo
 from spkv_nas.workspace import Workspace
 
 if TYPE_CHECKING:
-    from spkv_nas.layout_search import Plan, Search, Trial
+    from spkv_nas.layout_search import Search
     from spkv_nas.search.space import Space
+    from spkv_nas.search.trials import Plan, Trial
 
 
 def budgets_stage(
@@ -114,9 +115,10 @@ def search_stage(
     import optuna
 
     from spkv_nas.cost_stages import find_times
-    from spkv_nas.layout_search import Cost, Prepared, Search
+    from spkv_nas.layout_search import Prepared, Search
     from spkv_nas.model.checkpoint import read_shape
     from spkv_nas.search.space import Space
+    from spkv_nas.search.trials import Cost
     from spkv_nas.search_results import write_results
 
     _quiet()

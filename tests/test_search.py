@@ -29,7 +29,6 @@ from spkv_nas.density import DensityTable
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.nll import DocumentNLL, PairedDifference
 from spkv_nas.layout import Layout
-from spkv_nas.layout_search import Trial, ranked
 from spkv_nas.search import queue as queue_module
 from spkv_nas.search.constraints import Constraints
 from spkv_nas.search.guidance import BASELINE, best_so_far, guidance, hypervolume
@@ -37,6 +36,7 @@ from spkv_nas.search.queue import GRACE, Queue, Task, open_storage
 from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.strategies import densest
+from spkv_nas.search.trials import Plan, Trial, ranked
 from spkv_nas.search_results import front, result_table
 
 MINIMIZE = [StudyDirection.MINIMIZE]
@@ -438,7 +438,7 @@ class TestCommand:
         assert message in fails(capsys, *command(*project, *more))
 
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
-        from spkv_nas.layout_search import Plan, Prepared, Search
+        from spkv_nas.layout_search import Prepared, Search
         from spkv_nas.recipe import Recipe
 
         recipe, workspace = project

@@ -17,8 +17,8 @@ _KINDS = {BASELINE: "square", "density": "circle", "random": "diamond"}
 
 def study_charts(rows: pd.DataFrame) -> list[Chart]:
     """The charts that there is data for, from the table of ``spkv_nas.search.guidance.read_search``."""
-    retrained = _retrained_chart(rows)
-    return [_progress_chart(rows), *([retrained] if retrained else [])]
+    charts = (_progress_chart(rows), _retrained_chart(rows), _front_chart(rows))
+    return [chart for chart in charts if chart is not None]
 
 
 def study_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
@@ -122,6 +122,40 @@ def _retrained_chart(rows: pd.DataFrame) -> Chart | None:
             reach=[y(0.0) - y(float(error.iloc[i])) for i in named],
         ),
     )  # fmt: skip
+
+
+def _front_chart(rows: pd.DataFrame) -> Chart | None:
+    if rows["cost"].isna().any():
+        return None
+    change = rows["zero_shot_delta_percent"]
+    x = make_axis(0.0, rows["cost"].max(), 56, WIDTH - 16, "Cost")
+    y = make_axis(min(0.0, change.min()), change.max(), HEIGHT - 48, 14, "Zero-shot ΔNLL, %")
+    samplers = [str(name) for name in rows["sampler"].unique() if name != BASELINE]
+    lines = []
+    for style, sampler in enumerate(samplers):
+        some = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
+        front = some[
+            some["zero_shot_delta_percent"] < some["zero_shot_delta_percent"].cummin().shift(fill_value=math.inf)
+        ]
+        points = zip(front["cost"], front["zero_shot_delta_percent"], strict=True)
+        lines.append((style, polyline([(x(cost), y(value)) for cost, value in points])))
+    dots = [
+        Dot(
+            x(row.cost), y(row.zero_shot_delta_percent), _KINDS.get(row.sampler, "small"),
+            f"{row.name}\n{row.num_global:.0f} heads, cost {row.cost:.4g}\n{signed(row.zero_shot_delta_percent)} %",
+        )
+        for row in rows[rows["sampler"] == BASELINE].itertuples(index=False)
+    ]  # fmt: skip
+    return Chart(
+        "search-front",
+        "What cost buys",
+        f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Dots are the baselines.",
+        x,
+        y,
+        lines=lines,
+        dots=dots,
+        legend=samplers,
+    )
 
 
 def _change(percent: float, error: float) -> str:

@@ -1,0 +1,85 @@
+"""What a search is asked for and what it tries: plan, second objective, trials, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.evaluation.nll import PairedDifference
+from spkv_nas.layout import Layout
+from spkv_nas.search.guidance import BASELINE
+from spkv_nas.search.sampler import DENSITY
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A second objective: what a layout costs, and the name and unit of that."""
+
+    name: str
+    of: Callable[[Layout], float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to search.
+
+    Attributes:
+        trials: layouts scored without training, per sampler and seed.
+        samplers: kinds of sampler, the guided one first, then the controls.
+        seeds: one study each.
+        short: best layouts of each sampler to retrain for ``short_steps`` steps, a fourth of the recipe's by default.
+        full: best of those to retrain for the recipe's steps.
+        max_tokens: held-out tokens of the zero-shot score.
+    """
+
+    trials: int = 100
+    samplers: tuple[str, ...] = (DENSITY,)
+    seeds: tuple[int, ...] = (0,)
+    short: int = 8
+    full: int = 4
+    short_steps: int | None = None
+    max_tokens: int = 65_536
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout that was tried, and what it measured so far; changes of NLL are against full attention."""
+
+    sampler: str
+    seed: int
+    number: int
+    layout: Layout
+    cost: float | None
+    zero_shot: PairedDifference
+    short: PairedDifference | None = None
+    full: PairedDifference | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as "density-0-17"; of a baseline, that of its layout."""
+        return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
+
+    @property
+    def values(self) -> list[float]:
+        """The objectives of the zero-shot rung."""
+        return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
+
+
+def ranked(values: NDArray[np.float64]) -> list[int]:
+    """Row numbers of ``values`` [points, objectives], best first: front after front."""
+    left, order = list(range(len(values))), []
+    while left:
+        front = [left[index] for index in first_front(values[left])]
+        order += front
+        left = [index for index in left if index not in set(front)]
+    return order
+
+
+def first_front(values: NDArray[np.float64]) -> list[int]:
+    """Rows of ``values`` that no other is as good as in all objectives and better in one, by the first objective."""
+    beaten = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
+    front: list[int] = np.flatnonzero(~beaten.any(1)).tolist()
+    return sorted(front, key=lambda index: tuple(values[index]))
