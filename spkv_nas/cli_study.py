@@ -148,14 +148,11 @@ def _plan(
 
 
 def _show(rows: pd.DataFrame, folder: Path, cost: str | None) -> None:
-    from spkv_nas.search.guidance import correlations, guidance
+    from spkv_nas.search.guidance import best_layouts, correlations, guidance
 
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
     shown = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")
-    distinct = rows.drop_duplicates("hash").sort_values(
-        ["full_delta_percent", "short_delta_percent", "zero_shot_delta_percent"]
-    )
-    for row in distinct.head(_ROWS).to_dict("records"):
+    for row in best_layouts(rows, _ROWS).to_dict("records"):
         shown.add_row(
             escape(row["name"]), str(row["num_global"]), f"{row['coverage_percent']:.1f}",
             *([f"{row['cost']:.4g}"] if cost else []), f"{row['zero_shot_delta_percent']:+.3f}",

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from optuna.trial import FrozenTrial
 from transformers import PreTrainedModel
 
@@ -68,10 +68,18 @@ class Prepared:
         """
         start(recipe, device)
         runs.mkdir(parents=True, exist_ok=True)
-        with FileLock(runs / "prepare.lock"):
+        lock = FileLock(runs / "prepare.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            announce("waiting for another worker, which reads the text or trains the dense model")
+            lock.acquire()
+        try:
             announce("reading and tokenising text")
             corpus = load_corpus(recipe, base, runs)
             return cls(recipe, corpus, dense_checkpoint(recipe, corpus, runs, device=device), runs)
+        finally:
+            lock.release()
 
 
 class Search:

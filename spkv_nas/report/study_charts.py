@@ -9,7 +9,7 @@ import pandas as pd
 from spkv_nas.report.charts import polyline
 from spkv_nas.report.geometry import HEIGHT, WIDTH, Chart, Dot, make_axis, place_labels
 from spkv_nas.report.summary import number, short, signed
-from spkv_nas.search.guidance import BASELINE, best_so_far, correlations, guidance
+from spkv_nas.search.guidance import BASELINE, best_layouts, best_so_far, correlations, guidance
 
 _ROWS = 12
 _KINDS = {BASELINE: "square", "density": "circle", "random": "diamond"}
@@ -22,9 +22,7 @@ def study_charts(rows: pd.DataFrame) -> list[Chart]:
 
 
 def study_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """The best distinct layouts, by full retraining, then short, then zero-shot: formatted cells."""
-    rungs = ["full_delta_percent", "short_delta_percent", "zero_shot_delta_percent"]
-    best = rows.drop_duplicates("hash").sort_values(rungs).head(_ROWS)
+    """Formatted cells of the best layouts."""
     return [
         (
             str(row["name"]),
@@ -35,7 +33,7 @@ def study_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
             _change(row["short_delta_percent"], row["short_standard_error"]),
             _change(row["full_delta_percent"], row["full_standard_error"]),
         )
-        for row in best.to_dict("records")
+        for row in best_layouts(rows, _ROWS).to_dict("records")
     ]
 
 

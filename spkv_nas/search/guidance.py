@@ -48,6 +48,12 @@ def read_search(path: Path) -> pd.DataFrame:
     return rows
 
 
+def best_layouts(rows: pd.DataFrame, number: int) -> pd.DataFrame:
+    """The first ``number`` distinct layouts by full retraining, then short, then zero-shot."""
+    rungs = ["full_delta_percent", "short_delta_percent", "zero_shot_delta_percent"]
+    return rows.drop_duplicates("hash").sort_values(rungs).head(number)
+
+
 def best_so_far(rows: pd.DataFrame) -> pd.DataFrame:
     """How good each study was after each trial: columns sampler, seed, trials, quality.
 
