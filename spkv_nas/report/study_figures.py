@@ -21,6 +21,7 @@ from spkv_nas.report.figures import (
 from spkv_nas.search.guidance import BASELINE
 
 NAMES = ("search-progress", "search-retrained", "search-front")
+_COLOURS = (INK, *LINE_COLOURS)  # baselines, then samplers
 _MARKERS = ("o", "^", "v", "D")
 
 
@@ -98,7 +99,7 @@ def front_figure(rows: pd.DataFrame, cost: str) -> Figure:
     with drawing_style():
         figure, ax = new_figure(6.4, 4.4)
         _scatter(ax, rows, "cost", "zero_shot_delta_percent", None, alpha=0.35)
-        for (_, some), colour in zip(rows.groupby("sampler", sort=False), LINE_COLOURS, strict=False):
+        for (_, some), colour in zip(rows.groupby("sampler", sort=False), _COLOURS, strict=False):
             ordered = some.sort_values(["cost", "zero_shot_delta_percent"])
             best = ordered["zero_shot_delta_percent"].cummin()
             ax.step(ordered["cost"], best, where="post", color=colour, linewidth=1.5)
@@ -109,7 +110,7 @@ def front_figure(rows: pd.DataFrame, cost: str) -> Figure:
 
 
 def _scatter(ax: Axes, rows: pd.DataFrame, across: str, up: str, error: str | None, *, alpha: float = 1.0) -> None:
-    groups = zip(rows.groupby("sampler", sort=False), (INK, *LINE_COLOURS), _MARKERS, strict=False)
+    groups = zip(rows.groupby("sampler", sort=False), _COLOURS, _MARKERS, strict=False)
     for (sampler, some), colour, marker in groups:
         ax.errorbar(
             some[across], some[up], yerr=None if error is None else some[error], fmt=marker, color=colour,
