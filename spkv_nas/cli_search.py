@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,7 +121,7 @@ def compare(
     folder, rows = compare_stage(Workspace(workspace), probes, budget, by=by, name=name)
     first, labels = rows.iloc[0], short_labels(rows)
     shown = Table(
-        "", "", "Jaccard", "Spearman", "transfer %", "mean |Δ|",
+        Column(overflow="fold"), Column(overflow="fold"), "Jaccard", "Spearman", "transfer %", "mean |Δ|",
         title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
     )  # fmt: skip
     for row in rows.itertuples():
