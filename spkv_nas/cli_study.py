@@ -137,7 +137,7 @@ def _plan(
     from spkv_nas.search.sampler import DENSITY, KINDS
     from spkv_nas.search.trials import Plan
 
-    controls = [part.strip() for part in control.split(",") if part.strip() != "none"]
+    controls = list(dict.fromkeys(part.strip() for part in control.split(",") if part.strip() != "none"))
     for kind in controls:
         if kind not in KINDS or kind == DENSITY:
             raise UserError(f"--control '{kind}' is unknown; there are random, tpe and none")
@@ -183,7 +183,7 @@ def _sentences(sampler: str, reached: dict[str, Any], quality: str) -> list[str]
     if "retrained" in reached:
         best = reached["retrained"]
         said.append(
-            f"{sampler}: best after full retraining {best['layout']}, ΔNLL {best['delta_nll_percent']:+.3f} ± "
-            f"{best['standard_error']:.3f} %"
+            f"{sampler}: retrained in full, the best of the short retraining, {best['layout']}: ΔNLL "
+            f"{best['delta_nll_percent']:+.3f} ± {best['standard_error']:.3f} %"
         )
     return said

@@ -31,7 +31,7 @@ from spkv_nas.errors import UserError
 from spkv_nas.evaluation.nll import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.layout import Layout
-from spkv_nas.model.checkpoint import load
+from spkv_nas.model.checkpoint import is_complete, load, read_shape
 from spkv_nas.recipe import Recipe
 from spkv_nas.search.guidance import BASELINE
 from spkv_nas.search.queue import Queue, Task, open_storage
@@ -115,6 +115,12 @@ class Search:
         self.starts, self.baselines = dict(starts), {**starts, **others}
         self._corpus, self._dense, self._runs = prepared.corpus, prepared.dense, prepared.runs
         self._name, self._device, self._announce = name, device, announce
+        shape = read_shape(str(prepared.dense))
+        if space.shape != (shape.num_layers, shape.num_kv_heads):
+            raise UserError(
+                f"the density table '{space.table.name}' is of {space.shape[0]} layers x {space.shape[1]} KV heads, "
+                f"the recipe's model has {shape.num_layers} x {shape.num_kv_heads}\ngive the recipe of that model"
+            )
         if self.num_tokens[1] == 0:
             raise UserError(
                 "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
@@ -170,14 +176,23 @@ class Search:
             "window": self.space.window,
             "constraints": dict(self.space.constraints.named),
             "start": [layout.hash for layout in self.starts.values()],
-            "objective": ["nll", *([self.cost.name] if self.cost else [])],
+            "objective": ["nll", *self._priced()],
             "checkpoint or text": self._cache.name,
         }
         queue = Queue(
             self._storage, f"{self._name}/{kind}-{seed}", settings, self._lock,
-            directions=["minimize"] * len(settings["objective"]), distributions=self.space.distributions,
+            directions=["minimize"] * (1 if self.cost is None else 2), distributions=self.space.distributions,
         )  # fmt: skip
         return _Study(kind, seed, queue, Sampler(self.space, kind, seed, queue.directions, list(self.starts.values())))
+
+    def _priced(self) -> list[str]:
+        """The second objective and what it charges, so that a resumed search does not mix two prices."""
+        if self.cost is None:
+            return []
+        layers, heads = self.space.shape
+        letters = ("L" * heads, "G" + "L" * (heads - 1), "G" * heads)
+        prices = (self.cost.of(Layout((row,) * layers, self.space.window)) for row in letters)
+        return [self.cost.name, *(f"{price:.6g}" for price in prices)]
 
     def _score(self, studies: Sequence[_Study]) -> list[Trial]:
         """Work on the zero-shot studies until all are finished."""
@@ -185,13 +200,16 @@ class Search:
         fronts: dict[_Study, list[int]] = {study: [] for study in studies}
         pace = _Pace(total * len(studies), self._announce)
         while True:
-            found = {study: study.queue.results() for study in studies}
-            pace.tell(sum(min(len(trials), total) for trials in found.values()))
+            found = {  # an earlier run may have asked for more
+                study: {number: trial for number, trial in study.queue.results().items() if number < total}
+                for study in studies
+            }
+            pace.tell(sum(len(trials) for trials in found.values()))
             for study, trials in found.items():
                 fronts[study] = self._tell_front(study, trials, fronts[study])
             open_studies = [study for study, trials in found.items() if len(trials) < total]
             if not open_studies:
-                tried = [self._trial(s, n, t) for s, some in found.items() for n, t in some.items() if n < total]
+                tried = [self._trial(s, n, t) for s, some in found.items() for n, t in some.items()]
                 return [*self._baseline_trials(), *tried]
             for study in open_studies:
                 tasks = study.queue.claim(total, CLAIM, study.sampler.point, first_of_generation)
@@ -298,6 +316,8 @@ class Search:
 
         def measured(variant: str | Layout) -> DocumentNLL:
             final = self._runs / "branches" / branch_key(recipe, self._dense, variant, recipe.seed) / "final"
+            if not is_complete(final):
+                raise UserError(f"{final} is gone, though the search has trained it: search again under another --name")
             return self._part(read_branch(final).nll, seen=rung == "short")
 
         full = measured(FULL_ATTENTION)

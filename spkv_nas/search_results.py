@@ -83,5 +83,5 @@ def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts
             Layout(trial.layout.heads, trial.layout.window, name, origin).write(layouts / f"{name}.yaml")
     for stale in layouts.glob("*.yaml"):
         if stale.stem not in kept:
-            stale.unlink()
+            stale.unlink(missing_ok=True)  # another worker may have
     return rows

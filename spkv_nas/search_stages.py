@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from spkv_nas.recipe import Recipe
 from spkv_nas.report.search_figures import write_agreement_figure, write_budgets_figure
 from spkv_nas.search.budget import is_range, parse_budget, parse_budgets
 from spkv_nas.search.constraints import solve
+from spkv_nas.search.coverage import coverage
 from spkv_nas.search.stability import bootstrap
 from spkv_nas.stages import EMBEDDED, Announce, _bar, _quiet, _silent, find_layouts, find_table
 from spkv_nas.workspace import Workspace
@@ -137,16 +139,13 @@ def search_stage(
     parsed, name = Recipe.read(path), name or table.name
     starts = _starts(space, numbers)
     given, others = (find_layouts(workspace, name, files) if files else {} for files in (start_files, other_files))
-    for key, layout in [*given.items(), *others.items()]:
-        if key in starts or (key in given and key in others):
-            raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
-        if key in given and not space.contains(layout):
-            raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
-    starts |= given
+    _check_given(space, starts, given, others)
+    starts, others = _distinct({**starts, **given}, others, announce)
     workspace.check_writable()
+    head = demand.cost(table, window) if second == "kv-bytes" else None
     prepared = Prepared.of(parsed, path.parent, workspace.run_dir(parsed.name), device=device, announce=announce)
     cost = None
-    if second == "kv-bytes" and (head := demand.cost(table, window)) is not None:
+    if head is not None:
         cost = Cost("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
     elif second == "time" and (context := demand.context) is not None:
         times = find_times(
@@ -171,11 +170,46 @@ def _starts(space: Space, budgets: list[int]) -> dict[str, Layout]:
         del found["sparsest"]
         if space.constraints.named:
             found["constrained"] = solve(table, budgets[0], space.constraints, window=window)
-        return {name: layout for name, layout in found.items() if space.contains(layout)}
-    chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
-    layouts = (solve(table, number, space.constraints, window=window) for number in chosen)
-    named = {f"densest-{number}": layout for number, layout in zip(chosen, layouts, strict=True)}
-    return {name: Layout(x.heads, x.window, name, x.provenance) for name, x in named.items() if space.contains(x)}
+    else:
+        chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
+        layouts = (solve(table, number, space.constraints, window=window) for number in chosen)
+        found = {f"densest-{layout.num_global}": layout for layout in layouts}
+    return {
+        name: Layout(layout.heads, layout.window, name, layout.provenance)
+        for name, layout in found.items()
+        if space.contains(layout)
+    }
+
+
+def _check_given(
+    space: Space, starts: Mapping[str, Layout], given: Mapping[str, Layout], others: Mapping[str, Layout]
+) -> None:
+    """Raises ``UserError`` for a name that is there twice, or a layout that cannot be tried or compared."""
+    for key, layout in [*given.items(), *others.items()]:
+        if key in starts or (key in given and key in others):
+            raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
+        coverage(space.table, layout)  # refuses another grid
+        if layout.window != space.window:
+            raise UserError(
+                f"layout '{key}' has a window of {layout.window}, the search one of {space.window}: give --window"
+            )
+        if key in given and not space.contains(layout):
+            raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
+
+
+def _distinct(
+    starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce
+) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """Both without the layouts that are there already, under another name."""
+    names: dict[str, str] = {}
+    parts: tuple[dict[str, Layout], dict[str, Layout]] = ({}, {})
+    for kept, layouts in zip(parts, (starts, others), strict=True):
+        for key, layout in layouts.items():
+            if (same := names.setdefault(layout.content_hash, key)) != key:
+                announce(f"{key} is the same layout as {same}: one of them is tried")
+            else:
+                kept[key] = layout
+    return parts
 
 
 def _parse_objective(objective: str, context: int | None) -> str | None:

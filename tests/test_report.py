@@ -220,7 +220,10 @@ def test_a_search_is_shown_best_first(page: Page) -> None:
     assert "density 0.500, random 1.500" in progress.description
     assert len(retrained.dots) == 3
     assert len(study_charts(make_study(cost=[4.0, 4.0, 5.0, 3.0, 6.0]))) == 3
-    assert "density: best after full retraining density-0-1, +0.400 ± 0.100 %." in study_sentences(study)
+    assert (
+        "density: retrained in full, the best of the short retraining, density-0-1: +0.400 ± 0.100 %."
+        in study_sentences(study)
+    )
     assert "Search" in page.texts["h2"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sqlite3
@@ -102,6 +103,13 @@ class TestSpace:
         assert space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("GGL", "LLL", "LLL", "GLL", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("GGG", "GGG", "GGG", "LLL", "LLL", "LLL"), 8))
+        assert not space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 9))
+        assert not space.contains(Layout(("GGGLLL", "LLLGGG", "LLLLLL"), 8))
+
+    def test_a_budget_that_whole_layers_cannot_give(self, table: DensityTable) -> None:
+        space = Space(table, (5, 5), 8, Constraints(granularity="layer"))
+        assert space.contains(Layout(("GGG", "LLL", "LLL", "LLL", "LLL", "LLL"), 8))
+        assert not space.contains(Layout(("LLL",) * 6, 8))
 
     def test_infeasible_is_said_at_once(self, table: DensityTable) -> None:
         with pytest.raises(UserError, match="no layout meets"):
@@ -234,6 +242,14 @@ class TestQueue:
                 assert make_queue().claim(1, 1) == []
                 finish_all(queue, tasks)
 
+    def test_a_nan_is_a_result(self, make_queue: Callable[..., Queue]) -> None:
+        """Optuna fails a trial whose value is NaN; its task was then claimed again and again."""
+        queue = make_queue()
+        (task,) = queue.claim(1, 1)
+        queue.finish(task, [math.nan])
+        assert queue.claim(1, 1) == []
+        assert queue.results()[0].values == [math.inf]
+
     def test_a_task_that_fails_is_free_again(self, make_queue: Callable[..., Queue]) -> None:
         queue = make_queue()
         tasks = queue.claim(2, 2)
@@ -295,6 +311,7 @@ class TestResults:
         values = np.array([[3.0, 1.0], [1.0, 3.0], [2.0, 2.0], [3.0, 3.0], [2.0, 3.0], [1.0, 3.0]])
         assert ranked(values) == [1, 5, 2, 0, 4, 3]
         assert ranked(np.array([[2.0], [1.0], [3.0]])) == [1, 0, 2]
+        assert ranked(np.array([[2.0], [np.nan], [3.0]])) == [0, 2, 1]
 
     def test_hypervolume_is_the_share_of_the_box(self) -> None:
         low, high = np.zeros(2), np.ones(2)
@@ -398,6 +415,21 @@ class TestCommand:
         assert "retraining" not in capsys.readouterr().err
         assert (reports / "search.csv").read_bytes() == before
 
+    def test_fewer_and_more_trials_than_before(self, project: tuple[Path, Path]) -> None:
+        recipe, workspace = project
+        counts = []
+        for number in ("8", "5", "12"):
+            main(command(recipe, workspace, "--budget", "4", "--trials", number, "--short", "0"))
+            rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
+            counts.append(rows[rows["sampler"] != BASELINE].groupby("sampler").size().tolist())
+        assert counts == [[8, 8], [5, 5], [12, 12]]
+
+    def test_another_price_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--dtype", "float32"]
+        more += ["--trials", "3", "--short", "0", "--context"]
+        main(command(*project, *more, "1k"))
+        assert "another objective" in fails(capsys, *command(*project, *more, "2k"))
+
     def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
         more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4"]
@@ -429,12 +461,40 @@ class TestCommand:
             (["--budget", "3", "--granularity", "layer", "--min-per-layer", "1"], "no layout meets"),
             (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
             (["--budget", "3..5", "--tau", "match-budget"], "needs one budget"),
+            (["--budget", "3", "narrow.yaml"], "is for 2 layers x 2 KV heads"),
+            (["--budget", "3", "wide.yaml"], "has a window of 9, the search one of 4"),
+            (["--budget", "3", "--start", "full.yaml"], "breaks the budget"),
+            (["--budget", "3", "full.yaml", "full.yaml"], "two layouts are called"),
+            (["--budget", "3", "--recipe", "small/recipe.yaml"], "5 layers x 2 KV heads, the recipe's model has 2 x 2"),
         ],
-        ids=["budget", "control", "objective", "context", "infeasible", "storage", "tau"],
+        ids=[
+            "budget",
+            "control",
+            "objective",
+            "context",
+            "infeasible",
+            "storage",
+            "tau",
+            "shape",
+            "window",
+            "start",
+            "twice",
+            "recipe",
+        ],
     )
     def test_bad_input(
-        self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str], more: list[str], message: str
+        self,
+        project: tuple[Path, Path],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        more: list[str],
+        message: str,
     ) -> None:
+        monkeypatch.chdir(tmp_path)
+        write_project(tmp_path / "small")
+        for name, (layers, window) in {"narrow": (2, 4), "wide": (5, 9), "full": (5, 4)}.items():
+            Layout(("GG",) * layers, window, name).write(tmp_path / f"{name}.yaml")
         assert message in fails(capsys, *command(*project, *more))
 
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:

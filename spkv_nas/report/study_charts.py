@@ -44,7 +44,7 @@ def study_sentences(rows: pd.DataFrame) -> list[str]:
         if "retrained" in reached:
             best = reached["retrained"]
             said.append(
-                f"{sampler}: best after full retraining {best['layout']}, "
+                f"{sampler}: retrained in full, the best of the short retraining, {best['layout']}: "
                 f"{_change(best['delta_nll_percent'], best['standard_error'])} %."
             )
     for pair, found in correlations(rows).items():

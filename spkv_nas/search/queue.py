@@ -9,6 +9,7 @@ heartbeat; and under SQLite two workers may be given the same trial, hence the l
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -25,7 +26,7 @@ import optuna
 import psutil
 from filelock import FileLock
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import DuplicatedStudyError
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
@@ -91,10 +92,11 @@ class Queue:
         with self._lock:
             try:
                 self._study = optuna.create_study(storage=storage, study_name=name, directions=list(directions))
-                self._study.set_user_attr(_SETTINGS, dict(settings))
             except DuplicatedStudyError:
                 self._study = optuna.load_study(storage=storage, study_name=name)
-        found = self._study.user_attrs.get(_SETTINGS, {})
+            if _SETTINGS not in self._study.user_attrs:  # new, or its worker was killed between two writes
+                self._study.set_user_attr(_SETTINGS, dict(settings))
+        found = self._study.user_attrs[_SETTINGS]
         for key in settings:
             if found.get(key) != settings[key]:
                 raise UserError(
@@ -136,10 +138,13 @@ class Queue:
         return claimed
 
     def finish(self, task: Task, values: Sequence[float]) -> None:
-        """Record a result; it is dropped if the task was given to another worker in the meantime."""
+        """Record a result; it is dropped if the task was given to another worker in the meantime.
+
+        A NaN counts as infinite: Optuna would call the trial failed, and the task would be tried for ever.
+        """
         try:
-            self._study.tell(task.trial, list(values))
-        except ValueError:
+            self._study.tell(task.trial, [math.inf if math.isnan(value) else value for value in values])
+        except (ValueError, UpdateFinishedTrialError):
             if self._study.get_trials(deepcopy=False)[task.trial].state != TrialState.FAIL:
                 raise
 
@@ -197,7 +202,7 @@ class Queue:
                 self._free(trial)
 
     def _free(self, trial: FrozenTrial) -> None:
-        with suppress(ValueError):  # somebody without our lock was faster
+        with suppress(ValueError, UpdateFinishedTrialError):  # somebody without our lock was faster
             self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _trials(self, state: TrialState) -> list[FrozenTrial]:

@@ -14,7 +14,7 @@ import numpy as np
 import optuna
 from optuna.samplers import TPESampler
 from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, create_trial
+from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from spkv_nas.layout import Layout
 from spkv_nas.search.space import Point, Space
@@ -49,6 +49,8 @@ class Sampler:
     ) -> None:
         self._space, self._kind, self._seed, self._directions = space, kind, seed, list(directions)
         self._starts = list(starts) if kind == DENSITY else []
+        self._memory: optuna.Study | None = None  # of the generation's history, as many trials as
+        self._remembered = -1
 
     def point(self, index: int, known: Sequence[FrozenTrial]) -> Point:
         """The point of trial ``index``, given the trials before its generation."""
@@ -65,11 +67,13 @@ class Sampler:
 
     def _estimated(self, known: Sequence[FrozenTrial], seed: int) -> Layout:
         """What TPE would try next."""
-        memory = optuna.create_study(
-            directions=self._directions, sampler=TPESampler(seed=seed, n_startup_trials=1, multivariate=False)
-        )
-        memory.add_trials(
-            create_trial(params=trial.params, distributions=trial.distributions, values=trial.values)
-            for trial in known
-        )  # fmt: skip
-        return self._space.layout(memory.ask(self._space.distributions).params)
+        if self._memory is None or self._remembered != len(known):
+            self._memory, self._remembered = optuna.create_study(directions=self._directions), len(known)
+            self._memory.add_trials(
+                create_trial(params=trial.params, distributions=trial.distributions, values=trial.values)
+                for trial in known
+            )  # fmt: skip
+        self._memory.sampler = TPESampler(seed=seed, n_startup_trials=1, multivariate=False)
+        trial = self._memory.ask(self._space.distributions)
+        self._memory.tell(trial, state=TrialState.FAIL)  # the next one of this generation must not see it
+        return self._space.layout(trial.params)

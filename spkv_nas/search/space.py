@@ -32,7 +32,8 @@ class Space:
 
     Attributes:
         table: densities [L, Hkv].
-        budgets: smallest and largest number of global KV heads; constraints may leave fewer.
+        budgets: smallest and largest number of global KV heads; where constraints cannot give so many (whole layers of
+            a budget of 5), they leave fewer.
         window: of the local heads.
         constraints: none by default.
     """
@@ -85,8 +86,11 @@ class Space:
         return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))
 
     def contains(self, layout: Layout) -> bool:
-        """Whether the layout meets the constraints and has one of the budgets."""
+        """Whether the layout is of this grid and window, meets the constraints and has one of the budgets."""
+        if layout.global_mask.shape != self.shape or layout.window != self.window:
+            return False
         low, high = self.budgets
+        low = min(low, self._best(self._rank + 1.0, low).num_global)
         if not low <= layout.num_global <= high:
             return False
         gain = np.where(layout.global_mask, 1.0, 1e-6)  # the layout itself is the best if it is feasible

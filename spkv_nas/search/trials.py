@@ -79,7 +79,11 @@ def ranked(values: NDArray[np.float64]) -> list[int]:
 
 
 def first_front(values: NDArray[np.float64]) -> list[int]:
-    """Rows of ``values`` that no other is as good as in all objectives and better in one, by the first objective."""
+    """Rows of ``values`` that no other is as good as in all objectives and better in one, by the first objective.
+
+    NaN is worse than any number.
+    """
+    values = np.where(np.isnan(values), np.inf, values)
     beaten = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
     front: list[int] = np.flatnonzero(~beaten.any(1)).tolist()
     return sorted(front, key=lambda index: tuple(values[index]))
