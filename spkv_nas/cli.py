@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import warnings
@@ -17,18 +16,13 @@ from rich.table import Table
 
 from spkv_nas import __version__, cli_cost, cli_study
 from spkv_nas import cli_search as search
+from spkv_nas import cli_show as show
 from spkv_nas.cli_layout import app as layout_app
 from spkv_nas.cli_layout import schema
 from spkv_nas.distributed import disconnect, num_processes, process_index
 from spkv_nas.errors import UserError
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-    from spkv_nas.density import DensityTable
-    from spkv_nas.evaluation.sweep import Evaluation
-    from spkv_nas.generation import Generation
-    from spkv_nas.layout import Layout
     from spkv_nas.workspace import Workspace
 
 app = typer.Typer(
@@ -122,7 +116,7 @@ def probe(
         _workspace(workspace), recipe=recipe, model=model, data=data, tau=tau, signal=signal, window=window,
         steps=steps, max_tokens=max_tokens, name=name, block_size=block_size, device=device, announce=_announce,
     )  # fmt: skip
-    _show_probe(table)
+    show.probe(table)
 
 
 @app.command()
@@ -180,7 +174,7 @@ def propose(
     table, layouts, rows, certainty = stages.propose_stage(
         place, probe, budget, tau=tau, window=window, num_random=num_random, seed=seed, demand=demand
     )
-    _show_proposal(table, layouts, rows, place)
+    show.proposal(table, layouts, rows, place)
     search.show_answers(table, layouts, rows, certainty, demand, window)
     if tau is None and (advice := tau_advice(table, layouts["densest"].num_global)) is not None:
         err.print(f"[yellow]{_escaped(advice)}[/yellow]")
@@ -213,7 +207,7 @@ def train_hybrid(
     rows, correlations = stages.train_hybrid_stage(
         _workspace(workspace), probe, layouts, recipe=recipe, num_seeds=seeds, device=device, announce=_announce
     )
-    _show_comparison(rows, correlations)
+    show.comparison(rows, correlations)
 
 
 @app.command()
@@ -263,7 +257,7 @@ def evaluate(
         place, model=model, data=data, tau=tau, tau_sweep=tau_sweep, points=points, max_tokens=max_tokens, name=name,
         block_size=block_size, device=device, announce=_announce,
     )  # fmt: skip
-    _show_evaluation(name, evaluation, rows)
+    show.evaluation(name, evaluation, rows)
     if rows is not None:
         out.print(f"sweep: [bold]{_escaped(str(place.report_dir(name) / 'tau-sweep.png'))}[/bold]")
 
@@ -301,7 +295,7 @@ def score(
         place, layouts, model=model, data=data, max_tokens=max_tokens, probe=probe, name=name, block_size=block_size,
         device=device, announce=_announce,
     )  # fmt: skip
-    _show_scores(name, rows, place.report_dir(name))
+    show.scores(name, rows, place.report_dir(name))
 
 
 @app.command()
@@ -339,7 +333,7 @@ def generate(
         seed=seed, device=device, stream=lambda text: print(text, end="", flush=True), announce=_announce,
     )  # fmt: skip
     print(flush=True)
-    _show_generation(result)
+    show.generation(result)
 
 
 @app.command()
@@ -362,7 +356,7 @@ def palindrome(
     rows = stages.palindrome_stage(
         place, steps=steps, batch_size=batch_size, seed=seed, name=name, device=device, announce=_announce
     )
-    _show_palindrome(rows)
+    show.palindrome(rows)
     out.print(f"figure: [bold]{_escaped(str(place.report_dir(name) / 'palindrome.png'))}[/bold]")
 
 
@@ -389,7 +383,7 @@ def scaling(
     place = _workspace(workspace)
     name, fits = stages.scaling_stage(place, runs, name=name)
     for law in fits:
-        _show_scaling(name, law)
+        show.scaling(name, law)
     out.print(f"scaling: [bold]{_escaped(str(place.report_dir(name) / 'scaling.png'))}[/bold]")
 
 
@@ -461,10 +455,10 @@ def demo(budget: BudgetOption = "18", workspace: WorkspaceOption = Path()) -> No
     start = time.perf_counter()
     place = _workspace(workspace)
     table = stages.probe_stage(place, announce=_announce)
-    _show_probe(table)
+    show.probe(table)
     table, layouts, rows, _ = stages.propose_stage(place, DEFAULT_NAME, budget, tau="match-budget", num_random=1)
-    _show_proposal(table, layouts, rows, place)
-    _show_comparison(*stages.train_hybrid_stage(place, DEFAULT_NAME, announce=_announce))
+    show.proposal(table, layouts, rows, place)
+    show.comparison(*stages.train_hybrid_stage(place, DEFAULT_NAME, announce=_announce))
     page = stages.report_stage(place, DEFAULT_NAME)
     out.print(f"\nreport: [bold]{page}[/bold]  ({time.perf_counter() - start:.0f} s in all)")
 
@@ -516,133 +510,6 @@ def _escaped(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
-
-
-def _show_probe(table: DensityTable) -> None:
-    densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
-    measure = f"tau {table.tau:g}: density" if table.signal == "density" else table.signal
-    out.print(
-        f"[bold]{_escaped(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
-        f"{measure} mean {table.mean:.3f}, std {table.std:.3f}; highest is layer {densest[1]}, head {densest[2]} "
-        f"({densest[0]:.2f})"
-    )
-    for line in table.diagnosis():
-        err.print(f"[yellow]{_escaped(line)}[/yellow]")
-
-
-def _show_proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame, place: Workspace) -> None:
-    from spkv_nas.proposal import random_spread
-
-    measure = f"density coverage at tau {table.tau:g}" if table.signal == "density" else f"coverage of {table.signal}"
-    shown = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
-    for row in rows.itertuples():
-        shown.add_row(
-            row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}", row.note
-        )
-    out.print(shown)
-    spread = random_spread(rows)
-    if spread is not None and spread[1] > 0:
-        out.print(
-            f"random layouts: coverage {100 * spread[0]:.2f} % on average, standard deviation {100 * spread[1]:.2f}"
-        )
-    out.print(f"layouts: {place.layout_dir(table.name)}")
-
-
-def _show_evaluation(name: str, evaluation: Evaluation, rows: pd.DataFrame | None) -> None:
-    num_tokens = evaluation.nll.num_tokens
-    text = f"{num_tokens.sum():,} tokens in {(num_tokens > 0).sum()} documents"
-    if rows is None:
-        gated = (
-            f", density {100 * evaluation.density:.1f} % at tau {evaluation.tau:g}"
-            if evaluation.density is not None
-            else ""
-        )
-        out.print(f"[bold]{_escaped(name)}[/bold]: NLL {evaluation.nll.mean:.4f}{gated}; {text}")
-        return
-    shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{_escaped(name)}: {text}")
-    for row in rows.itertuples():
-        change = f"{row.delta_nll_percent:+.3f} ± {row.delta_nll_standard_error:.3f}" if row.tau else "-"
-        shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", change)
-    out.print(shown)
-
-
-def _show_generation(result: Generation) -> None:
-    share = result.cache_bytes / result.full_attention_bytes
-    err.print(
-        f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
-        f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
-        f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
-        f"{100 * share:.0f} %"
-    )
-    if result.density is not None:
-        kept = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
-        err.print(f"{kept} at tau {result.tau:g}" if result.tau is not None else kept)
-
-
-def _show_palindrome(rows: pd.DataFrame) -> None:
-    shown = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
-    for row in rows.itertuples():
-        gated = row.hard_nll == row.hard_nll  # not NaN
-        figures = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if gated else ("-", "-")
-        shown.add_row(row.variant, f"{row.nll:.4f}", *figures, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
-    out.print(shown)
-
-
-def _show_scaling(name: str, law: dict[str, Any]) -> None:
-    title = f"{name}, {law['variant']}" if law["variant"] else name
-    shown = Table("", "value", f"{law['confidence']:.0%} interval", title=_escaped(f"{title}: {law['law']}"))
-    for parameter, (value, low, high) in law["parameters"].items():
-        shown.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
-    out.print(shown)
-    out.print(
-        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; a run's standard deviation {law['residual']:.4f}"
-    )
-    last = law["leave_last_out"]
-    if last["predicted"] is not None:
-        out.print(
-            f"last run from the others: {_escaped(last['name'])} predicted {last['predicted']:.4f}, "
-            f"is {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
-        )
-    for run in law["runs"]:
-        if run["held_out"]:
-            out.print(
-                f"held out: {_escaped(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
-                f"{run['high']:.4f}), is {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
-            )
-
-
-def _show_comparison(rows: pd.DataFrame, correlations: dict[str, dict[str, Any] | None]) -> None:
-    shown = Table(
-        "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
-        title="retrained from one dense checkpoint",
-    )  # fmt: skip
-    for row in rows.itertuples():
-        shown.add_row(
-            row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
-            search.change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
-            search.change(row.delta_nll_percent, row.delta_nll_standard_error),
-        )  # fmt: skip
-    out.print(shown)
-    for measure, found in correlations.items():
-        if found is not None:
-            low, high = found["interval"]
-            out.print(
-                f"rank correlation of {measure} and ΔNLL over {found['layouts']} layouts: {found['rho']:+.2f} "
-                f"(p = {found['p_value']:.2f}, 95 % interval {low:+.2f} to {high:+.2f}; "
-                f"{'-1' if measure == 'coverage' else '+1'} would mean that it orders them perfectly)"
-            )
-
-
-def _show_scores(name: str, rows: pd.DataFrame, folder: Path) -> None:
-    shown = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=f"{_escaped(name)}: without training")
-    for row in rows.itertuples():
-        covered = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
-        shown.add_row(
-            _escaped(row.strategy), str(row.num_global), covered, f"{row.nll:.4f}",
-            search.change(row.delta_nll_percent, row.delta_nll_standard_error),
-        )  # fmt: skip
-    out.print(shown)
-    out.print(f"scores: {_escaped(str(folder / 'zero-shot.csv'))}")
 
 
 if __name__ == "__main__":
