@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ def corpus(tmp_path: Path) -> Path:
         words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
         (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
     return folder
+
+
+def test_a_score_on_disk_serves_the_same_blocks_of_more_documents(blocks: TokenBlocks, tmp_path: Path) -> None:
+    """A search takes the first blocks of a longer text, which knows of more documents than they hold."""
+    model = tiny_model()
+    more = replace(blocks, documents=(*blocks.documents, DocumentInfo("12", "all", "12")))
+    layouts = LAYOUTS[:2]
+    for some in (blocks, more, blocks):
+        cache = cache_folder(tmp_path, model, "tiny", some)
+        for score, alone in zip(
+            zero_shot(model, layouts, some, cache=cache), zero_shot(model, layouts, some), strict=True
+        ):
+            assert same(score, alone)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def same(one: DocumentNLL, other: DocumentNLL) -> bool:

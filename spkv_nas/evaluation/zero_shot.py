@@ -75,7 +75,9 @@ def zero_shot(
         plans = [full if x is None else tuple(layout_windows(model, x, x.window)) for x in layouts]
         names = [_FULL if x is None else x.content_hash for x in layouts]
         files = {plan: cache / f"{name}.npz" if cache else None for plan, name in zip(plans, names, strict=True)}
-        scores = {plan: score for plan, file in files.items() if (score := _read(file)) is not None}
+        scores = {
+            plan: score for plan, file in files.items() if (score := _read(file, len(blocks.documents))) is not None
+        }
         missing = sorted(files.keys() - scores.keys())
         done = 0
 
@@ -120,12 +122,17 @@ def score_table(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def _read(file: Path | None) -> DocumentNLL | None:
-    """A finished score; None if it is not there or cannot be read, and so must be computed."""
+def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:
+    """A finished score; None if it is not there or cannot be read, and so must be computed.
+
+    The same blocks may have been cut from more or from fewer documents, of which they hold no token.
+    """
     if file is None or not file.is_file():
         return None
     try:
-        return DocumentNLL.read(file)
+        found = DocumentNLL.read(file)
+        total, num_tokens = (np.pad(x, (0, max(0, num_documents - len(x)))) for x in (found.total, found.num_tokens))
+        return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 

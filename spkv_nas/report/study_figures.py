@@ -61,11 +61,7 @@ def progress_figure(progress: pd.DataFrame, rows: pd.DataFrame, cost: str | None
             ax.plot(studies.index, studies.mean(axis=1), style, color=colour, linewidth=2, label=label)
         ax.set_xlabel("layouts scored")
         if cost is None:
-            for start in rows[rows["sampler"] == BASELINE].itertuples():
-                if start.zero_shot_delta_percent <= progress["quality"].max():
-                    ax.axhline(start.zero_shot_delta_percent, color=MUTED, linewidth=0.8, linestyle=":")
-                    place = (progress["trials"].max(), start.zero_shot_delta_percent)
-                    ax.annotate(start.name, place, (0, 2), textcoords="offset points", ha="right", color=MUTED)
+            _draw_baselines(ax, rows[rows["sampler"] == BASELINE], progress)
             ax.set_ylabel("lowest zero-shot ΔNLL so far, %")
         else:
             ax.set_ylabel(f"hypervolume of NLL and {cost}")
@@ -107,6 +103,23 @@ def front_figure(rows: pd.DataFrame, cost: str) -> Figure:
         ax.set_ylabel("zero-shot ΔNLL, %")
         ax.legend(loc="best")
     return figure
+
+
+def _draw_baselines(ax: Axes, baselines: pd.DataFrame, progress: pd.DataFrame) -> None:
+    """A line at each baseline's zero-shot ΔNLL; those too close for two names share a place."""
+    highest = progress["quality"].max()
+    near = 0.04 * (highest - progress["quality"].min())
+    shown = baselines[baselines["zero_shot_delta_percent"] <= highest].sort_values("zero_shot_delta_percent")
+    places: list[tuple[float, list[str]]] = []
+    for name, value in zip(shown["name"], shown["zero_shot_delta_percent"], strict=True):
+        ax.axhline(value, color=MUTED, linewidth=0.8, linestyle=":")
+        if places and value - places[-1][0] < near:
+            places[-1] = (value, [*places[-1][1], str(name)])
+        else:
+            places.append((value, [str(name)]))
+    for value, names in places:
+        at = (progress["trials"].max(), value)
+        ax.annotate(", ".join(names), at, (0, 2), textcoords="offset points", ha="right", color=MUTED)
 
 
 def _scatter(ax: Axes, rows: pd.DataFrame, across: str, up: str, error: str | None, *, alpha: float = 1.0) -> None:
