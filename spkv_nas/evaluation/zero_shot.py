@@ -131,7 +131,8 @@ def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:
         return None
     try:
         found = DocumentNLL.read(file)
-        total, num_tokens = (np.pad(x, (0, max(0, num_documents - len(x)))) for x in (found.total, found.num_tokens))
+        missing = (0, max(0, num_documents - len(found.total)))
+        total, num_tokens = np.pad(found.total, missing), np.pad(found.num_tokens, missing)
         return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
