@@ -37,7 +37,7 @@ from spkv_nas.search.guidance import BASELINE
 from spkv_nas.search.queue import Queue, Task, open_storage
 from spkv_nas.search.sampler import Sampler, first_of_generation
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import Cost, Plan, Trial, first_front, ranked
+from spkv_nas.search.trials import Plan, Price, Trial, first_front, ranked
 from spkv_nas.train_hybrid import branch_key, dense_checkpoint
 from spkv_nas.training.run import FULL_ATTENTION, Corpus, load_corpus, read_branch, start, train_branch
 
@@ -106,7 +106,7 @@ class Search:
         folder: Path,
         *,
         name: str,
-        cost: Cost | None = None,
+        cost: Price | None = None,
         storage: str | None = None,
         device: str | None = None,
         announce: Announce = lambda _: None,

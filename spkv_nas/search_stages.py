@@ -120,7 +120,7 @@ def search_stage(
     from spkv_nas.layout_search import Prepared, Search
     from spkv_nas.model.checkpoint import read_shape
     from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Cost
+    from spkv_nas.search.trials import Price
     from spkv_nas.search_results import write_results
 
     _quiet()
@@ -146,13 +146,13 @@ def search_stage(
     prepared = Prepared.of(parsed, path.parent, workspace.run_dir(parsed.name), device=device, announce=announce)
     cost = None
     if head is not None:
-        cost = Cost("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
+        cost = Price("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
     elif second == "time" and (context := demand.context) is not None:
         times = find_times(
             workspace, name, read_shape(str(prepared.dense)), [window], context,
             calibration=calibration, hardware=hardware, announce=announce,
         )  # fmt: skip
-        cost = Cost(f"decode seconds per token, {times.source}", lambda layout: times.layout_seconds(layout, context))
+        cost = Price(f"decode seconds per token, {times.source}", lambda layout: times.layout_seconds(layout, context))
     search = Search(
         prepared, space, starts, others, plan, workspace.run_dir(name) / "search",
         name=name, cost=cost, storage=storage, device=device, announce=announce,

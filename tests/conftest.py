@@ -10,6 +10,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ if not torch.cuda.is_available():
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.recipe import Recipe
 
@@ -107,3 +109,25 @@ def recipe_file(tmp_path: Path) -> Path:
 def recipe(recipe_file: Path) -> Recipe:
     """The recipe of ``recipe_file``."""
     return Recipe.read(recipe_file)
+
+
+BLOCK = 32  # tokens of a block of the next two
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """9 blocks of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
+    tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
+    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Ten short documents."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
+        (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
+    return folder

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from conftest import tiny_model
+from conftest import BLOCK, tiny_model
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from test_model import scatter_gates
@@ -18,7 +18,7 @@ from test_pipeline import fails
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.cli import main
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.corpus import documents
 from spkv_nas.errors import UserError
 from spkv_nas.evaluation.density import DensityWatch
@@ -31,33 +31,12 @@ from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, la
 from spkv_nas.probing import probe
 from spkv_nas.report.figures import tau_sweep_figure
 
-BLOCK = 32
-
 
 def gated(family: str = "llama") -> PreTrainedModel:
     model = tiny_model(family, vocab_size=300)
     attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
     scatter_gates(model)
     return model
-
-
-@pytest.fixture
-def blocks() -> TokenBlocks:
-    """9 blocks of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
-    tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
-    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    """Ten short documents."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(10):
-        words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
-        (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
-    return folder
 
 
 @pytest.fixture

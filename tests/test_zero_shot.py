@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import tiny_model
+from conftest import BLOCK, tiny_model
 from scipy.stats import spearmanr
 from test_evaluate import gated
 from test_pipeline import fails
@@ -32,28 +32,6 @@ from spkv_nas.model.hook import apply_layout, attention_layers, detach, full_att
 
 GRIDS = ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL", "GL LL LG LL", "GL GG LG LL", "GL LL LL LL")
 LAYOUTS = [Layout(tuple(grid.split()), window) for window in (6, 3) for grid in GRIDS]
-
-
-BLOCK = 32
-
-
-@pytest.fixture
-def blocks() -> TokenBlocks:
-    """9 blocks of 32 tokens; 12 documents of 24 tokens, so that documents cross blocks."""
-    tokens = np.random.default_rng(0).integers(3, 97, size=(9, BLOCK)).astype(np.int32)
-    owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, BLOCK)
-    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(12)))
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    """Ten short documents."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for number in range(10):
-        words = " ".join(f"fox{(number * i) % 17} jumps" for i in range(20))
-        (folder / f"{number}.txt").write_text(f"document {number}: {words}\n")
-    return folder
 
 
 def test_a_score_on_disk_serves_the_same_blocks_of_more_documents(blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -241,25 +219,25 @@ def test_table(blocks: TokenBlocks) -> None:
 
 class TestCommand:
     @pytest.fixture
-    def options(self, tmp_path: Path, corpus: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    def options(self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
         save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
         for name, layout in zip(("one", "two"), LAYOUTS, strict=False):
             Layout(layout.heads, layout.window, name).write(tmp_path / "w" / "layouts" / "mine" / f"{name}.yaml")
-        model = ["--model", str(tmp_path / "mine"), "--data", str(corpus), "--block-size", str(BLOCK)]
+        model = ["--model", str(tmp_path / "mine"), "--data", str(text), "--block-size", str(BLOCK)]
         return [*model, "--workspace", str(tmp_path / "w")]
 
     def test_scores_of_a_folder(
         self,
         options: list[str],
         tmp_path: Path,
-        corpus: Path,
+        text: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         main(["score", *options])
         folder = tmp_path / "w" / "reports" / "mine"
         rows = pd.read_csv(folder / "zero-shot.csv", index_col="strategy")
         model, tokenizer = load(tmp_path / "mine")
-        expected = by_hand(model, LAYOUTS[1], build_blocks(documents([str(corpus)], Path()), tokenizer, BLOCK))
+        expected = by_hand(model, LAYOUTS[1], build_blocks(documents([str(text)], Path()), tokenizer, BLOCK))
         assert rows.loc["two", "nll"] == pytest.approx(expected.mean, rel=1e-5)
         assert f"{expected.mean:.4f}" in capsys.readouterr().out
         summary = yaml.safe_load((folder / "zero-shot.yaml").read_text())

@@ -177,10 +177,6 @@ class Queue:
             found.setdefault(trial.user_attrs[INDEX], trial)
         return dict(sorted(found.items()))
 
-    def num_running(self) -> int:
-        """Tasks that workers hold."""
-        return len(self._trials(TrialState.RUNNING))
-
     def _start(self, index: int, params: Mapping[str, str]) -> int:
         """Put a running trial into the study; its number."""
         mark = uuid.uuid4().hex

@@ -15,7 +15,7 @@ from spkv_nas.search.sampler import DENSITY
 
 
 @dataclass(frozen=True)
-class Cost:
+class Price:
     """A second objective: what a layout costs, and the name and unit of that."""
 
     name: str
