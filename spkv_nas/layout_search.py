@@ -209,8 +209,13 @@ class Search:
                 fronts[study] = self._tell_front(study, trials, fronts[study])
             open_studies = [study for study, trials in found.items() if len(trials) < total]
             if not open_studies:
-                tried = [self._trial(s, n, t) for s, some in found.items() for n, t in some.items()]
-                return [*self._baseline_trials(), *tried]
+                compared = [(BASELINE, 0, n, layout) for n, layout in enumerate(self.baselines.values())]
+                tried = [
+                    (study.kind, study.seed, number, self.space.layout(trial.params))
+                    for study, trials in found.items()
+                    for number, trial in trials.items()
+                ]
+                return self._trials([*compared, *tried])
             for study in open_studies:
                 tasks = study.queue.claim(total, CLAIM, study.sampler.point, first_of_generation)
                 if tasks:
@@ -241,16 +246,13 @@ class Search:
         )  # fmt: skip
         return [paired_difference(score, full) for score in scores]
 
-    def _trial(self, study: _Study, number: int, found: FrozenTrial) -> Trial:
-        layout = self.space.layout(found.params)
-        cost = self.cost.of(layout) if self.cost else None
-        return Trial(study.kind, study.seed, number, layout, cost, self._zero_shot([layout])[0])
-
-    def _baseline_trials(self) -> list[Trial]:
-        layouts = list(self.baselines.values())
-        costs = [self.cost.of(layout) if self.cost else None for layout in layouts]
-        changes = enumerate(zip(layouts, costs, self._zero_shot(layouts), strict=True))
-        return [Trial(BASELINE, 0, number, *measured) for number, measured in changes]
+    def _trials(self, tried: Sequence[tuple[str, int, int, Layout]]) -> list[Trial]:
+        """Of (sampler, seed, number, layout), with zero-shot scores, which are on disk unless it was wiped."""
+        changes = self._zero_shot([layout for *_, layout in tried])
+        return [
+            Trial(*one, self.cost.of(one[-1]) if self.cost else None, change)
+            for one, change in zip(tried, changes, strict=True)
+        ]
 
     def _tell_front(self, study: _Study, trials: Mapping[int, FrozenTrial], before: list[int]) -> list[int]:
         """Say what is best so far, if that has changed; the numbers of the trials on the front."""
