@@ -18,12 +18,13 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 
-from spkv_nas.distributed import disconnect, on_main, process_index
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
-from spkv_nas.recipe import Recipe
+from spkv_nas.artifacts.comparison import SP_KV
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.distributed import disconnect, on_main, process_index
+from spkv_nas.base.errors import UserError
 from spkv_nas.training import run, trainer
-from spkv_nas.training.run import SP_KV, Corpus, load_corpus, start, train_branch, train_dense
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.run import Corpus, load_corpus, start, train_branch, train_dense
 
 VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe that differ
     "dense": {},

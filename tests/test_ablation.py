@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from test_pipeline import fails
+from helpers import fails
 
-from spkv_nas.ablation import COLUMNS
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.layout import Layout
 from spkv_nas.training import run
+from spkv_nas.training.ablation import COLUMNS
 
 ROWS = """\
 name: tiny-ablations

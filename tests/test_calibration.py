@@ -13,18 +13,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from helpers import fails
 from spkv_kernels import PagedKVCache
 from spkv_kernels import timing as kernel_timing
-from test_pipeline import fails
 
-from spkv_nas import attention_timing, cost_stages
-from spkv_nas.attention_timing import measure
-from spkv_nas.calibration import Calibration, LayerCase, Timing, default_contexts
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.cost import Phase, Shape, mean_visible_keys
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
-from spkv_nas.roofline import Hardware, Roofline, find_hardware
+from spkv_nas.cost import timing as attention_timing
+from spkv_nas.cost.calibration import Calibration, LayerCase, Timing, default_contexts
+from spkv_nas.cost.formulas import mean_visible_keys
+from spkv_nas.cost.roofline import Hardware, Roofline, find_hardware
+from spkv_nas.cost.times import Phase
+from spkv_nas.cost.timing import measure
+from spkv_nas.stages import cost as cost_stages
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
 SHAPE = Shape(1000, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -244,7 +247,7 @@ class TestRoofline:
 
 def test_values_need_no_torch() -> None:
     """A search may take either kind of times as its objective without waiting for torch."""
-    code = "import sys, spkv_nas.calibration, spkv_nas.roofline; sys.exit('torch' in sys.modules)"
+    code = "import sys, spkv_nas.cost.calibration, spkv_nas.cost.roofline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -8,36 +8,26 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import fails, make_domain_table, make_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_pipeline import fails
-from test_report import make_table as two_domain_table
 
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
 from spkv_nas.cli import main
-from spkv_nas.cost import CacheCost, Shape, kv_cache_bytes
-from spkv_nas.demand import Demand, budget_table, knee_row
-from spkv_nas.density import DensityTable
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
-from spkv_nas.search import strategies
-from spkv_nas.search.budget import parse_budgets
-from spkv_nas.search.constraints import Constraints, parse_layers, read_weights, solve
-from spkv_nas.search.coverage import coverage, domain_coverage
-from spkv_nas.search.milp import Problem
-from spkv_nas.sizes import format_bytes, parse_bytes, parse_context
+from spkv_nas.cost.cache_memory import CacheCost
+from spkv_nas.cost.formulas import kv_cache_bytes
+from spkv_nas.proposal import strategies
+from spkv_nas.proposal.budget import parse_budgets
+from spkv_nas.proposal.constraints import Constraints, parse_layers, read_weights, solve
+from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.integer_program import Problem
+from spkv_nas.proposal.requirements import Demand, budget_table, knee_row
 
 Mask = np.ndarray
-
-
-def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> DensityTable:
-    """A table from ``density`` [L, Hkv], or [P, L, Hkv] with its domains."""
-    grid = np.asarray(density, dtype=float)
-    grid = grid[None] if grid.ndim == 2 else grid
-    domain, layer, head = (axis.ravel() for axis in np.indices(grid.shape))
-    rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
-        domain=[domains[i] for i in domain], num_tokens=1000, num_documents=2, standard_error=math.nan
-    )
-    return DensityTable("p", rows, window=8)
 
 
 def all_masks(shape: tuple[int, int]) -> Mask:
@@ -305,7 +295,7 @@ def test_ranges() -> None:
 
 
 def test_every_budget_is_as_good_as_its_own_proposal() -> None:
-    table = two_domain_table(("code", "docs"))
+    table = make_domain_table(("code", "docs"))
     rows, layouts = budget_table(table, [1, 3, 8], Demand(context=1024, head_dim=8, dtype="float16"))
     assert list(layouts) == ["densest-1", "densest-3", "densest-8"]
     assert rows["coverage"].tolist() == pytest.approx([1 / 3.4, 2.3 / 3.4, 1.0])
@@ -317,7 +307,7 @@ def test_every_budget_is_as_good_as_its_own_proposal() -> None:
 
 
 def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
-    table = two_domain_table(("code",))
+    table = make_domain_table(("code",))
     rows, _ = budget_table(table, list(range(1, 9)), Demand())
     best = rows.loc[(rows["coverage"] - rows["random"]).idxmax(), "budget"]
     assert knee_row(table, rows, Demand())[0] == best == (table.density > table.density.mean()).sum()

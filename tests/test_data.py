@@ -9,12 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
 from spkv_nas.data.blocks import build_blocks, load_heldout, load_split, train_tokenizer
-from spkv_nas.data.corpus import Document, documents, heldout
+from spkv_nas.data.config import SourceConfig
+from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.tokenizer import END_OF_TEXT, train_bpe
-from spkv_nas.errors import UserError
-from spkv_nas.recipe import Recipe, SourceConfig
+from spkv_nas.training.recipe import Recipe
 
 
 def read(*sources: object, base: Path) -> list[Document]:

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spkv_nas.density import DensityTable, LogitHistogram
-from spkv_nas.errors import UserError
+from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.base.errors import UserError
 
 HEADER = "layer,kv_head,density"
 

@@ -13,16 +13,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import RECIPE, write_project
 from distributed_worker import RUNS, train
+from helpers import RECIPE, fails, write_project
 from safetensors.torch import load_file
-from test_pipeline import fails
 
-from spkv_nas.distributed import share
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.distributed import share
 from spkv_nas.evaluation.sweep import evaluate
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load
-from spkv_nas.recipe import Recipe
+from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run import OPTIMIZER_STATE, load_corpus, read_branch
 
 ONE_KV_HEAD = RECIPE.replace("num_key_value_heads: 2", "num_key_value_heads: 1")  # so shards of predictors are empty
@@ -128,8 +127,8 @@ def test_a_batch_that_cannot_be_shared(
     recipe_file.write_text(RECIPE.replace("steps: 8, batch_size: 4", "steps: 8, batch_size: 3"))
     assert "a batch_size of 3 blocks cannot be shared evenly by 2 processes" in fails(capsys, "train", recipe_file)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr("spkv_nas.cli.OTHERS_WAIT", 0.0)  # of this one torchrun has not disposed, so it speaks
-    monkeypatch.setattr("spkv_nas.cli.err.quiet", True)
+    monkeypatch.setattr("spkv_nas.cli.app.OTHERS_WAIT", 0.0)  # of this one torchrun has not disposed, so it speaks
+    monkeypatch.setattr("spkv_nas.cli.app.err.quiet", True)
     assert "cannot be shared" in fails(capsys, "train", recipe_file)
 
 

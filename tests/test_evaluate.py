@@ -10,33 +10,24 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from conftest import BLOCK, tiny_model
+from helpers import BLOCK, fails, gated, tiny_model
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
-from test_model import scatter_gates
-from test_pipeline import fails
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.corpus import documents
-from spkv_nas.errors import UserError
+from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.density import DensityWatch
-from spkv_nas.evaluation.nll import document_nll, paired_difference
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.sweep import COLUMNS, evaluate, parse_taus, sweep_table, tau_sweep
-from spkv_nas.gate_config import GateConfig
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, layer_state, set_gate_mode
-from spkv_nas.probing import probe
+from spkv_nas.model.hook import apply_layout, attention_layers, layer_state, set_gate_mode
+from spkv_nas.probing.density import probe
 from spkv_nas.report.figures import tau_sweep_figure
-
-
-def gated(family: str = "llama") -> PreTrainedModel:
-    model = tiny_model(family, vocab_size=300)
-    attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
-    scatter_gates(model)
-    return model
 
 
 @pytest.fixture

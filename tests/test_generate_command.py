@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
-from test_model import scatter_gates
-from test_pipeline import fails
+from helpers import fails, scatter_gates, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.export import export
-from spkv_nas.gate_config import GateConfig
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.export import export
 from spkv_nas.model.hook import apply_layout, attach_gates, set_gate_mode
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the quick fox"

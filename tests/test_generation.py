@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
+from helpers import tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from spkv_nas import GateConfig, SPKVCache, UserError, apply_layout, attach_gates, set_gate_mode
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.gates import predictors
 
 LENGTHS = (5, 31, 12, 1, 24)

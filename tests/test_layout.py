@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Difference, Layout
+from spkv_nas.artifacts.layout import Difference, Layout
+from spkv_nas.base.errors import UserError
 
 PROVENANCE = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas 0.1.0"}
 FILE = "format: spkv-nas/layout/1\nwindow: 8\nheads: [GLG, LLL]\n"

@@ -7,31 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, tiny_model
+from helpers import FAMILIES, logits, scatter_gates, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spkv_nas.errors import UserError
-from spkv_nas.gate_config import GateConfig
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.model.checkpoint import MANIFEST, load, save
 from spkv_nas.model.gates import gate_from_logits, predictors
 from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, detach, layer_state, set_gate_mode
 
 CONFIG = GateConfig(window=6, hidden_size=16)
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    return model(input_ids=tokens, use_cache=False).logits
-
-
-def scatter_gates(model: PreTrainedModel) -> None:
-    """Make the gates differ by token, so that a wrong gate shows."""
-    torch.manual_seed(1)
-    for module in predictors(model).values():
-        torch.nn.init.normal_(module.down.weight, std=2.0)
-        torch.nn.init.zeros_(module.down.bias)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,17 +11,17 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from test_model import scatter_gates
-from test_pipeline import fails
+from helpers import fails, scatter_gates
 
-from spkv_nas import palindrome
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.data.palindrome import INSTRUCTION, VOCABULARY, Palindromes
-from spkv_nas.errors import UserError
-from spkv_nas.evaluation.palindrome import measure, output_nll
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.hook import set_gate_mode
-from spkv_nas.palindrome import (
+from spkv_nas.training import trainer
+from spkv_nas.training.palindrome import run as palindrome
+from spkv_nas.training.palindrome.measures import measure, output_nll
+from spkv_nas.training.palindrome.run import (
     COLUMNS,
     CURVE_COLUMNS,
     SLIDING_WINDOW,
@@ -30,8 +30,7 @@ from spkv_nas.palindrome import (
     new_model,
     train_variant,
 )
-from spkv_nas.training import trainer
-from spkv_nas.training.run import FULL_ATTENTION, SP_KV
+from spkv_nas.training.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes
 
 TINY = PalindromeSettings(steps=7, batch_size=2, num_heldout=5)
 

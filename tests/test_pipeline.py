@@ -11,23 +11,13 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import tiny_model
+from helpers import fails, tiny_model
 
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.hook import apply_layout
-from spkv_nas.recipe import Recipe
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """Run a command that must fail as a user's mistake; its message."""
-    with pytest.raises(SystemExit) as exit_:
-        main([str(a) for a in arguments])
-    assert exit_.value.code == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    return " ".join(message.split())
+from spkv_nas.training.recipe import Recipe
 
 
 @pytest.fixture

@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
-from test_model import scatter_gates
+from helpers import all_logits, scatter_gates, tiny_model
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.density import DensityTable
-from spkv_nas.errors import UserError
-from spkv_nas.evaluation.nll import document_nll, paired_difference
-from spkv_nas.gate_config import GateConfig
-from spkv_nas.model.gates import predictors, threshold_logit
-from spkv_nas.model.hook import attach_gates, set_gate_mode
-from spkv_nas.probing import probe
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import paired_difference
+from spkv_nas.model.gates import threshold_logit
+from spkv_nas.model.hook import attach_gates
+from spkv_nas.probing.density import probe
 
 
 @pytest.fixture
@@ -35,18 +35,6 @@ def blocks() -> TokenBlocks:
     tokens = np.random.default_rng(0).integers(3, 97, size=(9, 32)).astype(np.int32)
     owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, 32)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12)))
-
-
-def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.ndarray:
-    """[N, L, Hkv, T] utility logits with hard gates at tau."""
-    seen: list[torch.Tensor] = []
-    handles = [p.register_forward_hook(lambda _m, _a, out: seen.append(out)) for p in predictors(model).values()]
-    set_gate_mode(model, "hard", tau)
-    with torch.no_grad():
-        model(input_ids=torch.from_numpy(blocks.tokens.astype(np.int64)))
-    for handle in handles:
-        handle.remove()
-    return torch.stack(seen, 1).numpy()
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 9])

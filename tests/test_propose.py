@@ -9,12 +9,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spkv_nas.density import DensityTable, LogitHistogram
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
-from spkv_nas.proposal import at_layouts_tau, propose, random_spread, resolve_tau, tau_advice, write_proposal
-from spkv_nas.search.budget import parse_budget
-from spkv_nas.search.coverage import coverage, coverage_curve
+from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.coverage import coverage, coverage_curve
+from spkv_nas.proposal.propose import (
+    at_layouts_tau,
+    propose,
+    random_spread,
+    resolve_tau,
+    tau_advice,
+    write_proposal,
+)
 
 STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "random-2", "densest", "sparsest"]
 

@@ -7,7 +7,6 @@ import hashlib
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,39 +14,20 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import Page, make_domain_table, make_layouts
 
-from spkv_nas.density import DensityTable
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import read_search
+from spkv_nas.base.errors import UserError
 from spkv_nas.report import write_report
 from spkv_nas.report.charts import heatmap, nll_chart
 from spkv_nas.report.geometry import place_labels
 from spkv_nas.report.page import safe_csv
 from spkv_nas.report.study_charts import study_charts, study_rows, study_sentences
 from spkv_nas.report.summary import Inputs, budget_curve, domain_profile, findings, position_profile
-from spkv_nas.search.guidance import read_search
 
-DENSITY = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
 HOSTILE = "<script>alert(1)</script>"
 QUOTED = "\"'><img src=x onerror=alert(1)>"
-VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br"}
-
-
-def make_table(domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any) -> DensityTable:
-    rows = [
-        {
-            "layer": layer,
-            "kv_head": head,
-            "domain": domain,
-            "density": density[layer, head],
-            "num_tokens": 1000 * (number + 1),
-            "num_documents": 10,
-            "standard_error": 0.01 if number else np.nan,
-        }
-        for number, domain in enumerate(domains)
-        for layer, head in np.ndindex(density.shape)
-    ]
-    return DensityTable("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
 
 
 def make_positions() -> pd.DataFrame:
@@ -59,11 +39,6 @@ def make_positions() -> pd.DataFrame:
             for start in (0, 8)
         ]
     )
-
-
-def make_layouts(*names: str) -> dict[str, Layout]:
-    grids = [("GL", "LG", "LL", "LL"), ("LL", "LL", "LL", "GG"), ("LG", "LL", "GL", "LL")]
-    return {name: Layout(heads, 8, name, {"seed": None}) for name, heads in zip(names, grids, strict=False)}
 
 
 def make_comparison(**columns: list[Any]) -> pd.DataFrame:
@@ -85,39 +60,7 @@ def make_comparison(**columns: list[Any]) -> pd.DataFrame:
 
 
 def say(comparison: pd.DataFrame | None, layouts: dict[str, Layout] | None = None, **summary: Any) -> str:
-    return " ".join(findings(Inputs.check(make_table(), layouts or {}, comparison, summary)))
-
-
-class Page(HTMLParser):
-    """Elements with their attributes, texts by element, and a check that tags close in order."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, list[str]] = {}
-        self.stack: list[str] = []
-        self.feed(text)
-        self.close()
-        assert self.stack == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self.texts.setdefault(tag, [])
-        if tag not in VOID:
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.stack:
-            self.texts[self.stack[-1]].append(data)
-
-    def all(self, *tags: str) -> list[dict[str, str | None]]:
-        return [attributes for tag, attributes in self.elements if tag in tags]
+    return " ".join(findings(Inputs.check(make_domain_table(), layouts or {}, comparison, summary)))
 
 
 def make_study(**columns: list[Any]) -> pd.DataFrame:
@@ -150,7 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report in which every name that a user chooses is hostile."""
     folder = tmp_path_factory.mktemp("report")
     names = (HOSTILE, QUOTED, "=cmd()$a_b$\x07 漢字")
-    table = make_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
+    table = make_domain_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
     write_report(
         folder,
         table=replace(table, name=HOSTILE),
@@ -273,7 +216,7 @@ def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path:
         assert not [element for element in root.iter() if element.tag.endswith(("script", "date"))]
         links = [value for element in root.iter() for key, value in element.attrib.items() if key.endswith("href")]
         assert all(link.startswith(("#", "data:image/png")) for link in links)
-    table = make_table()
+    table = make_domain_table()
     for run in ("one", "two"):
         write_report(tmp_path / run, table=table, layouts=make_layouts("densest"), comparison=make_comparison())
     for path in (tmp_path / "one").iterdir():
@@ -281,7 +224,7 @@ def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path:
 
 
 def test_report_without_training_or_layouts(tmp_path: Path) -> None:
-    closed = make_table(density=np.zeros((4, 2)))
+    closed = make_domain_table(density=np.zeros((4, 2)))
     text = write_report(tmp_path, table=closed, layouts={}).read_text(encoding="utf-8")
     Page(text)
     assert "the 8 KV heads keep 0.0\u00a0% of the tokens" in text
@@ -310,7 +253,7 @@ def test_rank_correlations_come_with_their_intervals() -> None:
 
 
 def test_another_signal_is_said() -> None:
-    inputs = Inputs.check(make_table(metadata={"signal": "duo"}), {}, make_comparison(), {})
+    inputs = Inputs.check(make_domain_table(metadata={"signal": "duo"}), {}, make_comparison(), {})
     assert findings(inputs)[-1] == "Where this page says density, the table holds another signal, duo."
     assert "signal" not in say(make_comparison())
 
@@ -339,7 +282,7 @@ def test_missing_values_are_no_claims(tmp_path: Path) -> None:
     layouts = make_layouts("densest", "last")
     assert "None has been trained yet" in say(unfinished, layouts)
     assert "densest has the highest density coverage: 47.1 %" in say(unfinished, layouts)
-    page = write_report(tmp_path, table=make_table(), layouts=layouts, comparison=unfinished)
+    page = write_report(tmp_path, table=make_domain_table(), layouts=layouts, comparison=unfinished)
     text = page.read_text(encoding="utf-8")
     assert "—" in text
     assert not re.search(r"\bnan\b", text)
@@ -361,19 +304,19 @@ def test_unreadable_comparison_is_named(comparison: pd.DataFrame, message: str) 
 
 def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 layers x 2 KV heads"):
-        write_report(tmp_path / "out", table=make_table(), layouts={"small": Layout(("GL",), 8, "small")})
+        write_report(tmp_path / "out", table=make_domain_table(), layouts={"small": Layout(("GL",), 8, "small")})
     assert not (tmp_path / "out").exists()
 
 
 def test_colours_are_cividis_from_zero_to_one() -> None:
-    cells = {(cell.layer, cell.head): cell for cell in heatmap(make_table()).cells}
+    cells = {(cell.layer, cell.head): cell for cell in heatmap(make_domain_table()).cells}
     assert (cells[0, 0].fill, cells[0, 0].ink) == ("#fee838", "#000")
     assert (cells[0, 1].fill, cells[0, 1].ink) == ("#00224e", "#fff")
     assert cells[1, 1].tip == "Layer 1, KV head 1: density 0.600\n1,000 tokens"
 
 
 def test_error_bars_reach_one_standard_error() -> None:
-    comparison = Inputs.check(make_table(), {}, make_comparison(), None).comparison
+    comparison = Inputs.check(make_domain_table(), {}, make_comparison(), None).comparison
     assert comparison is not None
     chart = nll_chart(comparison)
     assert chart is not None
@@ -395,7 +338,7 @@ def test_labels_cover_no_mark_and_no_other_label() -> None:
 
 
 def test_budget_curve_ends_at_everything() -> None:
-    curve = budget_curve(make_table())
+    curve = budget_curve(make_domain_table())
     assert curve is not None
     assert curve.iloc[-1, 1:].tolist() == pytest.approx([1.0] * 4)
     assert curve["interleaved-last"].notna().tolist() == [False, True] * 4
@@ -404,7 +347,7 @@ def test_budget_curve_ends_at_everything() -> None:
 
 
 def test_profiles() -> None:
-    table = make_table(("code", "docs"), positions=make_positions())
+    table = make_domain_table(("code", "docs"), positions=make_positions())
     domains = domain_profile(table)
     assert domains["agreement"].tolist() == pytest.approx([1.0, 1.0])
     assert domains["num_tokens"].tolist() == [1000, 2000]
@@ -412,4 +355,4 @@ def test_profiles() -> None:
     assert positions is not None
     assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])
     assert (positions["low"] <= positions["mean"]).all()
-    assert position_profile(make_table()) is None
+    assert position_profile(make_domain_table()) is None

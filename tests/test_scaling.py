@@ -13,15 +13,18 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import RECIPE, tiny_model
+from helpers import RECIPE, fails, tiny_model
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from test_pipeline import fails
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.assets import PAPER_TABLE
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.cost import (
-    Shape,
+from spkv_nas.cost.formulas import (
     attention_flops,
     flops_per_token,
     kv_bytes_per_token,
@@ -29,15 +32,12 @@ from spkv_nas.cost import (
     layout_density,
     training_flops,
 )
-from spkv_nas.errors import UserError
-from spkv_nas.ladder import PAPER_TABLE, TPP, ladder
-from spkv_nas.layout import Layout
+from spkv_nas.cost.ladder import TPP, ladder
+from spkv_nas.cost.scaling_law import fit, fit_runs, leave_last_out, read_runs
 from spkv_nas.model.checkpoint import load, read_shape, save
-from spkv_nas.model.gates import GateConfig
 from spkv_nas.model.hook import apply_layout, attach_gates
-from spkv_nas.recipe import Recipe
 from spkv_nas.report.ladder_figures import scaling_figure
-from spkv_nas.scaling import fit, fit_runs, leave_last_out, read_runs
+from spkv_nas.training.recipe import Recipe
 
 with PAPER_TABLE.open(newline="") as _file:
     TABLE = {row["name"]: row for row in csv.DictReader(_file)}

@@ -20,25 +20,24 @@ import optuna
 import pandas as pd
 import pytest
 import yaml
-from conftest import RECIPE, write_project
+from helpers import RECIPE, fails, make_table, write_project
 from optuna.study import StudyDirection
-from test_constraints import make_table
-from test_pipeline import fails
 
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.density import DensityTable
-from spkv_nas.errors import UserError
-from spkv_nas.evaluation.nll import DocumentNLL, PairedDifference
-from spkv_nas.layout import Layout
+from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.search import queue as queue_module
-from spkv_nas.search.constraints import Constraints
-from spkv_nas.search.guidance import BASELINE, best_so_far, guidance, hypervolume
 from spkv_nas.search.queue import GRACE, Queue, Task, open_storage
+from spkv_nas.search.results import front, result_table
 from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
-from spkv_nas.search.strategies import densest
 from spkv_nas.search.trials import Plan, Trial, ranked
-from spkv_nas.search_results import front, result_table
 
 MINIMIZE = [StudyDirection.MINIMIZE]
 
@@ -498,8 +497,8 @@ class TestCommand:
         assert message in fails(capsys, *command(*project, *more))
 
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
-        from spkv_nas.layout_search import Prepared, Search
-        from spkv_nas.recipe import Recipe
+        from spkv_nas.search.driver import Prepared, Search
+        from spkv_nas.training.recipe import Recipe
 
         recipe, workspace = project
         table = DensityTable.read(workspace / "probes" / "tiny")

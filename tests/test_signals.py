@@ -9,23 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
-from test_evaluate import gated
-from test_pipeline import fails
+from helpers import fails, gated, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.density import DensityTable
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.hook import apply_layout, attention_layers, full_attention, layer_state
-from spkv_nas.signals import SIGNALS, check, heads, measure
-from spkv_nas.signals.attention_mass import attention_mass
-from spkv_nas.signals.duo import Mixture, distillation_loss, duo
-from spkv_nas.signals.retrieval import needles, retrieval
+from spkv_nas.probing import heads
+from spkv_nas.probing.attention_mass import attention_mass
+from spkv_nas.probing.duo import Mixture, distillation_loss, duo
+from spkv_nas.probing.retrieval import needles, retrieval
+from spkv_nas.probing.signals import SIGNALS, check, measure
 
 WINDOW, LENGTH = 6, 40
 RIVALS = SIGNALS[1:]

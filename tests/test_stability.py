@@ -8,26 +8,23 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import tiny_model
-from test_model import scatter_gates
-from test_pipeline import fails
-from test_probing import all_logits
-from test_report import Page, make_layouts
+from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_model
 
-from spkv_nas.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
+from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.artifacts.documents import MAX_DOCUMENTS, DocumentCounts, group_documents
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
-from spkv_nas.demand import Demand, Limit
-from spkv_nas.density import DensityTable, LogitHistogram
-from spkv_nas.documents import MAX_DOCUMENTS, DocumentCounts, group_documents
-from spkv_nas.errors import UserError
-from spkv_nas.model.gates import GateConfig, threshold_logit
+from spkv_nas.model.gates import threshold_logit
 from spkv_nas.model.hook import attach_gates
-from spkv_nas.probing import probe
+from spkv_nas.probing.density import probe
+from spkv_nas.proposal.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.proposal.requirements import Demand, Limit
+from spkv_nas.proposal.stability import Certainty, beyond_doubt, bootstrap, caution, knee
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report import write_report
-from spkv_nas.search.constraints import Constraints
-from spkv_nas.search.stability import Certainty, beyond_doubt, bootstrap, caution, knee
-from spkv_nas.search.strategies import densest
 
 EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
 
@@ -105,7 +102,7 @@ class TestDocumentCounts:
         blocks = TokenBlocks(tokens, 0 * tokens, (DocumentInfo("0", "a", "0"),))
         widths = []
         for limit in (10**6, 4 * 2 * 100, 1):
-            monkeypatch.setattr("spkv_nas.probing.DOCUMENT_CELLS", limit)
+            monkeypatch.setattr("spkv_nas.probing.density.DOCUMENT_CELLS", limit)
             counts = probe(model, blocks).documents
             assert counts is not None
             assert counts.bins.shape[-1] == len(counts.edges) + 1

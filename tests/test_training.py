@@ -10,29 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import weights
 
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
-from spkv_nas.model.checkpoint import load
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictors
-from spkv_nas.recipe import Recipe
 from spkv_nas.training import run, trainer
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
-from spkv_nas.training.run import FULL_ATTENTION, OPTIMIZER_STATE, SP_KV, Corpus, load_corpus, train_branch, train_dense
-
-
-@pytest.fixture
-def corpus(recipe: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
-    return load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
-
-
-@pytest.fixture
-def dense(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> Path:
-    return train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return dict(load(folder)[0].state_dict())
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.run import OPTIMIZER_STATE, Corpus, train_branch, train_dense
 
 
 class TestPhases:

@@ -10,27 +10,26 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import RECIPE, tiny_model
+from helpers import RECIPE, logits, scatter_gates, tiny_model, weights
 from pydantic import ValidationError
 from spkv_kernels import attention
-from test_model import logits, scatter_gates
-from test_training import corpus, dense, weights  # noqa: F401  (fixtures)
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.comparison import SP_KV
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.errors import UserError
-from spkv_nas.gate_config import GateConfig
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import gate_from_logits, predictors, regularised
 from spkv_nas.model.hook import apply_layout, attach_gates, set_density_weight, set_gate_mode
-from spkv_nas.probing import probe
-from spkv_nas.recipe import Recipe
+from spkv_nas.probing.density import probe
 from spkv_nas.report.figures import density_evolution_figure, write_density_evolution
 from spkv_nas.training import trainer
 from spkv_nas.training.phases import GateSchedule
-from spkv_nas.training.run import SP_KV, Branch, Corpus, train_branch
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.run import Branch, Corpus, train_branch
 
 
 def gated(**options: Any) -> PreTrainedModel:
@@ -276,7 +275,7 @@ Train = Callable[..., Branch]
 
 
 @pytest.fixture
-def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:  # noqa: F811
+def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
     """Train an SP-KV branch of the test recipe with other gates."""
 
     def run(folder: str = "branch", top: dict[str, Any] | None = None, **gates: Any) -> Branch:
@@ -288,7 +287,7 @@ def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
 
 
 class TestRuns:
-    def test_frozen_model(self, train: Train, dense: Path) -> None:  # noqa: F811
+    def test_frozen_model(self, train: Train, dense: Path) -> None:
         before, after = weights(dense), weights(train(training="frozen-model").checkpoint)
         assert all(torch.equal(before[name], after[name]) for name in before)
         other = weights(train("continued").checkpoint)

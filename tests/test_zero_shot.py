@@ -13,20 +13,19 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from conftest import BLOCK, tiny_model
+from helpers import BLOCK, fails, gated, tiny_model
 from scipy.stats import spearmanr
-from test_evaluate import gated
-from test_pipeline import fails
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
-from spkv_nas.data.corpus import documents
-from spkv_nas.errors import UserError
-from spkv_nas.evaluation.nll import DocumentNLL, document_nll, paired_difference
+from spkv_nas.data.sources import documents
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.ranking import NUM_RESAMPLES, rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import MANIFEST, load, save
 from spkv_nas.model.hook import apply_layout, attention_layers, detach, full_attention, layer_state
 

@@ -26,10 +26,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from spkv_nas import GateConfig, apply_layout, attach_gates, load, probe, propose, set_gate_mode
+from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.gates import predictors
-from spkv_nas.recipe import Recipe
-from spkv_nas.stages import EMBEDDED
+from spkv_nas.training.recipe import Recipe
 
 MUST = {"soft": 0.8, "hybrid": 0.9, "probe": 0.85}  # on CPU
 # d_model, layers, query heads, KV heads of the paper's table; heads of 128; the FFN width, which it leaves open, is the

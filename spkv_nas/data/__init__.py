@@ -1,1 +1,1 @@
-"""Floor 1: text sources, tokenizers, and the token blocks that training and probing read."""
+"""Text sources, tokenizers, and the token blocks that training and probing read."""

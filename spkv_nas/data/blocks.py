@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.data.corpus import Document
-from spkv_nas.data.corpus import documents as read_documents
-from spkv_nas.data.corpus import heldout as is_heldout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_atomic
+from spkv_nas.data.sources import Document
+from spkv_nas.data.sources import documents as read_documents
+from spkv_nas.data.sources import heldout as is_heldout
 from spkv_nas.data.tokenizer import train_bpe
-from spkv_nas.errors import UserError
-from spkv_nas.files import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from spkv_nas.recipe import DataConfig
+    from spkv_nas.data.config import DataConfig
 
 TOKENIZE_BATCH = 64  # documents
 BPE_SAMPLE_CHARACTERS = 20_000_000

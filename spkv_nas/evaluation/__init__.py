@@ -1,1 +1,1 @@
-"""Floor 3: negative log-likelihood on held-out text, and its paired comparison over documents."""
+"""Negative log-likelihood on held-out text, its paired comparison over documents, and rankings."""

@@ -6,46 +6,17 @@ as clusters: far smaller than that of either NLL, and honest about tokens of one
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.errors import UserError
-from spkv_nas.files import write_atomic
-
-
-@dataclass(frozen=True)
-class DocumentNLL:
-    """Sums of token NLL and predicted tokens for each held-out document, both [documents]."""
-
-    total: NDArray[np.float64]
-    num_tokens: NDArray[np.int64]
-
-    @property
-    def mean(self) -> float:
-        """NLL in nats per token over all documents."""
-        return float(self.total.sum() / self.num_tokens.sum())
-
-    def save(self, path: Path) -> None:
-        """Write both arrays as ``.npz``, atomically."""
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, total=self.total, num_tokens=self.num_tokens)
-        write_atomic(path, buffer.getvalue())
-
-    @classmethod
-    def read(cls, path: Path) -> DocumentNLL:
-        """What ``save`` wrote."""
-        with np.load(path) as arrays:
-            return cls(arrays["total"], arrays["num_tokens"])
+from spkv_nas.evaluation.paired import DocumentNLL
 
 
 class DocumentSums:
@@ -98,34 +69,3 @@ def document_nll(
             progress(start + len(tokens), blocks.num_blocks)
     model.train(was_training)
     return sums.result()
-
-
-def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.device) -> Tensor:
-    """int64 [at most ``number``, T] on ``device``: the blocks from ``start`` on."""
-    return torch.from_numpy(blocks.tokens[start : start + number].astype(np.int64)).to(device)
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Relative change of NLL against a baseline, in percent, with its standard error."""
-
-    percent: float
-    standard_error: float
-
-
-def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDifference:
-    """ΔNLL of ``candidate`` against ``baseline`` in percent of the baseline's NLL.
-
-    The standard error is that of a ratio estimator with documents as clusters.
-    """
-    if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
-        raise UserError("the two models were not evaluated on the same held-out text")
-    seen = baseline.num_tokens > 0
-    difference = (candidate.total - baseline.total)[seen]
-    tokens = baseline.num_tokens[seen]
-    mean = difference.sum() / tokens.sum()
-    residual = difference - mean * tokens
-    clusters = len(tokens)
-    error = np.sqrt((residual**2).sum() * clusters / max(1, clusters - 1)) / tokens.sum()
-    scale = 100.0 / baseline.mean
-    return PairedDifference(float(mean * scale), float(error * scale))

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from spkv_nas.base.distributed import num_processes, process_index, sum_over_processes
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.distributed import num_processes, process_index, sum_over_processes
-from spkv_nas.evaluation.nll import DocumentNLL, document_nll
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation
 
 

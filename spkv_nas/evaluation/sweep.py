@@ -15,10 +15,11 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.errors import UserError
 from spkv_nas.evaluation.density import DensityWatch
-from spkv_nas.evaluation.nll import DocumentNLL, document_nll, paired_difference
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.checkpoint import gate_config
 from spkv_nas.model.hook import gate_mode
 

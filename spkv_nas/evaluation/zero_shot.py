@@ -22,10 +22,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.comparison import FULL_ATTENTION
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.errors import UserError
-from spkv_nas.evaluation.nll import DocumentNLL, DocumentSums, block_tokens, paired_difference
-from spkv_nas.layout import Layout
+from spkv_nas.evaluation.nll import DocumentSums
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.checkpoint import checkpoint_hash
 from spkv_nas.model.hook import LayerState, attention_layers, full_attention, layout_windows
 
@@ -39,7 +42,6 @@ COLUMNS = (
     "delta_nll_percent",
     "delta_nll_standard_error",
 )
-_FULL = "full-attention"
 _GROUP = 64  # layouts that run together; a killed run loses at most these
 
 Plan = tuple[tuple[int, ...], ...]  # the window of every KV head, by layer
@@ -73,7 +75,7 @@ def zero_shot(
     with full_attention(model) as states:
         full = tuple(state.windows or () for state in states)
         plans = [full if x is None else tuple(layout_windows(model, x, x.window)) for x in layouts]
-        names = [_FULL if x is None else x.content_hash for x in layouts]
+        names = [FULL_ATTENTION if x is None else x.content_hash for x in layouts]
         files = {plan: cache / f"{name}.npz" if cache else None for plan, name in zip(plans, names, strict=True)}
         scores = {
             plan: score for plan, file in files.items() if (score := _read(file, len(blocks.documents))) is not None
@@ -113,7 +115,7 @@ def score_table(
     by document. ``covered`` is each layout's coverage in [0, 1]; NaN in the table where it has none.
     """
     num_heads = next(iter(layouts.values())).num_heads
-    rows = [(_FULL, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan)]
+    rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan)]
     for name in sorted(layouts, key=lambda name: scores[name].mean):
         layout, change = layouts[name], paired_difference(scores[name], full)
         share, coverage = 100.0 * layout.num_global / num_heads, 100.0 * covered.get(name, np.nan)

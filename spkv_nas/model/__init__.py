@@ -1,1 +1,1 @@
-"""Floor 2: gates, attention hook and layouts on Hugging Face models, and their checkpoints."""
+"""Gates, attention and layouts on Hugging Face models; their checkpoints, cache, export and generation."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from spkv_nas.errors import UserError
+from spkv_nas.base.errors import UserError
 from spkv_nas.model.hook import GLOBAL_WINDOW, LayerState, attention_layers, layer_state
 
 _RING = 128  # ring of a model in which no head is local

@@ -22,11 +22,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from spkv_nas.cost import Shape
-from spkv_nas.errors import UserError
-from spkv_nas.files import read_text, sha256_file, write_atomic
-from spkv_nas.gate_config import GateConfig
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_text, sha256_file, write_atomic
 from spkv_nas.model.hook import (
     LayerState,
     apply_layout,
@@ -40,7 +41,6 @@ from spkv_nas.model.hook import (
 )
 
 MANIFEST = "spkv-manifest.json"
-ASSETS = Path(__file__).parent.parent / "assets" / "stdlib-21x3"
 
 
 def save(
@@ -154,9 +154,9 @@ def resolve(path_or_id: str | Path) -> Path:
     text = str(path_or_id)
     if not text.startswith("embedded:"):
         return Path(text)
-    folder = ASSETS / text.removeprefix("embedded:")
+    folder = EMBEDDED / text.removeprefix("embedded:")
     if not folder.is_dir():
-        known = sorted(p.name for p in ASSETS.iterdir() if (p / "config.json").is_file())
+        known = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file())
         raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in known)}")
     return folder
 

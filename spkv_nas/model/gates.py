@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spkv_nas.gate_config import GLOBAL, LOCAL, GateConfig
+from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL, GateConfig
 
 MODES = ("open", "soft", "sampled", "hard")
 _FIXED = {GLOBAL: math.inf, LOCAL: -math.inf}

@@ -21,9 +21,9 @@ from spkv_kernels import attention
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from spkv_nas.errors import UserError
-from spkv_nas.gate_config import GATED, GLOBAL, LOCAL, GateConfig
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import MODES, FixedGates, UtilityPredictor, gate_from_logits, regularised
 
 GLOBAL_WINDOW = 1 << 30  # a window no sequence outgrows

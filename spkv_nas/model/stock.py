@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
 
 _NATIVE = ("qwen2", "qwen3", "smollm3", "gemma3_text", "olmo3", "cohere2")  # read layer_types themselves
 _AS_QWEN2 = ("llama", "mistral")

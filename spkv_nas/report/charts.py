@@ -11,20 +11,11 @@ import pandas as pd
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 
-from spkv_nas.density import DensityTable
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.report.geometry import HEIGHT, LETTER, WIDTH, Axis, Chart, Dot, make_axis, place_labels
-from spkv_nas.report.summary import (
-    FULL_ATTENTION,
-    SP_KV,
-    Inputs,
-    budget_curve,
-    domain_profile,
-    position_profile,
-    short,
-    signed,
-    versus_full,
-)
+from spkv_nas.report.summary import Inputs, budget_curve, domain_profile, position_profile, short, signed, versus_full
 
 
 @dataclass(frozen=True)

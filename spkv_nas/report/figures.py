@@ -26,19 +26,12 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from spkv_nas.density import DensityTable
-from spkv_nas.files import write_atomic
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.files import write_atomic
 from spkv_nas.report.charts import jitter
 from spkv_nas.report.geometry import Box, place_labels
-from spkv_nas.report.summary import (
-    FULL_ATTENTION,
-    SP_KV,
-    Inputs,
-    budget_curve,
-    domain_profile,
-    position_profile,
-    short,
-)
+from spkv_nas.report.summary import Inputs, budget_curve, domain_profile, position_profile, short
 
 INK, MUTED, ACCENT, CHOSEN = "#1b2330", "#5d6878", "#1f5fa8", "#d6006c"
 LINE_STYLES = ("-", "--", "-.", ":")
@@ -95,7 +88,7 @@ def write_density_evolution(folder: Path, rows: pd.DataFrame) -> None:
 
 
 def write_palindrome(folder: Path, curves: pd.DataFrame, chance_nll: float) -> None:
-    """Write ``palindrome.png`` and ``.svg`` from the curves of ``spkv_nas.palindrome``."""
+    """Write ``palindrome.png`` and ``.svg`` from the curves of ``spkv_nas.training.palindrome.run``."""
     with drawing_style():
         save_figure(palindrome_figure(curves, chance_nll), folder, "palindrome")
 

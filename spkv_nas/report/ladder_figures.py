@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from spkv_nas.cost.scaling_law import CONFIDENCE, ScalingLaw
 from spkv_nas.report.figures import (
     ACCENT,
     INK,
@@ -22,19 +23,18 @@ from spkv_nas.report.figures import (
     new_figure,
     save_figure,
 )
-from spkv_nas.scaling import CONFIDENCE, ScalingLaw
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def write_scaling(folder: Path, runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> None:
-    """Write ``scaling.png`` and ``.svg`` from the runs and laws of ``spkv_nas.scaling``."""
+    """Write ``scaling.png`` and ``.svg`` from the runs and laws of ``spkv_nas.cost.scaling_law``."""
     with drawing_style():
         save_figure(scaling_figure(runs, laws), folder, "scaling")
 
 
 def write_flops(folder: Path, rows: pd.DataFrame, context: int, density: float) -> None:
-    """Write ``flops.png`` and ``.svg`` from the rows of ``spkv_nas.cost_stages.flops_figure_stage``."""
+    """Write ``flops.png`` and ``.svg`` from the rows of ``spkv_nas.stages.cost.flops_figure_stage``."""
     with drawing_style():
         save_figure(flops_figure(rows, context, density), folder, "flops")
 

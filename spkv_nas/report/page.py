@@ -18,10 +18,12 @@ from urllib.parse import quote
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from spkv_nas import __version__
-from spkv_nas.density import DensityTable
-from spkv_nas.files import write_atomic
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.comparison import FULL_ATTENTION
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import write_atomic
+from spkv_nas.base.version import __version__
+from spkv_nas.proposal.stability import caution
 from spkv_nas.report import charts
 from spkv_nas.report.figures import write_figures
 from spkv_nas.report.search_charts import certainty_map
@@ -29,7 +31,6 @@ from spkv_nas.report.search_figures import write_stability_figure
 from spkv_nas.report.study_charts import study_charts, study_rows, study_sentences
 from spkv_nas.report.study_figures import NAMES as STUDY_FIGURES
 from spkv_nas.report.summary import (
-    FULL_ATTENTION,
     Inputs,
     contenders,
     domain_profile,
@@ -39,7 +40,6 @@ from spkv_nas.report.summary import (
     signed,
     widest_layout,
 )
-from spkv_nas.search.stability import caution
 
 
 def write_report(
@@ -62,8 +62,8 @@ def write_report(
             optional or with gaps, density_percent, coverage_percent, nll (nats per token), delta_nll_percent,
             delta_nll_standard_error (in percentage points), num_global, num_seeds, steps, note. None before training.
         summary: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
-        agreement: of ``spkv_nas.agreement``; None where no probes have been compared.
-        study: of ``spkv_nas.search.guidance``; None where no layouts have been searched for.
+        agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
+        study: of ``spkv_nas.evaluation.guidance``; None where no layouts have been searched for.
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.charts import Cell, Heatmap, colour
-from spkv_nas.search.stability import Certainty
 
 
 def certainty_map(certainty: Certainty) -> Heatmap:

@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from spkv_nas.agreement import short_labels
+from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.report.charts import colour
 from spkv_nas.report.figures import ACCENT, INK, MUTED, drawing_style, new_figure, save_figure
 from spkv_nas.report.summary import short
 
 
 def write_budgets_figure(folder: Path, rows: pd.DataFrame, knee: int, *, num_domains: int) -> None:
-    """Write ``budgets.png`` and ``.svg`` from the table of ``spkv_nas.demand.budget_table``."""
+    """Write ``budgets.png`` and ``.svg`` from the table of ``spkv_nas.proposal.requirements.budget_table``."""
     with drawing_style():
         save_figure(budgets_figure(rows, knee, num_domains=num_domains), folder, "budgets")
 
@@ -31,7 +31,7 @@ def write_stability_figure(folder: Path, probability: NDArray[np.float64], title
 
 
 def write_agreement_figure(folder: Path, rows: pd.DataFrame) -> None:
-    """Write ``agreement.png`` and ``.svg`` from the table of ``spkv_nas.agreement.agreement``."""
+    """Write ``agreement.png`` and ``.svg`` from the table of ``spkv_nas.proposal.agreement.agreement``."""
     with drawing_style():
         save_figure(agreement_figure(rows), folder, "agreement")
 

@@ -6,17 +6,18 @@ import math
 
 import pandas as pd
 
+from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.evaluation.guidance import best_layouts, best_so_far, correlations, guidance
 from spkv_nas.report.charts import polyline
 from spkv_nas.report.geometry import HEIGHT, WIDTH, Chart, Dot, make_axis, place_labels
 from spkv_nas.report.summary import number, short, signed
-from spkv_nas.search.guidance import BASELINE, best_layouts, best_so_far, correlations, guidance
 
 _ROWS = 12
 _KINDS = {BASELINE: "square", "density": "circle", "random": "diamond"}
 
 
 def study_charts(rows: pd.DataFrame) -> list[Chart]:
-    """The charts that there is data for, from the table of ``spkv_nas.search.guidance.read_search``."""
+    """The charts that there is data for, from the table of ``spkv_nas.evaluation.guidance.read_search``."""
     charts = (_progress_chart(rows), _retrained_chart(rows), _front_chart(rows))
     return [chart for chart in charts if chart is not None]
 

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.report.figures import (
     INK,
     LINE_COLOURS,
@@ -18,7 +19,6 @@ from spkv_nas.report.figures import (
     new_figure,
     save_figure,
 )
-from spkv_nas.search.guidance import BASELINE
 
 NAMES = ("search-progress", "search-retrained", "search-front")
 _COLOURS = (INK, *LINE_COLOURS)  # baselines, then samplers
@@ -29,8 +29,8 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, progress: pd.DataFrame
     """Write those of ``NAMES`` that there is data for; a figure of an earlier search that has none now is removed.
 
     Args:
-        rows: of ``spkv_nas.search_results.result_table``.
-        progress: of ``spkv_nas.search.guidance.best_so_far``.
+        rows: of ``spkv_nas.search.results.result_table``.
+        progress: of ``spkv_nas.evaluation.guidance.best_so_far``.
         cost: name of the second objective.
     """
     figures = {

@@ -15,14 +15,14 @@ from typing import Any, TypeGuard
 import numpy as np
 import pandas as pd
 
-from spkv_nas.density import DensityTable
-from spkv_nas.errors import UserError
-from spkv_nas.layout import Layout
-from spkv_nas.search.coverage import coverage, coverage_curve
-from spkv_nas.search.stability import Certainty, bootstrap, knee
-from spkv_nas.search.strategies import interleaved_first, interleaved_last
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.proposal.coverage import coverage, coverage_curve
+from spkv_nas.proposal.stability import Certainty, bootstrap, knee
+from spkv_nas.proposal.strategies import interleaved_first, interleaved_last
 
-FULL_ATTENTION, SP_KV = "full-attention", "sp-kv"
 NUMBERS = (
     "density_percent",
     "coverage_percent",

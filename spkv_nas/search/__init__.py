@@ -1,1 +1,1 @@
-"""Floor 3: strategies that propose layouts for a budget, and density coverage."""
+"""The search for layouts by Optuna: space, sampler, queue of work, driver, results. Knows no model."""

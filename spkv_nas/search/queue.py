@@ -32,7 +32,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
-from spkv_nas.errors import UserError
+from spkv_nas.base.errors import UserError
 
 HEARTBEAT, GRACE = 20.0, 300.0  # seconds
 INDEX = "index"  # user attribute of a trial: the number of its task, the same when it is tried again

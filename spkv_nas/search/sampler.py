@@ -16,7 +16,7 @@ from optuna.samplers import TPESampler
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from spkv_nas.layout import Layout
+from spkv_nas.artifacts.layout import Layout
 from spkv_nas.search.space import Point, Space
 
 GENERATION = 10

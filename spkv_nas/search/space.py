@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
-from spkv_nas.density import DensityTable
-from spkv_nas.layout import Layout
-from spkv_nas.search.constraints import Constraints, solve
-from spkv_nas.search.milp import Problem
-from spkv_nas.search.strategies import densest
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.proposal.constraints import Constraints, solve
+from spkv_nas.proposal.integer_program import Problem
+from spkv_nas.proposal.strategies import densest
 
 Float = NDArray[np.float64]
 Point = dict[str, str]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.evaluation.nll import PairedDifference
-from spkv_nas.layout import Layout
-from spkv_nas.search.guidance import BASELINE
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.search.sampler import DENSITY
 
 

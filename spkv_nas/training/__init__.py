@@ -1,1 +1,1 @@
-"""Floor 3: training phases, the trainer, and the runs of a recipe (dense checkpoint, then its branches)."""
+"""Recipes and their runs: the dense checkpoint, its branches, comparisons of them."""

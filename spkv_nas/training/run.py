@@ -23,19 +23,21 @@ from transformers import (
     set_seed,
 )
 
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.distributed import connect, num_processes, on_main, share
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_atomic
+from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks, cache_split, read_split, train_tokenizer
-from spkv_nas.distributed import connect, num_processes, on_main, share
-from spkv_nas.errors import UserError
-from spkv_nas.evaluation.nll import DocumentNLL
+from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import evaluate
-from spkv_nas.files import write_atomic
-from spkv_nas.layout import Layout
 from spkv_nas.model.checkpoint import is_complete, load, load_tokenizer, save, write_manifest
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.hook import apply_layout, attach_gates
-from spkv_nas.recipe import BranchConfig, Recipe
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.recipe import BranchConfig, Recipe
 from spkv_nas.training.sharding import FSDP_CONFIG, sharded_checkpoint, whole_weights
 from spkv_nas.training.trainer import (
     BlockDataset,
@@ -48,11 +50,8 @@ from spkv_nas.training.trainer import (
     write_heldout_log,
     write_train_log,
 )
-from spkv_nas.workspace import environment
 
 OPTIMIZER_STATE = "optimizer-state.safetensors"
-FULL_ATTENTION = "full-attention"
-SP_KV = "sp-kv"
 
 
 @dataclass(frozen=True)

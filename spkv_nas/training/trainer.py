@@ -22,18 +22,18 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
+from spkv_nas.base.distributed import num_processes, process_index, sum_over_processes
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_atomic
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.distributed import num_processes, process_index, sum_over_processes
-from spkv_nas.errors import UserError
 from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.files import write_atomic
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
-from spkv_nas.recipe import GatesConfig
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.sharding import like, shard_predictors, whole
 
 # Of the density controller: lambda is a multiple of the error, and of its sum over steps.

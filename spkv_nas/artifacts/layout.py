@@ -1,0 +1,256 @@
+"""A layout: for every KV head, whether it attends globally or only within a local window.
+
+The layout is the hand-over between the stages: ``propose`` writes layouts, ``train-hybrid`` trains them,
+``export`` puts one on a model. It is a small YAML file whose grid of letters can be read and edited by hand.
+
+The file carries a hash of its window and grid (``provenance: {hash: ...}``), so that an edit shows. Editing is a
+feature, so an edited layout is read as it stands: an error would punish it. But its strategy, budget and coverage
+still describe the grid before, and "densest" in a comparison would then be untrue, so reading it warns, until the
+hash is removed by hand or the layout is written again. In memory the hash is always of what is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import yaml
+from pydantic import BaseModel, ConfigDict, Field
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import add_float_resolver, read_yaml, write_atomic
+from spkv_nas.base.schema import validate
+
+FORMAT = "spkv-nas/layout/1"
+DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
+
+_TEMPLATE = """\
+format: {format}
+window: {window:<19} # visible recent keys of a local head, its own included
+heads:                      # one row per layer from layer 0, one letter per KV head: G global, L local
+{rows}
+strategy: {strategy}
+provenance: {provenance}
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which KV heads are global (SP-KV paper, section "Designing Stronger Hybrids").
+
+    ``heads`` has one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local. ``window`` is the
+    number of recent keys a local head sees, the query's own included. ``provenance`` says where the layout comes
+    from and changes nothing about it. Raises ``UserError`` for an empty or ragged grid, another letter, or a
+    window below 1.
+    """
+
+    heads: tuple[str, ...]
+    window: int
+    strategy: str = "custom"
+    provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if not self.heads or not self.heads[0]:
+            raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
+        for layer, row in enumerate(self.heads):
+            if set(row) - {"G", "L"}:
+                raise UserError(f"layer {layer} is {row!r}; its letters must be G (global) or L (local)")
+            if len(row) != self.num_kv_heads:
+                raise UserError(
+                    f"layer {layer} is {row!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
+                    "all rows must be equally long"
+                )
+        if self.window < 1:
+            raise UserError(f"window is {self.window}; it counts the query's own key: at least 1")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, L."""
+        return len(self.heads)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads per layer, Hkv."""
+        return len(self.heads[0])
+
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads in the model, L * Hkv."""
+        return self.num_layers * self.num_kv_heads
+
+    @property
+    def num_global(self) -> int:
+        """Number of global KV heads: the budget this layout spends."""
+        return sum(row.count("G") for row in self.heads)
+
+    @property
+    def global_mask(self) -> npt.NDArray[np.bool_]:
+        """Bool [L, Hkv], true where the KV head is global."""
+        return np.array([[letter == "G" for letter in row] for row in self.heads])
+
+    @property
+    def is_layerwise(self) -> bool:
+        """Whether every layer is all global or all local."""
+        return all(len(set(row)) == 1 for row in self.heads)
+
+    @property
+    def global_layers(self) -> tuple[int, ...]:
+        """Layers whose KV heads are all global, ascending."""
+        return tuple(layer for layer, row in enumerate(self.heads) if "L" not in row)
+
+    @property
+    def content_hash(self) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of grid and window: what changes the model, nothing else.
+
+        It names finished runs, so format 1 must keep it; a later format starts the hashed text with its own name.
+        """
+        return hashlib.sha256(f"{self.window}\n{'/'.join(self.heads)}".encode()).hexdigest()[:16]
+
+    @property
+    def hash(self) -> str:
+        """Short id: the first 8 digits of ``content_hash``, as in the file."""
+        return self.content_hash[:8]
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: npt.ArrayLike,
+        *,
+        window: int,
+        strategy: str = "custom",
+        provenance: Mapping[str, object] | None = None,
+    ) -> Layout:
+        """The layout whose global heads are the true entries of ``mask``, bool [L, Hkv]."""
+        grid = np.asarray(mask)
+        if grid.ndim != 2 or grid.dtype != np.bool_:
+            raise ValueError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
+        heads = tuple("".join("G" if is_global else "L" for is_global in row) for row in grid)
+        return cls(heads, window, strategy, provenance or {})
+
+    @classmethod
+    def read(cls, path: Path) -> Layout:
+        """The layout in a YAML file; its hash, if there is one, is checked and not part of ``provenance``.
+
+        Raises:
+            UserError: naming the file, the key or layer, and what was expected.
+
+        Warns:
+            UserWarning: the window or grid was edited after the file was written.
+        """
+        where = f"layout {path}"
+        data = read_yaml(path, "layout")
+        if data.get("format") != FORMAT:
+            found = f"the format is {data['format']!r}" if "format" in data else "the key 'format' is missing"
+            raise UserError(f"{where}: {found}; this version reads 'format: {FORMAT}'")
+        content = validate(_LayoutFile, data, where)
+        provenance = {key: value for key, value in content.provenance.items() if key != "hash"}
+        try:
+            layout = cls(tuple(content.heads), content.window, content.strategy, provenance)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+        written = content.provenance.get("hash") or layout.hash
+        if str(written) != layout.hash:
+            warnings.warn(
+                f"{where} was edited after it was written (hash {written} then, {layout.hash} now): its strategy "
+                f"'{layout.strategy}' and its provenance are of the grid before\n"
+                "if the edit is meant, rename the strategy and remove the hash from the file",
+                stacklevel=2,
+            )
+        return layout
+
+    @staticmethod
+    def json_schema() -> dict[str, Any]:
+        """JSON Schema of the YAML file, for editors and other programs; that rows are equally long it cannot say."""
+        return _LayoutFile.model_json_schema()
+
+    def write(self, path: Path) -> None:
+        """Write the YAML file atomically; ``provenance`` holds plain values (text, numbers, lists, mappings) and
+        gets the hash.
+        """
+        content = _TEMPLATE.format(
+            format=FORMAT,
+            window=self.window,
+            rows="\n".join(f"  - {row}" for row in self.heads),
+            strategy=_inline(self.strategy),
+            provenance=_inline({**self.provenance, "hash": self.hash}),
+        )
+        write_atomic(path, content)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How the heads of two layouts differ.
+
+    ``marks`` has one row per layer, one character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"-"``
+    global in the first only, ``"+"`` global in the second only.
+    """
+
+    marks: tuple[str, ...]
+
+    @classmethod
+    def of(cls, first: Layout, second: Layout) -> Difference:
+        """The difference of two layouts. Raises ``UserError`` if they are for different numbers of layers or heads."""
+        shapes = [f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads" for layout in (first, second)]
+        if shapes[0] != shapes[1]:
+            raise UserError(f"the layouts are for different models: {shapes[0]} and {shapes[1]}")
+        marks = {"GG": "G", "LL": ".", "GL": "-", "LG": "+"}
+        pairs = (zip(*rows, strict=True) for rows in zip(first.heads, second.heads, strict=True))
+        return cls(tuple("".join(marks[a + b] for a, b in row) for row in pairs))
+
+    @property
+    def num_heads(self) -> int:
+        """Number of KV heads that are global in one of the layouts and local in the other."""
+        return sum(row.count("-") + row.count("+") for row in self.marks)
+
+    @property
+    def jaccard(self) -> float:
+        """Global heads in both / global heads in either, in [0, 1]; 1 where no head is global."""
+        shared = sum(row.count("G") for row in self.marks)
+        return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0
+
+
+class _LayoutFile(BaseModel):
+    """What the file holds; ``Layout`` checks the values, in words of its own."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, title="spkv-nas layout",
+        json_schema_extra={"description": "For every KV head of a decoder: global attention or a local window."},
+    )  # fmt: skip
+
+    format: str = Field(json_schema_extra={"const": FORMAT})
+    window: int = Field(
+        description="visible recent keys of a local head, its own included", json_schema_extra={"minimum": 1}
+    )
+    heads: list[str] = Field(
+        description="one row per layer from layer 0, one letter per KV head: G global, L local",
+        json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL]+$"}},
+    )
+    strategy: str = Field("custom", description="how the layout was made; its name in comparisons")
+    provenance: dict[str, Any] = Field({}, description="where it comes from, and the hash of window and heads")
+
+
+class _InlineDumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # the strict reader refuses aliases
+
+
+add_float_resolver(_InlineDumper)  # quotes text that the strict reader would take for a number, such as 1234e567
+
+
+def _inline(value: object) -> str:
+    """``value`` as YAML on one line."""
+    text: str = yaml.dump(
+        value,
+        Dumper=_InlineDumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=float("inf"),
+    )
+    return text.removesuffix("\n").removesuffix("\n...")

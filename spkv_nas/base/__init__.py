@@ -1,0 +1,1 @@
+"""What every room stands on: errors, files, tables, units, the workspace, processes, versions. Knows no model."""

@@ -1,0 +1,9 @@
+"""Where the files that ship with the package are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ASSETS = Path(__file__).parent.parent / "assets"
+EMBEDDED = ASSETS / "stdlib-21x3"  # the embedded models, with the recipes that made them
+PAPER_TABLE = ASSETS / "ladder.csv"  # both tables of the SP-KV paper's appendix "Scaling analysis details"

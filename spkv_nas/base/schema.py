@@ -1,0 +1,54 @@
+"""Strict schemas: what a file may hold, and errors that name the key, what was expected and what was found."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from spkv_nas.base.errors import UserError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
+    """``data`` as a ``schema`` object. ``where`` (kind and file) starts the error message.
+
+    Raises ``UserError`` that names the key, what was expected and what was found; for an unknown key it offers the
+    nearest known one.
+    """
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(schema, dict(problem)) for problem in error.errors()[:3]]
+        raise UserError("\n".join(f"{where}: {line}" for line in lines)) from error
+
+
+def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
+    location = problem["loc"]
+    key = ".".join(str(part) for part in location)
+    if problem["type"] == "missing":
+        return f"key '{key}' is missing"
+    if problem["type"] == "extra_forbidden":
+        known = _known_keys(schema, location[:-1])
+        near = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key '{key}'; {hint}"
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return f"key '{key}': {message}; found {problem['input']!r}"
+
+
+def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    """Keys of the (sub-)schema at ``location``, optional or not; an empty list where the path leads through a list."""
+    current: Any = schema
+    for part in location:
+        field = getattr(current, "model_fields", {}).get(part)
+        kind = field.annotation if field else None
+        current = next((part for part in get_args(kind) if hasattr(part, "model_fields")), kind)
+    return sorted(getattr(current, "model_fields", {}))

@@ -1,0 +1,48 @@
+"""Sizes as people write them: bytes such as ``2GiB``, contexts such as ``128k``, the bytes of a dtype's numbers."""
+
+from __future__ import annotations
+
+import re
+
+from spkv_nas.base.errors import UserError
+
+ITEM_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+_UNITS = {
+    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``"2GiB"``, ``"1.5 GB"`` or ``"2000000000"``.
+
+    Raises:
+        UserError: not a size, or not above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text.lower())
+    number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
+    if not 1 <= number < 2**63:
+        raise UserError(f"'{text}' is not a size in bytes; give for example 2GiB, 800MB or 2000000000")
+    return int(number)
+
+
+def format_bytes(number: int) -> str:
+    """Such as "1.98 GiB"."""
+    value, unit = float(number), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def parse_context(text: str) -> int:
+    """Number of tokens from ``131072`` or ``128k`` (k: 1,024). Raises ``UserError`` for anything else."""
+    digits = text.strip().lower()
+    factor = 1024 if digits.endswith("k") else 1
+    try:
+        return factor * int(digits.removesuffix("k"))
+    except ValueError as error:
+        raise UserError(f"context '{text}' is not a number of tokens; give for example 131072 or 128k") from error

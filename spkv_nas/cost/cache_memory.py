@@ -1,0 +1,71 @@
+"""Bytes of keys and values that a serving engine holds for a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import ITEM_BYTES, format_bytes
+from spkv_nas.cost.formulas import head_bytes, visible_keys
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """Bytes of keys and values that an engine holds at once; its page rounding and index come on top.
+
+    Attributes:
+        context: tokens per sequence.
+        batch: sequences held at once.
+        window: visible recent keys of a local head.
+        head_dim: D, of keys and of values.
+        dtype: of the cache, one of ``ITEM_BYTES``.
+    """
+
+    context: int
+    batch: int
+    window: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        """Raises ``UserError`` for a number below 1 or an unknown dtype."""
+        for name in ("context", "batch", "window", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
+        if self.dtype not in ITEM_BYTES:
+            raise UserError(f"--dtype '{self.dtype}' is unknown; known are {', '.join(ITEM_BYTES)}")
+
+    @property
+    def global_head(self) -> int:
+        """Bytes of one global KV head, of all sequences."""
+        return self._head(density=1.0)
+
+    @property
+    def local_head(self) -> int:
+        """Bytes of one local KV head, which holds its window, of all sequences."""
+        return self._head(density=0.0)
+
+    def total(self, num_global: int, num_heads: int) -> int:
+        """Bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        return num_global * self.global_head + (num_heads - num_global) * self.local_head
+
+    def largest_budget(self, limit: int, num_heads: int) -> int:
+        """The largest number of global heads, up to all, whose cache is at most ``limit`` bytes.
+
+        Raises:
+            UserError: not even one global head fits.
+        """
+        extra = self.global_head - self.local_head
+        spare = limit - self.total(0, num_heads)
+        number = num_heads if spare >= extra * num_heads else max(0, spare) // max(1, extra)
+        if number < 1:
+            raise UserError(
+                f"{format_bytes(limit)} holds no global KV head: {num_heads} local ones take "
+                f"{format_bytes(self.total(0, num_heads))}, each global one {format_bytes(extra)} more\n"
+                "give more memory, a shorter --context, a smaller --batch or another --dtype"
+            )
+        return int(number)
+
+    def _head(self, density: float) -> int:
+        keys = visible_keys(self.context, density=density, window=self.window)
+        return self.batch * int(head_bytes(keys, self.head_dim, ITEM_BYTES[self.dtype]))

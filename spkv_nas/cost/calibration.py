@@ -1,0 +1,279 @@
+"""Times of attention as ``spkv-nas calibrate`` measured them on one machine, and what they say of a layout.
+
+Measured is one layer of one shape: its time per token with g = 0 .. Hkv global heads, at a few contexts, when decoding
+and in prefill (``spkv_nas.cost.timing``). A layout's time is the sum over its layers, each at its own g. Between
+the measured points both g and the context are interpolated linearly; beyond the measured contexts nothing is said,
+because a cache that no longer fits a processor's own caches, or a GPU that is full at last, changes the slope.
+
+In a folder: ``calibration.csv`` (phase, context, num_global, seconds_per_token) and ``calibration.yaml``, which says
+what was measured, on what, with which versions, and holds the table's SHA-256, so that halves of two calibrations are
+never taken for one. Reading needs no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pandas as pd
+import yaml
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_text, read_yaml, write_atomic
+from spkv_nas.base.schema import validate
+from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.cost.times import AttentionTimes, Phase
+
+FORMAT = "spkv-nas/calibration/1"
+COLUMNS = ("phase", "context", "num_global", "seconds_per_token")
+DTYPES = ("float32", "bfloat16", "float16")
+_MAX_COUNTS = 5  # numbers of global heads that are measured
+_FIRST_CONTEXT = 1024
+
+Float = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One attention layer: Hq, Hkv, D, dtype, the window of its local heads, sequences at once, and the device.
+
+    Raises ``UserError`` for a number below 1, query heads that are no multiple of the KV heads, or another dtype.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int
+    batch: int
+    device: str
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim", "window", "batch"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1; found {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} KV heads")
+        if self.dtype not in DTYPES:
+            raise UserError(f"--dtype '{self.dtype}' is unknown; known are {', '.join(DTYPES)}")
+
+    @property
+    def title(self) -> str:
+        """The heads in words."""
+        return _title(self)
+
+    @property
+    def global_counts(self) -> tuple[int, ...]:
+        """Numbers of global heads to measure: 0 to Hkv, thinned evenly to five."""
+        number = min(_MAX_COUNTS, self.num_kv_heads + 1)
+        return tuple(sorted({round(g) for g in np.linspace(0, self.num_kv_heads, number)}))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured time; ``num_global`` of the layer's KV heads are global, the others local."""
+
+    phase: Phase
+    context: int
+    num_global: int
+    seconds_per_token: float
+
+
+@dataclass(frozen=True)
+class Calibration(AttentionTimes):
+    """See the module's docstring; ``timings`` is a full grid of contexts and numbers of global heads, by phase.
+
+    ``hardware`` is the product's name, ``environment`` versions and commit. Raises ``UserError`` for a grid with gaps
+    or without all heads local and all global.
+    """
+
+    case: LayerCase
+    hardware: str
+    num_threads: int
+    timings: tuple[Timing, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for phase in get_args(Phase):
+            points = [(row.context, row.num_global) for row in self.timings if row.phase == phase]
+            contexts, counts = ({point[axis] for point in points} for axis in (0, 1))
+            full = {(context, count) for context in contexts for count in counts}
+            if len(points) != len(full) or set(points) != full:
+                raise UserError(f"{phase}: expected one time for every context and number of global heads")
+            if not {0, self.num_kv_heads} <= counts or max(counts) > self.num_kv_heads:
+                raise UserError(
+                    f"{phase}: expected times of 0 to {self.num_kv_heads} global heads; found {sorted(counts)}"
+                )
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv."""
+        return self.case.num_kv_heads
+
+    @property
+    def source(self) -> str:
+        """Such as "measured on AMD EPYC 9B45, 2 threads, float32, batch 1"."""
+        threads = f"{self.num_threads} thread" + ("s" if self.num_threads > 1 else "")
+        where = f"{self.hardware}, {threads}" if self.case.device == "cpu" else self.hardware
+        return f"measured on {where}, {self.case.dtype}, batch {self.case.batch}"
+
+    def contexts(self, phase: Phase) -> tuple[int, ...]:
+        """The measured contexts, ascending."""
+        return tuple(int(context) for context in self._grids[phase][0])
+
+    def covers(self, context: int, phase: Phase) -> bool:
+        """Whether ``context`` lies between two measured ones."""
+        measured = self.contexts(phase)
+        return measured[0] <= context <= measured[-1]
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether a longer context was decoded faster, by over a tenth: other work took the machine's time before."""
+        _, _, seconds = self._grids["decode"]
+        return bool((seconds[1:] < 0.9 * seconds[:-1]).any())
+
+    def check_shape(self, shape: Shape) -> None:
+        """Raises ``UserError`` if ``shape`` has other heads than those measured; the number of layers is free."""
+        if _title(shape) != self.case.title:
+            raise UserError(f"the calibration is of {self.case.title}; the model has {_title(shape)}")
+
+    def check_window(self, window: int) -> None:
+        """Raises ``UserError`` if local heads were measured with another window."""
+        if window != self.case.window:
+            raise UserError(
+                f"the calibration is for a window of {self.case.window}, not {window}: "
+                f"run spkv-nas calibrate --window {window}"
+            )
+
+    def check_context(self, context: int, phase: Phase) -> None:
+        """Raises ``UserError`` for a context beyond those measured."""
+        if not self.covers(context, phase):
+            measured = self.contexts(phase)
+            raise UserError(
+                f"the calibration measured {phase} at {measured[0]:,} to {measured[-1]:,} tokens, "
+                f"which says nothing of {context:,}: run spkv-nas calibrate --context {context}"
+            )
+
+    def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
+        """See ``AttentionTimes``; interpolated linearly in the number of global heads, density * Hkv, and the context.
+
+        Raises:
+            UserError: a density outside [0, 1], another window, or a context beyond those measured.
+        """
+        if not 0.0 <= density <= 1.0:
+            raise UserError(f"density is a share, in [0, 1]; found {density:g}")
+        if density < 1.0:
+            self.check_window(window)
+        self.check_context(context, phase)
+        contexts, counts, seconds = self._grids[phase]
+        at_contexts = [np.interp(density * self.num_kv_heads, counts, row) for row in seconds]
+        return float(np.interp(context, contexts, at_contexts))
+
+    @cached_property
+    def _grids(self) -> dict[Phase, tuple[Float, Float, Float]]:
+        """By phase: contexts [C] and numbers of global heads [N], both ascending, and seconds [C, N]."""
+        grids: dict[Phase, tuple[Float, Float, Float]] = {}
+        for phase in get_args(Phase):
+            found = {(row.context, row.num_global): row.seconds_per_token for row in self.timings if row.phase == phase}
+            contexts, counts = (sorted({point[axis] for point in found}) for axis in (0, 1))
+            seconds = np.array([[found[context, count] for count in counts] for context in contexts])
+            grids[phase] = np.array(contexts, dtype=float), np.array(counts, dtype=float), seconds
+        return grids
+
+    def write(self, folder: Path) -> None:
+        """Write ``calibration.csv`` and ``calibration.yaml``, each atomically."""
+        rows = [(row.phase, row.context, row.num_global, f"{row.seconds_per_token:.6g}") for row in self.timings]
+        table = pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
+        content = {
+            "format": FORMAT,
+            **asdict(self.case),
+            "hardware": self.hardware,
+            "num_threads": self.num_threads,
+            "environment": dict(self.environment),
+            "csv_sha256": _sha256(table),
+        }
+        write_atomic(folder / "calibration.csv", table)
+        write_atomic(folder / "calibration.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+    @classmethod
+    def read(cls, folder: Path) -> Calibration:
+        """What ``write`` wrote.
+
+        Raises:
+            UserError: nothing there, or a file that is damaged, of another format, or not the other's.
+        """
+        file = folder / "calibration.yaml"
+        where = f"calibration {file}"
+        data = read_yaml(file, "calibration")
+        if data.get("format") != FORMAT:
+            raise UserError(f"{where}: expected 'format: {FORMAT}'; found {data.get('format')!r}")
+        header = validate(_CalibrationFile, data, where)
+        table = folder / "calibration.csv"
+        if _sha256(read_text(table, "calibration")) != header.csv_sha256:
+            raise UserError(f"{where} does not describe the calibration.csv beside it: run spkv-nas calibrate again")
+        try:
+            case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))
+            timings = _read_timings(table)
+            return cls(case, header.hardware, header.num_threads, timings, header.environment)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+
+class _CalibrationFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    format: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    window: int
+    batch: int
+    device: str
+    hardware: str
+    num_threads: int = Field(ge=1)
+    environment: dict[str, str]
+    csv_sha256: str
+
+
+def default_contexts(largest: int) -> tuple[int, ...]:
+    """Contexts to measure: 1k, 4k, 16k, ... below ``largest``, and that. Raises ``UserError`` if it is below 1."""
+    if largest < 1:
+        raise UserError(f"a context has at least 1 token; found {largest}")
+    contexts = [largest]
+    step = _FIRST_CONTEXT
+    while step < largest:
+        contexts.append(step)
+        step *= 4
+    return tuple(sorted(contexts))
+
+
+def _read_timings(file: Path) -> tuple[Timing, ...]:
+    cells = read_cells(file, "table", COLUMNS, COLUMNS)
+    known = get_args(Phase)
+    unknown = cells["phase"][~cells["phase"].isin(known)]
+    if len(unknown):
+        raise UserError(f"{file}, line {unknown.index[0]}: a phase is {' or '.join(known)}; found '{unknown.iloc[0]}'")
+    where = f"table {file}"
+    columns: tuple[Any, ...] = (
+        numbers(cells["context"], where, whole=True, low=1).astype(int),
+        numbers(cells["num_global"], where, whole=True).astype(int),
+        numbers(cells["seconds_per_token"], where).astype(float),
+    )
+    return tuple(Timing(*row) for row in zip(cells["phase"], *(column.tolist() for column in columns), strict=True))
+
+
+def _title(heads: LayerCase | Shape) -> str:
+    return f"{heads.num_heads} query heads, {heads.num_kv_heads} KV heads of size {heads.head_dim}"
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,147 @@
+"""Times one attention layer with the project's own kernels: what a ``Calibration`` is made of.
+
+Decoding: one token appended to a ``PagedKVCache`` and ``decode_attention`` over it, with the caches of several layers
+one after another, as a model has them, so that keys come from memory and not from a processor's own caches. Prefill:
+``attention`` over a whole sequence with a window per KV head. At each context, rounds take the numbers of global heads
+in turn; medians, after a warm-up. The launch of kernels is part of the time, as it is in ``spkv-nas generate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from spkv_kernels import PagedKVCache, attention, decode_attention
+from spkv_kernels.timing import device_name, interleaved
+from torch import Tensor
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.version import environment
+from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
+from spkv_nas.cost.formulas import head_bytes, visible_keys
+from spkv_nas.cost.times import Phase
+
+DECODE_ROUNDS, PREFILL_ROUNDS = 15, 3
+PREFILL_SECONDS = 4.0  # of one call; a context that would take longer is not measured, nor are those above it
+_MAX_LAYERS = 8
+_CACHE_BYTES = 1 << 28  # of all caches at once, unless one for each number of global heads takes more
+
+
+def measure(
+    case: LayerCase, contexts: Sequence[int], *, progress: Callable[[int, int], None] | None = None
+) -> Calibration:
+    """Time ``case`` at each of ``contexts`` (ascending); prefill stops where a call would take ``PREFILL_SECONDS``.
+
+    ``progress`` is told (done, total) steps.
+
+    Raises:
+        UserError: a GPU without memory for it.
+    """
+    timings: list[Timing] = []
+    report = progress or (lambda done, total: None)
+    total = 2 * len(contexts)
+    try:
+        with torch.no_grad():
+            for done, context in enumerate(contexts):
+                report(done, total)
+                timings += _time_decoding(case, context)
+            for done, context in enumerate(contexts, len(contexts)):
+                report(done, total)
+                if _prefill_seconds(timings, case, context) > PREFILL_SECONDS:
+                    break
+                timings += _time_prefill(case, context)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{case.device} has no memory for a layer of {context:,} tokens x {case.batch}\n"
+            "give a shorter --context or a smaller --batch"
+        ) from error
+    report(total, total)
+    return Calibration(case, device_name(case.device), torch.get_num_threads(), tuple(timings), environment())
+
+
+def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
+    """Every number of global heads, at ``context`` tokens with the first one that is timed; each adds one."""
+    q, k, v = _tensors(case, context)
+    layers = _num_layers(case, context)
+    candidates = {
+        num_global: _decode_step(case, num_global, layers, q[:, :, -1].contiguous(), k, v)
+        for num_global in case.global_counts
+    }
+    seconds = interleaved(candidates, DECODE_ROUNDS, case.device)
+    return _timings("decode", context, seconds, calls=layers * case.batch)
+
+
+def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
+    """Append and attend once in each of ``layers`` caches, filled but for the warm-up's and the first timed token.
+
+    q [B, Hq, D]; k, v [B, Hkv, T, D].
+    """
+    keep = (torch.arange(case.num_kv_heads, device=k.device) < num_global).expand(case.batch, -1)
+    filled = max(0, k.shape[2] - 2)
+    caches = []
+    for _ in range(layers):
+        cache = PagedKVCache(
+            case.batch, case.num_kv_heads, case.head_dim, window=case.window, dtype=k.dtype, device=k.device
+        )
+        if filled:
+            cache.prefill(k[:, :, :filled], v[:, :, :filled], keep[:, :, None].expand(-1, -1, filled))
+        cache.reserve(DECODE_ROUNDS + 1)  # a pool that grows is copied, which is no part of a usual token
+        caches.append(cache)
+    new_k, new_v = k[:, :, -1].contiguous(), v[:, :, -1].contiguous()
+
+    def step() -> None:
+        for cache in caches:
+            cache.append(new_k, new_v, keep)
+            decode_attention(q, cache)
+
+    return step
+
+
+def _time_prefill(case: LayerCase, context: int) -> list[Timing]:
+    q, k, v = _tensors(case, context)
+    heads = torch.arange(case.num_kv_heads, device=k.device)
+
+    def call(num_global: int) -> Callable[[], object]:
+        windows = torch.where(heads < num_global, context, case.window)
+        return lambda: attention(q, k, v, window=windows)
+
+    candidates = {num_global: call(num_global) for num_global in case.global_counts}
+    seconds = interleaved(candidates, PREFILL_ROUNDS, case.device)
+    return _timings("prefill", context, seconds, calls=context * case.batch)
+
+
+def _prefill_seconds(timings: list[Timing], case: LayerCase, context: int) -> float:
+    """What the slowest call should take, by the context measured last: attention is quadratic. 0 for the first one."""
+    known = [row for row in timings if row.phase == "prefill"]
+    if not known:
+        return 0.0
+    last = known[-1].context
+    slowest = max(row.seconds_per_token for row in known if row.context == last) * last * case.batch
+    return slowest * (context / last) ** 2
+
+
+def _num_layers(case: LayerCase, context: int) -> int:
+    """Caches that a step goes through: up to eight, within ``_CACHE_BYTES`` for all numbers of global heads."""
+    item = getattr(torch, case.dtype).itemsize
+    keys = sum(
+        case.num_kv_heads * visible_keys(context, density=g / case.num_kv_heads, window=case.window)
+        for g in case.global_counts
+    )
+    return max(1, min(_MAX_LAYERS, int(_CACHE_BYTES // (case.batch * head_bytes(keys, case.head_dim, item)))))
+
+
+def _tensors(case: LayerCase, context: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q [B, Hq, T, D] and k, v [B, Hkv, T, D]."""
+    generator = torch.Generator(case.device).manual_seed(0)
+    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
+    q, k, v = (
+        torch.randn(case.batch, number, context, case.head_dim, generator=generator, device=case.device)
+        for number in heads
+    )
+    dtype = getattr(torch, case.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _timings(phase: Phase, context: int, seconds: dict[int, float], *, calls: int) -> list[Timing]:
+    """Per token, to the six digits that the file holds."""
+    return [Timing(phase, context, g, float(f"{value / calls:.6g}")) for g, value in seconds.items()]

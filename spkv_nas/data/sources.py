@@ -1,0 +1,146 @@
+"""Documents from text sources, in a fixed order, without exact duplicates, split by content.
+
+A source is ``stdlib`` (see ``stdlib.py``), a file or folder (.txt .md .py .jsonl .parquet), or a data set that the
+``datasets`` library loads. Whether a document is held out depends on its text alone, so that a document never moves
+between training and held-out text when others are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.data import stdlib
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
+TABLE_SUFFIXES = {".jsonl": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, its domain, and a name to show. Its identity is its content."""
+
+    text: str
+    domain: str
+    name: str
+
+    @cached_property
+    def id(self) -> str:
+        """SHA-256 of the text, hexadecimal."""
+        return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def heldout(document: Document, share: float) -> bool:
+    """Whether a document belongs to the held-out text: its content hash falls into the first ``share``."""
+    return int(document.id[:8], 16) < share * 2**32
+
+
+def documents(sources: Iterable[Any], base: Path) -> Iterator[Document]:
+    """The documents of all sources in order; empty ones and exact duplicates are left out.
+
+    Args:
+        sources: ``"stdlib"``, paths (relative ones from ``base``), or ``SourceConfig`` objects of a recipe.
+        base: folder that relative paths start from.
+
+    Raises:
+        UserError: a source that is not there, has no readable file, or lacks its text field.
+    """
+    seen: set[str] = set()
+    for source in sources:
+        for document in _read(source, base):
+            if document.text.strip() and document.id not in seen:
+                seen.add(document.id)
+                yield document
+
+
+def _read(source: Any, base: Path) -> Iterator[Document]:
+    if source == "stdlib":
+        yield from (Document(text, domain, name) for text, domain, name in stdlib.texts())
+        return
+    if isinstance(source, str):
+        yield from _read_path(Path(source), base, {})
+        return
+    options = {key: value for key, value in source.model_dump().items() if value is not None}
+    found = _read_path(Path(options["path"]), base, options) if "path" in options else _read_dataset(options)
+    yield from islice(found, options.get("max_documents"))
+
+
+def _read_path(path: Path, base: Path, options: Mapping[str, Any]) -> Iterator[Document]:
+    path = path.expanduser()
+    path = path if path.is_absolute() else base / path
+    if not path.exists():
+        raise UserError(f"text source not found: {path}")
+    known = (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
+    if path.is_file():
+        files = [path]
+    else:
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in known)
+    if not files:
+        raise UserError(f"no {' '.join(known)} files in {path}")
+    unreadable = 0
+    for file in files:
+        domain = options.get("domain") or file.parent.name or "text"
+        if file.suffix.lower() in TABLE_SUFFIXES:
+            yield from _rows(_load_table(file), file.name, domain, options)
+            continue
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (UnicodeDecodeError, OSError):
+            unreadable += 1
+            continue
+        yield Document(text, domain, file.name if file == path else str(file.relative_to(path)))
+    if unreadable == len(files):
+        raise UserError(f"none of the {len(files)} files in {path} is readable UTF-8 text")
+    if unreadable:
+        warnings.warn(f"{path}: skipped {unreadable} files that are not readable UTF-8 text", stacklevel=2)
+
+
+def _load_table(file: Path) -> Iterator[Mapping[str, Any]]:
+    import datasets
+
+    kind = TABLE_SUFFIXES[file.suffix.lower()]
+    try:
+        yield from datasets.load_dataset(kind, data_files=str(file), split="train", streaming=True)
+    except Exception as error:  # pyarrow and datasets raise many kinds; all mean "this file cannot be read"
+        raise UserError(f"cannot read {file}: {_first_line(error)}") from error
+
+
+def _read_dataset(options: Mapping[str, Any]) -> Iterator[Document]:
+    import datasets
+
+    name = str(options["dataset"])
+    try:
+        rows = datasets.load_dataset(name, options.get("name"), split=options.get("split") or "train", streaming=True)
+    except Exception as error:  # no network, no such data set, no such split: all are the user's to mend
+        raise UserError(
+            f"cannot load data set '{name}': {_first_line(error)}\n"
+            "without a network it must be in the local Hugging Face cache"
+        ) from error
+    yield from _rows(rows, name, options.get("domain") or name, options)
+
+
+def _rows(
+    rows: Iterable[Mapping[str, Any]], origin: str, domain: str, options: Mapping[str, Any]
+) -> Iterator[Document]:
+    text_field = options.get("text_field") or "text"
+    domain_field = options.get("domain_field") or "domain"
+    for number, row in enumerate(rows):
+        if not isinstance(row.get(text_field), str):
+            raise UserError(
+                f"{origin}, row {number}: no text in field '{text_field}'; found fields {', '.join(row)}\n"
+                "name the field with text_field"
+            )
+        own = row.get(domain_field)
+        yield Document(row[text_field], options.get("domain") or (str(own) if own else domain), f"{origin}#{number}")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

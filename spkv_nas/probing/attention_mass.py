@@ -1,0 +1,77 @@
+"""Attention mass: the share of a head's attention that falls outside the window.
+
+    mass_h = mean over queries t >= w of  sum over t - s >= w of  softmax_s(q_t . k_s * scale)
+
+The signal that asks nothing of the model but its attention weights. It counts attention that nobody needs, first of
+all that on the first tokens of a text ("sinks"); ``sinks`` leaves those keys out of the sum. The G query heads of a KV
+head are averaged: the mass says how much of what they read together lies outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.hook import LayerState, full_attention
+from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
+
+
+@torch.inference_mode()
+def attention_mass(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int,
+    *,
+    sinks: int = 0,
+    batch_size: int = 8,
+    name: str = "attention-mass",
+    metadata: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DensityTable:
+    """The mass of every KV head, by domain, over the queries that have a key outside the window.
+
+    Args:
+        window: w, recent keys that a local head sees, the query's own included.
+        sinks: number of first keys of a block whose mass does not count.
+        progress: called with (blocks done, blocks in all).
+
+    Raises:
+        UserError: the blocks are not longer than the window, or the model cannot be hooked.
+    """
+    if blocks.block_size <= window + sinks:
+        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    with full_attention(model) as states:
+        collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
+        for layer, state in enumerate(states):
+            state.observer = _observer(collected, layer, state, window, sinks)
+        for start in range(0, blocks.num_blocks, batch_size):
+            tokens = block_tokens(blocks, start, batch_size, model.device)
+            collected.count(start, start + len(tokens), slice(window, None))
+            model.get_decoder()(input_ids=tokens, use_cache=False)
+            if progress is not None:
+                progress(start + len(tokens), blocks.num_blocks)
+    facts = {**(metadata or {}), "sinks": sinks}
+    return signal_table("attention-mass", collected.means(), window, name=name, metadata=facts)
+
+
+def _observer(collected: HeadSums, layer: int, state: LayerState, window: int, sinks: int) -> Any:
+    assert state.windows is not None
+    visible = state.windows[0]
+
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
+        parts = []
+        for query, weights in attention_weights(q, k, scale, window=visible, start=window):
+            key = torch.arange(weights.shape[-1], device=q.device)
+            far = (query[:, None] - key >= window) & (key >= sinks)
+            parts.append((weights * far).sum(-1).mean(2))
+        collected.add(layer, torch.cat(parts, -1))
+
+    return observe

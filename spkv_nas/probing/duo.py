@@ -1,0 +1,175 @@
+"""DuoAttention's alpha: how much of a head's full attention is needed to keep the model's last hidden states.
+
+Xiao et al., arXiv 2410.10819; repository mit-han-lab/duo-attention, commit 03dca84 (``duo_attn/train.py``,
+``duo_attn/patch/llama.py``, ``scripts/train.sh``). The model is frozen; each KV head learns an alpha in [0, 1]:
+
+    out_h = alpha_h full_h + (1 - alpha_h) local_h,   local: a few first keys ("sinks") and the window
+    loss  = mean((hidden - hidden_full)^2) + lambda mean(alpha)
+
+``hidden`` are the last hidden states, after the final norm. As there, ``full`` comes from the pass of the unchanged
+model and carries no gradient; alpha starts at 1; AdamW without decay at 0.02, rising over the first fifth of the steps
+and falling over the last, never below a tenth; alpha is clamped after every step; lambda is 0.05.
+
+What differs: the text is held-out text, of which every token counts, where theirs is synthetic, with ten passkeys in a
+book and the loss on their repetition alone; the squared error is in units of the mean square of ``hidden_full``, so
+that lambda means the same on any model; 200 steps by default, theirs 2,000; 4 sinks and the layout's window, theirs
+128 and 256. A layout has no sinks, so its local heads see less than alpha was learned with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from spkv_kernels import attention
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.hook import LayerState, full_attention
+from spkv_nas.probing.heads import HeadMeans, signal_table
+
+DEFAULT_STEPS = 200
+
+
+class Mixture:
+    """The observer of one layer: full attention in the pass that ``records``, the mixture in the others.
+
+    Attributes:
+        alpha: float32 [Hkv], learned.
+        records: whether this is the pass of the unchanged model.
+    """
+
+    def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
+        assert state.windows is not None
+        self.alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
+        self.records = False
+        self._visible = state.windows[0]
+        self._window = min(window, self._visible)
+        self._sinks = 0 if state.native_window else sinks  # by design such a layer forgets the first keys
+        self._full: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        if self.records:
+            self._full = attention(q, k, v, window=self._visible, scale=scale)
+            return self._full
+        assert self._full is not None
+        keep = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
+        keep[:, :, : self._sinks] = True
+        local = attention(q, k, v, window=self._window, keep=keep if self._sinks else None, scale=scale)
+        alpha = self.alpha.repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+        return alpha * self._full + (1.0 - alpha) * local
+
+
+def duo(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int,
+    *,
+    sinks: int = 4,
+    steps: int = DEFAULT_STEPS,
+    batch_size: int = 2,
+    learning_rate: float = 0.02,
+    regularisation: float = 0.05,
+    seed: int = 0,
+    name: str = "duo",
+    metadata: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DensityTable:
+    """Alpha of every KV head, learned on ``blocks``. The model is left as it was.
+
+    Args:
+        window: recent keys that a local head sees, the query's own included.
+        sinks: first keys that it sees besides.
+        batch_size: blocks per step, in an order drawn by ``seed``.
+        regularisation: lambda.
+        progress: called with (steps done, steps in all).
+
+    Raises:
+        UserError: the blocks are not longer than the window, steps are below 1, or the model cannot be hooked.
+    """
+    if steps < 1:
+        raise UserError(f"duo needs at least one step; found {steps}")
+    if blocks.block_size <= window + sinks:
+        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    with full_attention(model) as states, _frozen(model):
+        mixtures = [Mixture(state, window, sinks, model.device) for state in states]
+        for state, mixture in zip(states, mixtures, strict=True):
+            state.observer = mixture
+        alphas = [mixture.alpha for mixture in mixtures]
+        optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, steps))
+        error = 0.0
+        for step, chosen in enumerate(_batches(blocks.num_blocks, batch_size, steps, seed), 1):
+            tokens = torch.from_numpy(blocks.tokens[chosen].astype(np.int64)).to(model.device)
+            distance = distillation_loss(model, mixtures, tokens)
+            torch.autograd.backward(distance + regularisation * torch.cat(alphas).mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for alpha in alphas:
+                    alpha.clamp_(0.0, 1.0)
+            error = float(distance.detach())
+            if progress is not None:
+                progress(step, steps)
+    values = torch.stack([alpha.detach() for alpha in alphas]).double().cpu().numpy()
+    facts = {**(metadata or {}), "sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
+    facts |= {"distillation_loss": float(f"{error:.4g}")}
+    means = HeadMeans(values, "all", steps * min(batch_size, blocks.num_blocks) * blocks.block_size, 0)
+    return signal_table("duo", [means], window, name=name, metadata=facts)
+
+
+def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor) -> Tensor:
+    """Mean squared error of the mixture's last hidden states, in units of the full model's mean square.
+
+    ``tokens`` int64 [B, T]. Differentiable in the mixtures' alphas.
+    """
+    for mixture in mixtures:
+        mixture.records = True
+    with torch.no_grad():
+        target = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
+    for mixture in mixtures:
+        mixture.records = False
+    hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
+    relative: Tensor = F.mse_loss(hidden, target) / target.square().mean()
+    return relative
+
+
+def _batches(num_blocks: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Numbers of the blocks of every step; each block comes once before any comes again."""
+    rng = np.random.default_rng(seed)
+    queue = np.empty(0, dtype=np.int64)
+    size = min(batch_size, num_blocks)
+    for _ in range(steps):
+        if len(queue) < size:
+            queue = np.concatenate([queue, rng.permutation(num_blocks)])
+        yield queue[:size]
+        queue = queue[size:]
+
+
+def _factor(step: int, steps: int) -> float:
+    """Of the learning rate: linear up and down over a fifth of the steps each, at least a tenth."""
+    fifth = max(1, steps // 5)
+    return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter of ``model`` takes a gradient inside the ``with`` block."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)

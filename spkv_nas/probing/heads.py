@@ -1,0 +1,111 @@
+"""What the signals share: attention weights by chunks of queries, means over documents, a table of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spkv_nas.artifacts.density import COLUMNS, DensityTable
+from spkv_nas.data.blocks import TokenBlocks
+
+_CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # of one chunk's attention weights: near the processor's cache; at least rows
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, scale: float, *, window: int, start: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Softmax attention weights in float32, by chunks of queries, so that memory is O(T).
+
+    Args:
+        q: [B, Hq, T, D].
+        k: [B, Hkv, T, D].
+        window: visible recent keys, the query's own included; T or more is all of them.
+        start: the first query wanted.
+
+    Yields:
+        (positions of the chunk's queries, int64 [c]; weights [B, Hkv, G, c, n] on keys 0 to n - 1, G = Hq / Hkv).
+    """
+    batch, num_heads, length, size = q.shape
+    groups = q.to(torch.promote_types(q.dtype, torch.float32)).view(batch, k.shape[1], -1, length, size)
+    keys = k.to(groups.dtype).transpose(2, 3)
+    step = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * batch * num_heads * length))
+    for first in range(start, length, step):
+        stop = min(first + step, length)
+        query, key = torch.arange(first, stop, device=q.device), torch.arange(stop, device=q.device)
+        rows = groups[:, :, :, first:stop].reshape(batch, k.shape[1], -1, size)
+        scores = (rows @ keys[..., :stop] * scale).view(*groups.shape[:3], stop - first, stop)
+        age = query[:, None] - key[None, :]
+        yield query, scores.masked_fill_((age < 0) | (age >= window), -torch.inf).softmax(-1)
+
+
+@dataclass(frozen=True)
+class HeadMeans:
+    """Values of one domain [L, Hkv], each in [0, 1] but for rounding, and of how much text; errors where known."""
+
+    values: NDArray[np.float64]
+    domain: str
+    num_tokens: int
+    num_documents: int
+    standard_error: NDArray[np.float64] | None = None
+
+
+class HeadSums:
+    """Sums of a value per token and head, by document.
+
+    Attributes:
+        sums: float64 [L, H, documents].
+        counts: int64 [documents], tokens.
+    """
+
+    def __init__(self, blocks: TokenBlocks, num_layers: int, num_heads: int, device: torch.device) -> None:
+        self._blocks = blocks
+        self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
+        self.counts = np.zeros(len(blocks.documents), dtype=np.int64)
+
+    def count(self, start: int, stop: int, positions: slice) -> None:
+        """The tokens at ``positions`` of the blocks ``start:stop`` are those that ``add`` gets next, once per layer."""
+        owner = self._blocks.document[start:stop, positions].ravel()
+        self.counts += np.bincount(owner, minlength=len(self.counts))
+        self._owner = torch.from_numpy(owner.astype(np.int64)).to(self.sums.device)
+
+    def add(self, layer: int, values: Tensor) -> None:
+        """``values`` [B, H, tokens] of the tokens that ``count`` announced."""
+        self.sums[layer].index_add_(1, self._owner, values.transpose(0, 1).flatten(1).to(torch.float64))
+
+    def means(self, sums: NDArray[np.float64] | None = None) -> list[HeadMeans]:
+        """By domain, errors those of a ratio estimator by document; of other ``sums`` over the same tokens if given."""
+        sums = self.sums.cpu().numpy() if sums is None else sums
+        domain_of = np.array([document.domain for document in self._blocks.documents])
+        means = []
+        for domain in self._blocks.domains:
+            seen = (domain_of == domain) & (self.counts > 0)
+            tokens, clusters = int(self.counts[seen].sum()), int(seen.sum())
+            if not clusters:
+                continue
+            mean = sums[..., seen].sum(-1) / tokens
+            residual = sums[..., seen] - mean[..., None] * self.counts[seen]
+            error = np.sqrt((residual**2).sum(-1) * clusters / max(1, clusters - 1)) / tokens
+            means.append(HeadMeans(mean, domain, tokens, clusters, error if clusters > 1 else None))
+        return means
+
+
+def signal_table(
+    signal: str, means: Sequence[HeadMeans], window: int, *, name: str, metadata: Mapping[str, Any]
+) -> DensityTable:
+    """A signal in place of densities; ``metadata`` says what it is, and what its layouts give as their source."""
+    parts = []
+    for part in means:
+        layer, head = (axis.ravel() for axis in np.indices(part.values.shape))
+        error = np.nan if part.standard_error is None else part.standard_error.ravel()
+        columns = (layer, head, part.values.ravel().clip(0.0, 1.0), part.domain, part.num_tokens, part.num_documents)
+        parts.append(pd.DataFrame(dict(zip(COLUMNS, (*columns, error), strict=True))))
+    rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
+    facts = {"signal": signal, "source": metadata.get("model"), **metadata}
+    return DensityTable(name, rows, window=window, metadata=facts)

@@ -1,0 +1,138 @@
+"""Retrieval score: how much a head looks back at the token that is to be copied.
+
+After "Retrieval Head Mechanistically Explains Long-Context Factuality" (Wu et al., arXiv 2404.15574), which counts how
+often a head's most attended token is the needle's token that the model generates, over the generations that contain the
+needle. Here a needle is a string of random tokens, put into held-out text at a random depth and repeated at its end: a
+copy that any language model may make, without instructions. Three things differ: the repetition is given, not
+generated, so every needle counts (``copy_accuracy`` in the metadata says how many of its tokens the model predicts;
+near 0 the score says little); the score is the attention on the token to be copied next, not how often that is the
+largest, which is 0 for most heads and would leave them tied; the KV head takes the score of its best query head,
+because copying is the doing of one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.hook import LayerState, full_attention
+from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
+
+_COPIES = 0.1  # share of the needles' tokens predicted below which the score is warned about
+
+
+@torch.inference_mode()
+def retrieval(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int,
+    *,
+    needle_length: int = 16,
+    batch_size: int = 8,
+    seed: int = 0,
+    name: str = "retrieval",
+    metadata: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> DensityTable:
+    """The retrieval score of every KV head, by domain: one needle per block of text.
+
+    Args:
+        blocks: the text around the needles.
+        window: what is to be copied lies outside this many recent keys.
+        needle_length: m, tokens of a needle; m - 1 of them are asked for.
+        seed: of needles and depths.
+        progress: called with (blocks done, blocks in all).
+
+    Raises:
+        UserError: the blocks are too short for needle, window and repetition, or the model cannot be hooked.
+
+    Warns:
+        UserWarning: the model hardly copies.
+    """
+    tokens, depth = needles(blocks, window, needle_length, seed)
+    asked = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # queries; the last has nothing to copy
+    right = 0
+    with full_attention(model) as states:
+        head = model.get_output_embeddings()
+        collected: HeadSums | None = None
+        for start in range(0, blocks.num_blocks, batch_size):
+            some = torch.from_numpy(tokens[start : start + batch_size]).to(model.device)
+            source = torch.from_numpy(depth[start : start + batch_size]).to(model.device)
+            scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
+            for state in states:
+                state.observer = _observer(scores, state, source, asked)
+            hidden = model.get_decoder()(input_ids=some, use_cache=False).last_hidden_state[:, asked]
+            right += int((head(hidden).argmax(-1) == some[:, asked.start + 1 :]).sum())
+            if collected is None:
+                collected = HeadSums(blocks, len(states), scores[0].shape[1], model.device)
+            collected.count(start, start + len(some), asked)
+            for layer, values in enumerate(scores):
+                collected.add(layer, values)
+            if progress is not None:
+                progress(start + len(some), blocks.num_blocks)
+        assert collected is not None
+    sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
+    accuracy = right / (blocks.num_blocks * (needle_length - 1))
+    if accuracy < _COPIES:
+        warnings.warn(
+            f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
+            stacklevel=3,
+        )
+    facts = {**(metadata or {}), "needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
+    return signal_table("retrieval", collected.means(sums), window, name=name, metadata=facts)
+
+
+def needles(
+    blocks: TokenBlocks, window: int, needle_length: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(int64 [N, T] of text with a needle at a random depth and again at the end, int64 [N] depth of the first).
+
+    A needle's tokens are drawn from those of the text, without repetition. Raises ``UserError`` for short blocks.
+    """
+    length, rng = blocks.block_size, np.random.default_rng(seed)
+    deepest = length - needle_length - max(needle_length, window + 1)
+    vocabulary = np.unique(blocks.tokens)
+    if needle_length < 2 or deepest < 0 or len(vocabulary) < needle_length:
+        raise UserError(
+            f"blocks of {length} tokens, {len(vocabulary)} of them distinct, cannot hold a needle of {needle_length} "
+            f"tokens and its repetition, outside a window of {window} keys"
+        )
+    depth = rng.integers(deepest + 1, size=blocks.num_blocks)
+    tokens = np.empty(blocks.tokens.shape, dtype=np.int64)
+    for row, text, at in zip(tokens, blocks.tokens, depth, strict=True):
+        needle = rng.choice(vocabulary, needle_length, replace=False)
+        rest = length - 2 * needle_length
+        row[:] = np.concatenate([text[:at], needle, text[at:rest], needle])
+    return tokens, depth
+
+
+def _observer(scores: list[Tensor], state: LayerState, source: Tensor, asked: slice) -> Any:
+    assert state.windows is not None
+    visible = state.windows[0]
+
+    def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
+        parts = [w for _, w in attention_weights(q, k, scale, window=visible, start=asked.start)]
+        rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
+        rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
+        copied = source[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
+        index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
+        scores.append(rows.gather(-1, index)[..., 0])
+
+    return observe
+
+
+def _best_of_group(sums: NDArray[np.float64], num_kv_heads: int) -> NDArray[np.float64]:
+    """[L, Hkv, documents] of the query head of highest total in each group, from [L, Hq, documents]."""
+    grouped = sums.reshape(sums.shape[0], num_kv_heads, -1, sums.shape[2])
+    best = grouped.sum(-1).argmax(-1)[:, :, None, None]
+    return np.take_along_axis(grouped, best, axis=2)[:, :, 0]

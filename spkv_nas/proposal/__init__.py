@@ -1,0 +1,1 @@
+"""Layouts for a budget: strategies, constraints, coverage, how sure they are, and the formats of other projects."""

@@ -1,0 +1,145 @@
+"""How far probes agree on which heads are dense: of other domains, halves, thresholds, lengths, seeds, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_atomic
+from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.proposal.strategies import densest
+
+COLUMNS = ("first", "second", "budget", "jaccard", "chance", "spearman", "transfer", "mean_difference")
+PARTS = ("domain", "half")
+
+
+def parse_probe(
+    text: str, find: Callable[[str], DensityTable], by: str | None = None
+) -> Iterator[tuple[str, DensityTable]]:
+    """Labelled tables from a probe's name or file, as ``find`` knows it, with ``@TAU`` for another threshold.
+
+    Args:
+        by: "domain" for a table per domain, "half" for one of every second document and one of the others.
+
+    Raises:
+        UserError: an unknown ``by``, a threshold that the table does not know, one domain alone, or no counts by
+            document to halve.
+    """
+    if by is not None and by not in PARTS:
+        raise UserError(f"--by must be {' or '.join(PARTS)}; found '{by}'")
+    source, at, tau = ("", "", "") if text.endswith(".csv") else text.rpartition("@")
+    table = find(source if at else text)
+    label = table.name
+    if at:
+        try:
+            table = table.at_tau(float(tau))
+        except UserError:
+            raise
+        except ValueError as error:
+            raise UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
+        label = f"{label}@{tau}"
+    parts = {"domain": _domains, "half": _halves}
+    for part, values in parts[by](table) if by else [("", table)]:
+        yield f"{label}:{part}" if part else label, values
+
+
+def agreement(tables: Mapping[str, DensityTable], budget: int) -> pd.DataFrame:
+    """One row per pair of tables.
+
+    Columns: first, second, budget; jaccard (chosen by both / chosen by either, of the ``budget`` densest heads) and
+    chance (its expectation for as many random heads); spearman (rank correlation of the densities, NaN where they do
+    not vary); transfer (coverage on one table of the heads chosen on the other, as a share of the best, the worse of
+    the two directions); mean_difference (mean absolute difference of the densities).
+
+    Raises:
+        UserError: the tables are not of one grid, or no head of one keeps anything.
+    """
+    (name, first), *others = tables.items()
+    for other, table in others:
+        if table.density.shape != first.density.shape:
+            raise UserError(
+                f"heads can be compared on one grid only: '{name}' has {first.num_layers} layers x "
+                f"{first.num_kv_heads} KV heads, '{other}' has {table.num_layers} x {table.num_kv_heads}"
+            )
+    for label, table in tables.items():
+        if table.mean == 0.0:
+            raise UserError(f"no head of '{label}' keeps anything at tau = {table.tau:g}: choose a smaller tau")
+    share = budget / first.num_heads
+    rows = []
+    for (one, a), (two, b) in combinations(((label, table.density) for label, table in tables.items()), 2):
+        chosen_a, chosen_b = densest(a, budget), densest(b, budget)
+        varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
+        rows.append(
+            {
+                "first": one,
+                "second": two,
+                "budget": budget,
+                "jaccard": (chosen_a & chosen_b).sum() / (chosen_a | chosen_b).sum(),
+                "chance": share / (2 - share),
+                "spearman": float(spearmanr(a.ravel(), b.ravel()).statistic) if varies else math.nan,
+                "transfer": min(b[chosen_a].sum() / b[chosen_b].sum(), a[chosen_b].sum() / a[chosen_a].sum()),
+                "mean_difference": np.abs(a - b).mean(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def short_labels(rows: pd.DataFrame) -> dict[str, str]:
+    """Every label of the table, in order, and without the name of the probe where all are of one."""
+    labels = list(dict.fromkeys([*rows["first"], *rows["second"]]))
+    names = {label.rpartition(":")[0] or label.rpartition("@")[0] or label for label in labels}
+    cut = len(names.pop()) if len(names) == 1 else 0
+    return {label: label[cut:].lstrip(":") or label for label in labels}
+
+
+def write_agreement(folder: Path, rows: pd.DataFrame) -> None:
+    """Write ``agreement.csv``."""
+    write_atomic(folder / "agreement.csv", rows.to_csv(index=False, float_format="%.6g"))
+
+
+def read_agreement(path: Path) -> pd.DataFrame:
+    """The table in an ``agreement.csv``. Raises ``UserError`` naming file, line and column."""
+    cells = read_cells(path, "agreement", COLUMNS, COLUMNS)
+    for column in COLUMNS[2:]:
+        known = cells[column] != ""
+        cells[column] = numbers(cells[column].where(known, "0"), f"agreement {path}", low=-1).where(known)
+    return cells.reset_index(drop=True)
+
+
+def _domains(table: DensityTable) -> Iterator[tuple[str, DensityTable]]:
+    if len(table.domains) == 1:
+        raise UserError(f"the probe '{table.name}' has one domain alone, '{table.domains[0]}': nothing to compare")
+    for domain in table.domains:
+        yield domain, replace(table, rows=table.rows[table.rows["domain"] == domain], documents=None, histogram=None)
+
+
+def _halves(table: DensityTable) -> Iterator[tuple[str, DensityTable]]:
+    """The even and the odd documents of every domain that has two; other domains are left out."""
+    documents = table.documents
+    if documents is None:
+        raise UserError(f"the probe '{table.name}' has no counts by document, so it cannot be halved: probe it again")
+    number = np.bincount(documents.domain, minlength=len(documents.domains))
+    there = [name for name, count in zip(documents.domains, number, strict=True) if count > 1]
+    if not there:
+        raise UserError(f"the probe '{table.name}' has one document per domain, so it cannot be halved")
+    rank = np.zeros(documents.num_documents, dtype=np.int64)
+    for index in range(len(documents.domains)):
+        rank[documents.domain == index] = np.arange(number[index])
+    rows = table.rows[table.rows["domain"].isin(there)]
+    for part, parity in (("even", 0), ("odd", 1)):
+        half = documents.take(rank % 2 == parity)
+        density = dict(zip(half.domains, half.density(), strict=True))
+        tokens = dict(zip(half.domains, np.bincount(half.domain, half.tokens, len(number)), strict=True))
+        cells = zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
+        values = [density[domain][layer, head] for domain, layer, head in cells]
+        changed = rows.assign(density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan)
+        yield part, replace(table, rows=changed, documents=None, histogram=None)

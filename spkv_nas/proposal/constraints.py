@@ -1,0 +1,186 @@
+"""The layout of highest density coverage under a budget and the constraints of a serving engine, solved exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.proposal.coverage import domain_coverage, provenance
+from spkv_nas.proposal.integer_program import Problem
+
+Float = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What an engine or an architect demands of a layout. Layers count from 0.
+
+    Attributes:
+        min_per_layer: least number of global heads in every layer that the next two do not name.
+        max_per_layer: largest number of global heads in the same layers.
+        global_layers: layers whose heads are all global.
+        local_layers: layers whose heads are all local.
+        granularity: "head", or "layer" for whole layers only.
+        uniform: the same number of global heads in every layer that has both kinds.
+
+    Raises:
+        UserError: a number out of range, an unknown granularity, or two that contradict each other.
+    """
+
+    min_per_layer: int | None = None
+    max_per_layer: int | None = None
+    global_layers: tuple[int, ...] = ()
+    local_layers: tuple[int, ...] = ()
+    granularity: str = "head"
+    uniform: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("min_per_layer", "max_per_layer"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"{_option(name)} must be at least 0; found {value}")
+        low, high = self.min_per_layer, self.max_per_layer
+        if low is not None and high is not None and low > high:
+            raise UserError(f"--min-per-layer {low} is more than --max-per-layer {high}")
+        if both := set(self.global_layers) & set(self.local_layers):
+            raise UserError(f"layer {min(both)} is in --global-layers and in --local-layers")
+        if self.granularity not in ("head", "layer"):
+            raise UserError(f"--granularity must be head or layer; found '{self.granularity}'")
+
+    @property
+    def named(self) -> dict[str, object]:
+        """The constraints that are set, as plain values: for files and messages."""
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value, default in values
+            if value != default
+        }  # fmt: skip
+
+    def check(self, num_layers: int, num_kv_heads: int) -> None:
+        """Raises ``UserError`` if a layer or a number of heads is beyond the grid."""
+        for name in ("global_layers", "local_layers"):
+            beyond = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
+            if beyond:
+                raise UserError(f"{_option(name)}: there is no layer {beyond[0]}; layers are 0 to {num_layers - 1}")
+        if (self.min_per_layer or 0) > num_kv_heads:
+            raise UserError(f"--min-per-layer {self.min_per_layer}: a layer has {num_kv_heads} KV heads")
+
+
+def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
+    """Layer numbers from ``"0,20"`` or ``"3-5,8"``, ascending. Raises ``UserError`` that names the ``option``."""
+    layers: set[int] = set()
+    for part in (text or "").split(",") if text is not None else ():
+        low, dash, high = part.strip().partition("-")
+        try:
+            first, last = int(low), int(high if dash else low)
+        except ValueError:
+            first, last = 0, -1
+        if not 0 <= first <= last < 10**6:
+            raise UserError(f"{option} '{text}' is not a list of layers; give for example 0,20 or 3-5")
+        layers |= set(range(first, last + 1))
+    return tuple(sorted(layers))
+
+
+def read_weights(path: Path, table: DensityTable) -> Float:
+    """[L, Hkv], what one global head costs (bytes, seconds, ...), from a CSV file: layer, kv_head, weight.
+
+    Raises:
+        UserError: naming the file and line, or the table's grid if it is another one; a weight must be above 0.
+    """
+    columns = ("layer", "kv_head", "weight")
+    cells = read_cells(path, "weights", columns, columns)
+    where = f"weights {path}"
+    layer, head = (numbers(cells[column], where, whole=True).astype(int).to_numpy() for column in columns[:2])
+    weight = numbers(cells["weight"], where).to_numpy()
+    grid = np.full((table.num_layers, table.num_kv_heads), np.nan)
+    if len(cells) != grid.size or layer.max() >= grid.shape[0] or head.max() >= grid.shape[1]:
+        raise UserError(
+            f"{where}: {len(cells)} rows up to layer {layer.max()}, KV head {head.max()}; "
+            f"the density table '{table.name}' has {grid.shape[0]} layers x {grid.shape[1]} KV heads"
+        )
+    grid[layer, head] = weight
+    if np.isnan(grid).any():
+        raise UserError(f"{where}: a head is there twice, and layer {np.argwhere(np.isnan(grid))[0][0]} lacks one")
+    if not (grid > 0).all():
+        raise UserError(f"{where}, line {cells.index[int((weight <= 0).argmax())]}: a weight must be above 0")
+    return grid
+
+
+def solve(
+    table: DensityTable,
+    budget: float,
+    constraints: Constraints | None = None,
+    weights: Float | None = None,
+    *,
+    robust: bool = False,
+    window: int | None = None,
+) -> Layout:
+    """The layout of highest coverage whose global heads weigh at most ``budget``.
+
+    Args:
+        table: densities.
+        budget: number of global heads, or with ``weights`` the most that they may weigh in all.
+        constraints: none by default.
+        weights: [L, Hkv], above 0, of each head if it is global; 1 by default.
+        robust: maximise the coverage of the domain whose coverage is lowest.
+        window: of the local heads; the table's by default, or 128.
+
+    Returns:
+        A layout called "constrained", or "robust"; its provenance holds the constraints, and ``gap`` if the optimum
+        was not proven in time.
+
+    Raises:
+        UserError: no layout meets the constraints (the message names the ones in conflict), the budget buys no head,
+            a domain keeps nothing, or ``weights`` are of another shape than the table.
+    """
+    constraints = constraints or Constraints()
+    shape = (table.num_layers, table.num_kv_heads)
+    constraints.check(*shape)
+    if weights is not None and (weights.shape != shape or not (weights > 0).all()):
+        raise UserError(f"weights must be above 0 and of shape {list(shape)}; found {list(weights.shape)}")
+    density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]
+    for domain, kept in zip(table.domains, density, strict=False):
+        if not kept.any():
+            of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
+            raise UserError(f"no head keeps anything in {of} at tau = {table.tau:g}: choose a smaller tau")
+    problem = Problem(shape, constraints.named, budget, weights)
+    found = problem.optimum(density)
+    if found is None:
+        raise UserError(_conflict(problem, constraints, budget))
+    if not found.mask.any():
+        least = problem.least(nonempty=True)
+        need = "no head may be global" if least is None else f"a global head needs at least {least:g}"
+        raise UserError(f"budget {budget:g} buys no global KV head under these constraints: {need}")
+    name = "robust" if robust else "constrained"
+    layout = Layout.from_mask(found.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)
+    origin = {**provenance(table, layout, budget), "constraints": constraints.named}
+    if robust:
+        origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)
+    if weights is not None:
+        origin["weight"] = float(weights[found.mask].sum())
+    if found.gap > 1e-9:
+        origin["gap"] = float(f"{found.gap:.2g}")
+    return Layout(layout.heads, layout.window, name, origin)
+
+
+def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:
+    """Names the constraints that exclude each other, and the budget that the others would need."""
+    guilty = problem.conflict()
+    words = {"budget": f"the budget of {budget:g}"}
+    for name, value in constraints.named.items():
+        shown = ",".join(map(str, value)) if isinstance(value, list) else value
+        words[name] = _option(name) if value is True else f"{_option(name)} {shown}"
+    message = f"no layout meets {' and '.join(words[name] for name in guilty)}"
+    least = problem.least() if "budget" in guilty else None
+    return message + (f": the constraints need a budget of at least {least:g}" if least is not None else "")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,1 @@
+"""The paper's toy task: reverse a list from beyond the window."""

@@ -1,0 +1,93 @@
+"""What a model makes of the palindrome task: NLL of the output, and what its gates keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spkv_nas.model.gates import predictors, threshold_logit
+from spkv_nas.model.hook import gate_mode
+from spkv_nas.training.palindrome.task import KINDS, Palindromes
+
+
+def measure(
+    model: PreTrainedModel, sequences: Palindromes, tau: float = 0.5, *, batch_size: int = 64
+) -> dict[str, Any]:
+    """What a model makes of ``sequences``; the figures of its gates are None if it has none.
+
+    Returns:
+        ``nll`` with soft gates and ``hard_nll`` with hard ones at ``tau``, nats per output token; ``mean_utility``
+        (soft) and ``density`` (hard), means over heads and tokens; ``kept``, the density by kind of token.
+    """
+    if not predictors(model):
+        nll = output_nll(model, sequences, batch_size)
+        return {"nll": nll, **dict.fromkeys(("hard_nll", "mean_utility", "density", "kept"))}
+    watch = GateWatch(model, tau)
+    watch.start()
+    nll = output_nll(model, sequences, batch_size)
+    soft = watch.stop()
+    watch.start()
+    with gate_mode(model, "hard", tau):
+        hard_nll = output_nll(model, sequences, batch_size)
+    hard = watch.stop()
+    assert soft is not None
+    assert hard is not None
+    kinds = np.array(sequences.kinds)
+    return {
+        "nll": nll,
+        "hard_nll": hard_nll,
+        "mean_utility": float(soft[0].mean()),
+        "density": float(hard[1].mean()),
+        "kept": {kind: float(hard[1][kinds == kind].mean()) for kind in KINDS},
+    }
+
+
+@torch.inference_mode()
+def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) -> float:
+    """Nats per output token, in evaluation mode, with the gates as they are."""
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for start in range(0, len(sequences), batch_size):
+        rows = [sequences[index] for index in range(start, min(start + batch_size, len(sequences)))]
+        tokens = torch.stack([row["input_ids"] for row in rows]).to(model.device)
+        logits = model(input_ids=tokens, use_cache=False).logits[:, -sequences.num_outputs - 1 : -1]
+        wanted = tokens[:, -sequences.num_outputs :].flatten()
+        total += float(F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="sum"))
+    model.train(was_training)
+    return total / (len(sequences) * sequences.num_outputs)
+
+
+class GateWatch:
+    """Utility and keep (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
+
+    def __init__(self, model: nn.Module, tau: float = 0.5) -> None:
+        self._predictors = predictors(model).values()
+        self._limit = threshold_logit(tau)
+        self._handles: list[Any] = []
+        self._sums: list[Tensor] = []  # [2, T] for each forward pass and layer
+        self._seen = 0
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self.stop()
+        self._handles = [module.register_forward_hook(self._see) for module in self._predictors]
+
+    def _see(self, _module: nn.Module, _args: Any, logits: Tensor) -> None:
+        logits = logits.detach().flatten(0, 1)
+        self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._limit).float().sum(0)]))
+        self._seen += len(logits)
+
+    def stop(self) -> NDArray[np.float64] | None:
+        """Mean utility and density by position, [2, T], over layers, heads and sequences; None if no gate ran."""
+        for handle in self._handles:
+            handle.remove()
+        seen = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._seen if self._sums else None
+        self._handles, self._sums, self._seen = [], [], 0
+        return seen

@@ -1,0 +1,264 @@
+"""The palindrome comparison: full attention, a sliding window and SP-KV learn to reverse a list from scratch.
+
+SP-KV paper, appendix "Palindrome reversal with long instruction gap", sized for a CPU: 0.1 M parameters in place of
+2.25 B and 32 sequences a step in place of 64; list, window, cosine decay and the 500 steps are the paper's. The sliding
+window fails by construction: its two layers see 62 tokens back, and the instruction is 65 long.
+
+Gates are soft throughout. They start at bias 2, u = 0.88, where the paper has 5, u = 0.993: an open gate passes only
+1 - u of its gradient, and 500 steps leave little time to close it. Query heads share no KV head, because gates of
+shared ones, which must keep what any of their queries needs, close for some seeds only (``reports/LOG.md``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
+
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import write_atomic
+from spkv_nas.base.version import environment
+from spkv_nas.model.checkpoint import check_manifest, is_complete, save
+from spkv_nas.model.hook import apply_layout, attach_gates
+from spkv_nas.training.palindrome.measures import GateWatch, measure
+from spkv_nas.training.palindrome.task import VOCABULARY, Palindromes
+from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.recipe import GatesConfig
+from spkv_nas.training.trainer import SPKVTrainer, TokenProgressCallback, newest_complete_checkpoint
+
+SLIDING_WINDOW = "sliding-window"
+VARIANTS = (FULL_ATTENTION, SLIDING_WINDOW, SP_KV)
+SAVE_STEPS = 100
+COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
+CURVE_COLUMNS = ("variant", "step", "loss", "mean_utility", "density")
+
+
+@dataclass(frozen=True)
+class PalindromeSettings:
+    """Everything that decides the result."""
+
+    steps: int = 500
+    batch_size: int = 32
+    seed: int = 0
+    num_layers: int = 2
+    hidden_size: int = 64
+    intermediate_size: int = 128
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 32
+    initializer_range: float = 0.06  # at the library's 0.02 the same loss takes twice the steps
+    learning_rate: float = 5e-3
+    warmup_steps: int = 50
+    final_learning_rate: float = 0.01  # share of the peak
+    weight_decay: float = 0.1
+    window: int = 32
+    bias: float = 2.0
+    learning_rate_multiplier: float = 5.0  # of the predictors
+    tau: float = 0.5
+    num_heldout: int = 512  # sequences
+
+    @property
+    def content_hash(self) -> str:
+        """12 hexadecimal digits that change with any setting."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class PalindromeRun:
+    """A finished variant.
+
+    ``nll`` (soft gates) and ``hard_nll`` are nats per output token on held-out sequences; ``mean_utility`` and
+    ``density`` are means over heads and tokens; ``kept`` is the density by kind of token; ``curve`` is the training
+    log, columns ``CURVE_COLUMNS``.
+    """
+
+    variant: str
+    nll: float
+    hard_nll: float | None
+    mean_utility: float | None
+    density: float | None
+    kept: dict[str, float] | None
+    seconds: float
+    num_parameters: int
+    hardware: str
+    curve: pd.DataFrame
+
+    @classmethod
+    def read(cls, final: Path) -> PalindromeRun:
+        """What ``train_variant`` left. Raises ``UserError`` if it is damaged."""
+        check_manifest(final)
+        record = json.loads((final / "run.json").read_text())
+        fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
+        return cls(**fields, curve=pd.read_csv(final / "curve.csv"))
+
+
+def compare(
+    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", announce: Callable[[str], None] = lambda _: None
+) -> list[PalindromeRun]:
+    """Train every variant on the same sequences in the same order. Finished ones are not trained again.
+
+    Args:
+        runs: folder of the variants' checkpoints.
+        announce: told what starts, one line each.
+    """
+    finished = []
+    for number, variant in enumerate(VARIANTS, 1):
+        announce(f"{variant} ({number} of {len(VARIANTS)})")
+        folder = runs / f"{variant}-{settings.content_hash}"
+        finished.append(train_variant(settings, variant, folder, device=device))
+    return finished
+
+
+def train_variant(settings: PalindromeSettings, variant: str, folder: Path, *, device: str = "cpu") -> PalindromeRun:
+    """Train and measure one of ``VARIANTS``. Resumes, or returns the finished run."""
+    final = folder / "final"
+    if is_complete(final):
+        return PalindromeRun.read(final)
+    model = new_model(settings, variant)
+    sequences = Palindromes(settings.steps * settings.batch_size, settings.seed)
+    trainer = SPKVTrainer(
+        model=model,
+        args=_arguments(settings, folder, device),
+        train_dataset=sequences,
+        schedule=LearningRateSchedule(
+            settings.steps,
+            settings.warmup_steps,
+            max(1, settings.steps - settings.warmup_steps),
+            settings.final_learning_rate,
+        ),
+        gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == SP_KV else None,
+        gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
+        callbacks=[UtilityProgressCallback(variant)],
+    )
+    newest = newest_complete_checkpoint(folder)
+    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    curve = pd.DataFrame([entry for entry in trainer.state.log_history if "loss" in entry])
+    heldout = Palindromes(settings.num_heldout, settings.seed, heldout=True)
+    record = {
+        "variant": variant,
+        **measure(model, heldout, settings.tau),
+        "seconds": sequences.length * len(sequences) * float((1.0 / curve["tokens_per_second"]).mean()),
+        "num_parameters": model.num_parameters(),
+        "hardware": _hardware(device),
+        "settings": asdict(settings),
+        "environment": environment(),
+    }
+    shutil.rmtree(final, ignore_errors=True)
+    curve = curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS))
+    write_atomic(final / "curve.csv", curve.to_csv(index=False, float_format="%.6g"))
+    write_atomic(final / "run.json", json.dumps(record, indent=1) + "\n")
+    save(model, None, final)
+    for checkpoint in folder.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    return PalindromeRun.read(final)
+
+
+def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
+    """A Llama with fresh weights, the same for every variant, attending as ``variant`` says."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=len(VOCABULARY),
+        hidden_size=settings.hidden_size,
+        intermediate_size=settings.intermediate_size,
+        num_hidden_layers=settings.num_layers,
+        num_attention_heads=settings.num_heads,
+        num_key_value_heads=settings.num_kv_heads,
+        head_dim=settings.head_dim,
+        max_position_embeddings=Palindromes(0).length,
+        initializer_range=settings.initializer_range,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    set_seed(settings.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if variant == SLIDING_WINDOW:
+        apply_layout(model, Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window))
+    elif variant == SP_KV:
+        attach_gates(
+            model, GateConfig(window=settings.window, bias=settings.bias, tau=settings.tau), seed=settings.seed
+        )
+    return model
+
+
+class UtilityProgressCallback(TokenProgressCallback):
+    """Adds the mean utility of the logged step to the log history."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self._gates = GateWatch(kwargs["model"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_begin(args, state, control, **kwargs)
+        if (state.global_step + 1) % args.logging_steps == 0:
+            self._gates.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        super().on_log(args, state, control, logs, **kwargs)
+        seen = self._gates.stop()
+        if seen is not None:
+            state.log_history[-1]["mean_utility"] = float(seen[0].mean())
+
+
+# ---------------------------------------------------------------- results
+
+
+def result_table(settings: PalindromeSettings, finished: list[PalindromeRun]) -> pd.DataFrame:
+    """One row per variant, columns ``COLUMNS``. Full attention keeps every key, the sliding window none outside it."""
+    rows = [{**vars(run), "steps": settings.steps} for run in finished]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    return table.assign(
+        density=table["density"].fillna(table["variant"].map({FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0}))
+    )
+
+
+def summary(settings: PalindromeSettings, finished: list[PalindromeRun]) -> dict[str, Any]:
+    """What the tables leave out: the task, the settings, what was kept, where it ran."""
+    task = Palindromes(settings.num_heldout)
+    return {
+        "settings": asdict(settings),
+        "num_tokens": task.length,
+        "num_instruction_tokens": task.kinds.count("instruction"),
+        "num_output_tokens": task.num_outputs,
+        "chance_nll": round(task.chance_nll, 4),
+        "num_parameters": {run.variant: run.num_parameters for run in finished},
+        "density_by_token": {run.variant: run.kept for run in finished if run.kept is not None},
+        "hardware": {run.variant: run.hardware for run in finished},
+        "environment": environment(),
+    }
+
+
+def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=settings.steps,
+        per_device_train_batch_size=settings.batch_size,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=1.0,
+        save_strategy="steps",
+        save_steps=SAVE_STEPS,
+        save_total_limit=2,
+        logging_steps=max(1, settings.steps // 50),
+        logging_nan_inf_filter=False,
+        seed=settings.seed,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=device != "cpu",
+        report_to=[],
+        disable_tqdm=True,  # of the library's own bar; ours is a callback
+    )
+
+
+def _hardware(device: str) -> str:
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    return f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"

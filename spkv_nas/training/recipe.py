@@ -1,0 +1,215 @@
+"""Recipes: one YAML file says which model, which text, how to train it and how to gate it.
+
+Parsed strictly: an unknown key, a wrong type or a value out of range is an error that names the file, the key, what
+was expected and what was found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_yaml
+from spkv_nas.base.schema import Section, validate
+from spkv_nas.cost.ladder import find_level, ladder
+from spkv_nas.data.config import DataConfig
+
+
+class ModelConfig(Section):
+    """Either ``path`` (a Hugging Face decoder) or ``config`` (a Hugging Face config for a new one)."""
+
+    path: str | None = None
+    config: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either 'path' or 'config'")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("'config' needs 'model_type', for example llama")
+        return self
+
+
+class TokenizerConfig(Section):
+    """Either ``path`` (a tokenizer folder or id) or ``vocab_size`` (a BPE trained on the corpus)."""
+
+    path: str | None = None
+    vocab_size: int | None = Field(None, ge=260)
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> TokenizerConfig:
+        if (self.path is None) == (self.vocab_size is None):
+            raise ValueError("give either 'path' or 'vocab_size'")
+        return self
+
+
+class DenseConfig(Section):
+    """The stable phase of the dense model."""
+
+    steps: int = Field(3000, ge=1)
+    batch_size: int = Field(8, ge=1, description="blocks per step, of all processes together")
+    learning_rate: float = Field(2e-3, gt=0.0)
+    warmup_steps: int = Field(100, ge=0)
+    weight_decay: float = Field(0.1, ge=0.0)
+    max_grad_norm: float = Field(1.0, gt=0.0)
+
+
+class BranchConfig(Section):
+    """The decay phase, the same for every branch."""
+
+    steps: int = Field(1000, ge=1)
+    batch_size: int = Field(8, ge=1, description="blocks per step, of all processes together")
+    learning_rate: float = Field(2e-3, gt=0.0)
+    warmup_steps: int = Field(0, ge=0)
+    final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="share of the peak")
+    weight_decay: float = Field(0.1, ge=0.0)
+    max_grad_norm: float = Field(1.0, gt=0.0)
+
+
+class GatesConfig(GateConfig):
+    """The model's gates, and how they learn (paper: multiplier 5, weight decay 0.1, soft 75 %, then hard)."""
+
+    layers: list[int] | None = Field(
+        None, min_length=1, description="only these layers have gates, the others are global"
+    )
+    training: Literal["continued", "from-scratch", "frozen-model"] = "continued"
+    mode: Literal["soft", "sampled"] = Field("soft", description="sampled: Bernoulli gates, gradient straight through")
+    p_min: float = Field(0.0, ge=0.0, le=0.5, description="probabilities of sampled gates lie in [p_min, 1 - p_min]")
+    learning_rate_multiplier: float = Field(5.0, gt=0.0)
+    weight_decay: float = Field(0.1, ge=0.0)
+    soft_fraction: float = Field(0.75, ge=0.0, le=1.0, description="share of the branch before gates are hard")
+    anneal_steps: int = Field(0, ge=0)
+    density_weight: float = Field(0.0, description="lambda of the regulariser -lambda * mean(u); below 0: sparser")
+    target_density: float | None = Field(None, ge=0.0, le=1.0, description="moves lambda to reach this density")
+    start_from: str | None = Field(None, description="a checkpoint whose predictors to start from")
+
+    @model_validator(mode="after")
+    def _one_grid(self) -> GatesConfig:
+        if self.heads is not None and self.layers is not None:
+            raise ValueError("give one of 'heads', 'layers' and 'layout': each says which heads have gates")
+        if self.p_min and self.mode != "sampled":
+            raise ValueError("p_min belongs to mode: sampled")
+        return self
+
+    def of_model(self, grid: tuple[int, int]) -> GateConfig:
+        """The part that a model of ``grid`` (layers, KV heads) is built from. Raises ``UserError``: no such layer."""
+        heads = self.heads
+        if self.layers is not None:
+            heads = [(GATED if layer in self.layers else GLOBAL) * grid[1] for layer in range(grid[0])]
+            outside = [layer for layer in self.layers if not 0 <= layer < grid[0]]
+            if outside:
+                raise UserError(f"gates.layers: there is no layer {outside[0]}; the model has {grid[0]} layers")
+        return GateConfig(**{**self.model_dump(include=set(GateConfig.model_fields)), "heads": heads})
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation."""
+
+    batch_size: int = Field(8, ge=1)
+    every: int | None = Field(None, ge=1, description="also while an SP-KV branch trains, every so many steps")
+    max_tokens: int = Field(65536, ge=1, description="held-out tokens of an evaluation while training")
+
+
+class Recipe(Section):
+    """A whole recipe. ``dense: null`` says that the model at ``model.path`` is the dense checkpoint.
+
+    ``model`` may be the name of a level (``spkv_nas.cost.ladder``): its config and hyperparameters then stand
+    wherever the recipe says nothing else, and the parsed recipe holds them all.
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(0, ge=0)
+    model: ModelConfig
+    tokenizer: TokenizerConfig | None = None
+    data: DataConfig
+    dense: DenseConfig | None = None
+    branch: BranchConfig = BranchConfig()
+    gates: GatesConfig = GatesConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint_every: int = Field(200, ge=1)
+    tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
+    micro_batch_size: int | None = Field(None, ge=1, description="blocks per forward and backward pass")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
+    sharding: Literal["none", "fsdp"] = Field(
+        "none", description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2)"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_level(cls, data: Any) -> Any:
+        name = data.get("model") if isinstance(data, dict) else None
+        return ladder()[name].recipe(data) if isinstance(name, str) and name in ladder() else data
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _known_level(cls, model: Any) -> Any:
+        return find_level(model) if isinstance(model, str) else model
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.model.config is not None and self.dense is None:
+            raise ValueError("a new model (model.config) needs a 'dense' section that trains it")
+        if self.model.path is not None and self.dense is not None:
+            raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
+        if self.gates.training == "from-scratch":
+            self._check_from_scratch()
+        if self.model.config is not None and self.tokenizer is None:
+            raise ValueError("a new model (model.config) needs a 'tokenizer'")
+        for name, phase in (("dense", self.dense), ("branch", self.branch)):
+            size = self.micro_batch_size
+            if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
+                raise ValueError(f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}")
+        return self
+
+    def _check_from_scratch(self) -> None:
+        if self.dense is None:
+            raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")
+        for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
+            if getattr(self.dense, key) != getattr(self.branch, key):
+                raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
+
+    @classmethod
+    def read(cls, path: Path) -> Recipe:
+        """Read and check a recipe file. Raises ``UserError``."""
+        return cls.parse(read_yaml(path, "recipe"), path.parent, f"recipe {path}")
+
+    @classmethod
+    def parse(cls, data: Any, base: Path, where: str) -> Recipe:
+        """Check a recipe's data; ``where`` names it in errors. Raises ``UserError``.
+
+        ``gates.layout``, a layout file (a relative path starts from ``base``), becomes ``gates.heads``: its local heads
+        stay local, its global ones get gates, and its window is the gates' unless the recipe says another.
+        """
+        gates = data.get("gates") if isinstance(data, dict) else None
+        if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
+            layout = Layout.read(base / gates["layout"])
+            heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
+            rest = {key: value for key, value in gates.items() if key != "layout"}
+            data = {**data, "gates": {"window": layout.window, **rest, "heads": heads}}
+        return validate(cls, data, where)
+
+    def content_hash(self, *sections: str) -> str:
+        """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections."""
+        data = self.model_dump(mode="json", include=set(sections) if sections else None)
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def warnings(self) -> list[str]:
+        """What will probably disappoint, in plain sentences."""
+        gates, branch = self.gates, self.branch
+        soft_steps = gates.soft_fraction * branch.steps
+        # A cosine decay has a mean of about one half; its first 75 % has 0.63.
+        reach = gates.learning_rate_multiplier * branch.learning_rate * soft_steps * 0.63
+        if gates.start_from is None and gates.soft_fraction > 0 and reach < gates.bias:
+            return [
+                f"gates can hardly close: over {soft_steps:.0f} soft steps a logit travels about {reach:.2f}, less "
+                f"than the bias of {gates.bias}\nmore branch.steps, a larger gates.learning_rate_multiplier or a "
+                "smaller gates.bias would help"
+            ]
+        return []

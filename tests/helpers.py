@@ -1,0 +1,206 @@
+"""What the tests share: tiny random models, a small project, tables, and how to run a command that must fail."""
+
+from __future__ import annotations
+
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spkv_nas import GateConfig, attach_gates, set_gate_mode
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.gates import predictors
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"head_dim": 8, "sliding_window": None},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "olmo2": {},
+    "phi3": {"pad_token_id": 0, "sliding_window": None},
+    "granite": {},
+    "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 1, 0]},
+}
+
+
+def tiny_model(family: str = "llama", **options: Any) -> PreTrainedModel:
+    """A random decoder: 4 layers, 4 query and 2 KV heads of size 8, in evaluation mode."""
+    config = AutoConfig.for_model(
+        family,
+        **{
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **FAMILIES.get(family, {}),
+            **options,
+        },
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.eval()
+
+
+RECIPE = """\
+name: tiny
+model:
+  config: {model_type: llama, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 2, num_attention_heads: 4,
+           num_key_value_heads: 2, tie_word_embeddings: true}
+tokenizer: {vocab_size: 280}
+data: {sources: [text], block_size: 32, heldout: 0.3, max_heldout_tokens: 4000}
+dense: {steps: 6, batch_size: 4, learning_rate: 1e-2, warmup_steps: 2}
+branch: {steps: 8, batch_size: 4, learning_rate: 1e-2}
+gates: {window: 8, hidden_size: 8, bias: 0.2, learning_rate_multiplier: 10.0}
+checkpoint_every: 3
+"""
+
+
+def write_project(folder: Path, recipe: str = RECIPE) -> Path:
+    """A recipe for a tiny model on forty short documents in two domains, in a new folder; the recipe's file."""
+    for domain in ("prose", "code"):
+        (folder / "text" / domain).mkdir(parents=True)
+        for number in range(20):
+            words = " ".join(f"{domain}{(number * i) % 17} returns" for i in range(60))
+            (folder / "text" / domain / f"{number}.txt").write_text(f"document {number}: {words}\n")
+    file = folder / "recipe.yaml"
+    file.write_text(recipe)
+    return file
+
+
+BLOCK = 32  # tokens of a block of the next two
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """Run a command that must fail as a user's mistake; its message."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(a) for a in arguments])
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    return " ".join(message.split())
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens, use_cache=False).logits
+
+
+def scatter_gates(model: PreTrainedModel) -> None:
+    """Make the gates differ by token, so that a wrong gate shows."""
+    torch.manual_seed(1)
+    for module in predictors(model).values():
+        torch.nn.init.normal_(module.down.weight, std=2.0)
+        torch.nn.init.zeros_(module.down.bias)
+
+
+def gated(family: str = "llama") -> PreTrainedModel:
+    model = tiny_model(family, vocab_size=300)
+    attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
+    scatter_gates(model)
+    return model
+
+
+def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.ndarray:
+    """[N, L, Hkv, T] utility logits with hard gates at tau."""
+    seen: list[torch.Tensor] = []
+    handles = [p.register_forward_hook(lambda _m, _a, out: seen.append(out)) for p in predictors(model).values()]
+    set_gate_mode(model, "hard", tau)
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(blocks.tokens.astype(np.int64)))
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen, 1).numpy()
+
+
+def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> DensityTable:
+    """A table from ``density`` [L, Hkv], or [P, L, Hkv] with its domains."""
+    grid = np.asarray(density, dtype=float)
+    grid = grid[None] if grid.ndim == 2 else grid
+    domain, layer, head = (axis.ravel() for axis in np.indices(grid.shape))
+    rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+        domain=[domains[i] for i in domain], num_tokens=1000, num_documents=2, standard_error=math.nan
+    )
+    return DensityTable("p", rows, window=8)
+
+
+DENSITY = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
+
+
+def make_domain_table(
+    domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any
+) -> DensityTable:
+    rows = [
+        {
+            "layer": layer,
+            "kv_head": head,
+            "domain": domain,
+            "density": density[layer, head],
+            "num_tokens": 1000 * (number + 1),
+            "num_documents": 10,
+            "standard_error": 0.01 if number else np.nan,
+        }
+        for number, domain in enumerate(domains)
+        for layer, head in np.ndindex(density.shape)
+    ]
+    return DensityTable("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
+
+
+VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br"}
+
+
+def make_layouts(*names: str) -> dict[str, Layout]:
+    grids = [("GL", "LG", "LL", "LL"), ("LL", "LL", "LL", "GG"), ("LG", "LL", "GL", "LL")]
+    return {name: Layout(heads, 8, name, {"seed": None}) for name, heads in zip(names, grids, strict=False)}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, texts by element, and a check that tags close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.stack: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.texts.setdefault(tag, [])
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.stack:
+            self.texts[self.stack[-1]].append(data)
+
+    def all(self, *tags: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.elements if tag in tags]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load(folder)[0].state_dict())
