@@ -261,8 +261,8 @@ class TestAppend:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks = []
-        reserve = PagedKVCache._reserve
-        monkeypatch.setattr(PagedKVCache, "_reserve", lambda *args: (looks.append(1), reserve(*args)))
+        take_pages = PagedKVCache._take_pages
+        monkeypatch.setattr(PagedKVCache, "_take_pages", lambda *args: (looks.append(1), take_pages(*args)))
         cache = PagedKVCache(2, 2, 4, window=8, page_size=2, device=DEVICE)
         k, keep = normal(2, 2, 4), torch.tensor([[True, False]] * 2, device=DEVICE)
         for _ in range(48):
@@ -336,7 +336,7 @@ class TestAppend:
     def test_a_capture_needs_a_reservation_and_ends_the_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cache = filled_cache([9], 4, (1.0,), window=4, page_size=1)
         token = (normal(1, 1, 4), normal(1, 1, 4), torch.ones(1, 1, device=DEVICE).bool())
-        monkeypatch.setattr("spkv_kernels.cache._captures", lambda _: True)
+        monkeypatch.setattr("spkv_kernels.pages._captures", lambda _: True)
         with pytest.raises(RuntimeError, match="reserve the pages of all its replays before capturing"):
             cache.append(*token, backend="triton")
         cache.reserve(8)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from spkv_kernels.cache import PagedKVCache
 
-BACKENDS = ("reference", "cpu", "triton")
+BACKENDS = ("reference", "cpu", "triton")  # of attention
+DECODE_BACKENDS = ("reference", "torch", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,9 +73,9 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
         q: [B, Hq, D]; the token's own key has been appended.
         cache: of the layer. A sequence must hold at least one token.
         scale: of the scores; 1 / sqrt(D) by default.
-        backend: "auto" (triton for CUDA tensors, cpu otherwise), "cpu" (torch operations, any device), "triton" (not
-            float64, D up to 256; never waits for the device, so it serves in CUDA graphs, and gives zeros for an
-            empty sequence) or "reference" (a loop over sequences and heads).
+        backend: "auto" (triton for CUDA tensors, torch otherwise), "torch" (torch operations, any device), "triton"
+            (not float64, D up to 256; never waits for the device, so it serves in CUDA graphs, and gives zeros for
+            an empty sequence) or "reference" (a loop over sequences and heads).
 
     Returns:
         [B, Hq, D] in the dtype of ``q``, computed in float32 (float64 for float64).
@@ -85,9 +86,8 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
     _check_queries(q, (cache.batch_size, None, cache.head_dim), cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
-        backend = "triton" if q.device.type == "cuda" else "cpu"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {backend!r}")
+        backend = "triton" if q.device.type == "cuda" else "torch"
+    _check_name(backend, DECODE_BACKENDS)
     if backend == "triton":
         _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
         from spkv_kernels.triton import decode as kernels
@@ -152,13 +152,17 @@ def _backend(name: str, q: Tensor) -> str:
                 "'reference' for any device (slow, O(T^2) memory): ask for it by name"
             )
         name = "triton" if device.type == "cuda" else "cpu"
-    if name not in BACKENDS:
-        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, BACKENDS))}; found {name!r}")
+    _check_name(name, BACKENDS)
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"backend: 'cpu' expects tensors on the CPU; found {device}")
     if name == "triton":
         _check_triton(device, q.dtype, q.shape[-1])
     return name
+
+
+def _check_name(name: str, backends: tuple[str, ...]) -> None:
+    if name not in backends:
+        raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, backends))}; found {name!r}")
 
 
 def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:

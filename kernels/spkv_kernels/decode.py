@@ -1,4 +1,4 @@
-"""Attention over a ``PagedKVCache`` with torch operations alone: backend ``cpu`` of ``decode_attention``.
+"""Attention over a paged cache with torch operations alone, on any device: backend ``torch`` of ``decode_attention``.
 
 Every page of the pool knows its owner, a (sequence, KV head). So the long-term part needs no loop over sequences or
 heads and no gathering of keys: batched products of *all* pages, in place, with the queries of their owners, and sums
@@ -14,13 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spkv_kernels.cache import PagedKVCache
+from spkv_kernels.pages import PagedState
 
 _CHUNK = 16384  # rows of queries in a chunk of pages: 4,096 pages at G = 4
 _QUERIES = 256  # tokens at a time in ``extend_attention``
 
 
-def decode_attention(q: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
+def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
     """See ``spkv_kernels.decode_attention``."""
     batch, query_heads, size = q.shape
     rows = _owners(q, cache)
@@ -33,7 +33,7 @@ def decode_attention(q: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
     return _finish(_add_pages(rows * scale, cache, *state)).view(batch, query_heads, size).to(q.dtype)
 
 
-def extend_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
+def extend_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedState, scale: float) -> Tensor:
     """See ``spkv_kernels.extend_attention``."""
     parts = [
         _extend(q[:, :, start : start + _QUERIES], start, k, v, keep, cache, scale)
@@ -42,7 +42,7 @@ def extend_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: Paged
     return torch.cat(parts, 2)
 
 
-def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
+def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: PagedState, scale: float) -> Tensor:
     """The queries from ``start`` of the new tokens: the ring and the new keys under a mask, then the pages."""
     batch, query_heads, number, size = q.shape
     heads, window, device = cache.num_kv_heads, cache.window, q.device
@@ -65,7 +65,7 @@ def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: Pa
     return out.view(batch, query_heads, number, size).to(q.dtype)
 
 
-def _owners(q: Tensor, cache: PagedKVCache) -> Tensor:
+def _owners(q: Tensor, cache: PagedState) -> Tensor:
     """q [B, Hq, ..., D] as rows of their owners, [N, R, D], float32 (or wider)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.to(dtype).reshape(cache.batch_size * cache.num_kv_heads, -1, q.shape[-1])
@@ -79,7 +79,7 @@ def _start(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _add_pages(
-    rows: Tensor, cache: PagedKVCache, largest: Tensor, total: Tensor, acc: Tensor
+    rows: Tensor, cache: PagedState, largest: Tensor, total: Tensor, acc: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Add every page of the pool to its owner's M, L and A."""
     used = cache.num_pages

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spkv_kernels.cache import PagedKVCache
+from spkv_kernels.pages import PagedState
 
 
 def attention(
@@ -51,7 +51,7 @@ def _bias(
     return torch.where(age < 0, outside, torch.where(age < limit, zero, gate))
 
 
-def decode_attention(q: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
+def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
     """See ``spkv_kernels.decode_attention``: one sequence and head after the other."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spkv_kernels.cache import PagedKVCache
+from spkv_kernels.pages import PagedState
 from spkv_kernels.triton.common import load_rows, store_rows
 from spkv_kernels.triton.config import default
 
@@ -253,7 +253,7 @@ def decode_combine_kernel(
     tl.store(p_out + row.to(tl.int64) * SIZE + o_d, acc.to(p_out.dtype.element_ty), mask=o_d < SIZE)
 
 
-def append(cache: PagedKVCache, k: Tensor, v: Tensor, keep: Tensor) -> None:
+def append(cache: PagedState, k: Tensor, v: Tensor, keep: Tensor) -> None:
     """``PagedKVCache.append``, whose pages are there."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     size = cache.head_dim
@@ -266,7 +266,7 @@ def append(cache: PagedKVCache, k: Tensor, v: Tensor, keep: Tensor) -> None:
     )  # fmt: skip
 
 
-def decode_attention(q: Tensor, cache: PagedKVCache, scale: float) -> Tensor:
+def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
     """See ``spkv_kernels.decode_attention``."""
     batch, query_heads, size = q.shape
     heads = cache.num_kv_heads
