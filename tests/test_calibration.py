@@ -26,7 +26,7 @@ from spkv_nas.cost.calibration import Calibration, LayerCase, Timing, default_co
 from spkv_nas.cost.formulas import mean_visible_keys
 from spkv_nas.cost.roofline import Hardware, Roofline, find_hardware
 from spkv_nas.cost.times import Phase
-from spkv_nas.cost.timing import measure
+from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages import cost as cost_stages
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
@@ -180,7 +180,7 @@ class TestMeasuring:
         monkeypatch.setattr(attention_timing, "attention", prefill)
         steps: list[tuple[int, int]] = []
         case = LayerCase(4, 2, 8, dtype, window=4, batch=2, device="cpu")
-        found = measure(case, (8, 24), progress=lambda *step: steps.append(step))
+        found = time_attention(case, (8, 24), progress=lambda *step: steps.append(step))
         assert [(row.phase, row.context, row.num_global) for row in found.timings] == list(
             itertools.product(("decode", "prefill"), (8, 24), (0, 1, 2))
         )
@@ -196,7 +196,7 @@ class TestMeasuring:
     def test_times_are_per_token_and_layer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A clock that moves by one second per look: every call takes one, in eight caches or for all tokens."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
-        found = measure(CASE, (8,))
+        found = time_attention(CASE, (8,))
         seconds: dict[Phase, set[float]] = {
             phase: {row.seconds_per_token for row in found.timings if row.phase == phase}
             for phase in ("decode", "prefill")
@@ -206,7 +206,7 @@ class TestMeasuring:
     def test_prefill_stops_where_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Each call takes a second. At 8 tokens that promises four at 16, at 16 tokens nine at 48: too long."""
         monkeypatch.setattr(kernel_timing, "perf_counter", itertools.count().__next__)
-        found = measure(CASE, (8, 16, 48))
+        found = time_attention(CASE, (8, 16, 48))
         assert (found.contexts("decode"), found.contexts("prefill")) == ((8, 16, 48), (8, 16))
         assert not found.covers(48, "prefill")
 

@@ -160,7 +160,7 @@ def copy_bandwidth(device: str) -> float:
     return 2 * source.numel() * 4 / seconds
 
 
-def measure(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
+def time_case(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
     """One row; times and bytes are those of one layer."""
     layers = []
     for layer in range(case.layers):
@@ -278,7 +278,7 @@ def main() -> None:
     for batch, context, density in itertools.product(options.batch, options.context, options.density):
         for lengths in ("uniform", "lognormal") if density < 1 else ("uniform",):
             case = Case(batch, context, density, lengths, heads, dtype, options.device)
-            row = measure(case, options.rounds, bandwidth)
+            row = time_case(case, options.rounds, bandwidth)
             must = (MUST_CUDA if batch == 16 else {}) if on_gpu else MUST
             bar = f"  must be {must[density]}" if context == 32768 and density in must else ""
             print(

@@ -27,7 +27,7 @@ _MAX_LAYERS = 8
 _CACHE_BYTES = 1 << 28  # of all caches at once, unless one for each number of global heads takes more
 
 
-def measure(
+def time_attention(
     case: LayerCase, contexts: Sequence[int], *, progress: Callable[[int, int], None] | None = None
 ) -> Calibration:
     """Time ``case`` at each of ``contexts`` (ascending); prefill stops where a call would take ``PREFILL_SECONDS``.

@@ -40,7 +40,7 @@ def calibrate_stage(
     Returns:
         The name and the calibration.
     """
-    from spkv_nas.cost.timing import measure
+    from spkv_nas.cost.timing import time_attention
 
     own, _, shape = _find_shape(preset, model)
     device = _device(device)
@@ -51,7 +51,7 @@ def calibrate_stage(
     )  # fmt: skip
     workspace.check_writable()
     with _bar("measuring") as progress:
-        calibration = measure(case, contexts, progress=progress)
+        calibration = time_attention(case, contexts, progress=progress)
     calibration.write(workspace.report_dir(name or own))
     return name or own, calibration
 

@@ -1,0 +1,169 @@
+"""Times whole training steps of a model with gates, and of a hybrid, against the same model with full attention.
+
+Two subjects. On the CPU the embedded reference (21 layers x 3 KV heads), with the batch and precision of its own
+training. On any device a level of the ladder (``spkv_nas.cost.ladder``): a Llama of its shape, whose FFN width, which
+the paper's table leaves open, follows Llama 3's rule, with random weights in bfloat16 and one sequence a step; hard
+gates keep a given share of random tokens. The paper has .60 to .62 (soft) and .82 to .90 (hard) at 8,192 tokens.
+
+The dense model runs PyTorch's SDPA, as transformers would, forced to cuDNN on a GPU, where the default is slower. All
+candidates take their turn in each round, in both orders, in one process (``spkv_kernels.timing.interleaved``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from spkv_kernels.timing import interleaved
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.cost.ladder import Level
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.gates import predictors
+from spkv_nas.model.hook import apply_layout, attach_gates, set_gate_mode
+from spkv_nas.probing.density import probe
+from spkv_nas.proposal.propose import propose
+from spkv_nas.training.recipe import Recipe
+
+DENSITIES = (0.25, 0.11)  # of hard gates
+BARS = {"soft": 0.8, "hybrid": 0.9, "probe": 0.85}  # of the embedded reference
+VOCABULARY = 32000  # of a level
+HYBRID_BUDGET = 18  # of the embedded reference's 63 heads, as in the paper; a level's hybrid has the same share
+HYBRID_SHARE = "29%"
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """The time of one candidate.
+
+    Attributes:
+        case: "dense", "soft", "hard 0.25" (the density), "hybrid": a training step; "dense forward"; "probe".
+        seconds: median of a call.
+        tokens_per_second: of a call.
+        ratio: time of the dense model / of this one: 0.8 means 0.8 of its tokens/s. A probe is compared with "dense
+            forward", a step with "dense".
+        bar: what the ratio must reach; None where nothing is required.
+    """
+
+    case: str
+    seconds: float
+    tokens_per_second: float
+    ratio: float
+    bar: float | None
+
+
+def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
+    """Steps of the embedded reference on the CPU: dense, with soft gates, as a hybrid; a forward pass and a probe."""
+    recipe = Recipe.read(EMBEDDED / "recipe.yaml")
+    precision = None if recipe.precision == "float32" else torch.bfloat16
+    dense, tokenizer = load("embedded:dense", dtype=torch.float32)
+    gated, _ = load("embedded:reference", dtype=torch.float32)
+    blocks = _random_blocks(recipe.branch.batch_size, recipe.data.block_size, len(tokenizer))
+    tokens = torch.from_numpy(blocks.tokens).long()
+    hybrid = copy.deepcopy(dense)
+    apply_layout(hybrid, propose(probe(gated, blocks), budget=HYBRID_BUDGET)["densest"])
+    probed = copy.deepcopy(gated)
+    set_gate_mode(gated, "soft")
+    candidates: dict[str, Call] = {
+        "dense": _training_step(dense, tokens, precision),
+        "soft": _training_step(gated, tokens, precision),
+        "hybrid": _training_step(hybrid, tokens, precision),
+        "dense forward": torch.no_grad()(lambda: dense(input_ids=tokens, use_cache=False)),
+        "probe": lambda: probe(probed, blocks, batch_size=len(tokens)),
+    }
+    return _timings(interleaved(candidates, rounds), tokens.numel(), BARS)
+
+
+def time_level_steps(
+    level: Level, *, device: str, length: int | None = None, num_layers: int | None = None, rounds: int = 7
+) -> list[StepTiming]:
+    """Steps of a level of the ladder: dense, with soft gates, with hard ones at ``DENSITIES``, as a hybrid.
+
+    Args:
+        length: tokens of the sequence; the level's block size by default.
+        num_layers: fewer layers than the level has, to rehearse.
+    """
+    length = length or level.block_size
+    blocks = _random_blocks(1, length, VOCABULARY)
+    tokens = torch.from_numpy(blocks.tokens).long().to(device)
+    dense = _random_model(replace(level, num_layers=num_layers or level.num_layers), length).to(device, torch.bfloat16)
+    gated, hybrid = copy.deepcopy(dense), copy.deepcopy(dense)
+    attach_gates(gated, GateConfig(bias=0.0), seed=0)
+    for predictor in predictors(gated).values():
+        torch.nn.init.normal_(predictor.down.weight, std=2.0)  # logits far apart, so that a threshold gives any density
+    table = probe(gated, blocks, tau=0.5, batch_size=1)
+    apply_layout(hybrid, propose(table, budget=HYBRID_SHARE)["densest"])
+    gated.train()
+    train = _training_step(gated, tokens, None)
+
+    def in_mode(mode: str, tau: float) -> Call:
+        def call() -> None:
+            set_gate_mode(gated, mode, tau)
+            train()
+
+        return call
+
+    candidates = {"dense": _on_cudnn(_training_step(dense, tokens, None), tokens), "soft": in_mode("soft", 0.5)}
+    candidates |= {f"hard {density}": in_mode("hard", table.tau_for_density(density)) for density in DENSITIES}
+    candidates["hybrid"] = _training_step(hybrid, tokens, None)
+    return _timings(interleaved(candidates, rounds, device), length, {})
+
+
+def _random_blocks(num_blocks: int, block_size: int, vocabulary: int) -> TokenBlocks:
+    """Blocks of random tokens, all of one document: a step takes as long as on text."""
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (num_blocks, block_size), dtype=np.int32)
+    return TokenBlocks(tokens, np.zeros_like(tokens), (DocumentInfo("random", "random", "random"),))
+
+
+def _random_model(level: Level, length: int) -> PreTrainedModel:
+    """A model of the level's shape with PyTorch's SDPA."""
+    config = AutoConfig.for_model(
+        **level.config(), vocab_size=VOCABULARY, max_position_embeddings=length, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def _training_step(model: PreTrainedModel, tokens: Tensor, precision: torch.dtype | None) -> Call:
+    """Forward, loss, backward and optimizer step on tokens [B, T], under autocast to ``precision`` unless None."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def call() -> None:
+        with torch.autocast(tokens.device.type, precision) if precision else nullcontext():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return call
+
+
+def _on_cudnn(step: Call, tokens: Tensor) -> Call:
+    """``step``, on a GPU with attention by cuDNN."""
+
+    def call() -> None:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if tokens.is_cuda else nullcontext():
+            step()
+
+    return call
+
+
+def _timings(seconds: Mapping[str, float], num_tokens: int, bars: Mapping[str, float]) -> list[StepTiming]:
+    """Each candidate against its baseline; ``num_tokens`` of a call."""
+    baselines = {"probe": "dense forward", "dense forward": "dense forward"}
+    return [
+        StepTiming(case, taken, num_tokens / taken, seconds[baselines.get(case, "dense")] / taken, bars.get(case))
+        for case, taken in seconds.items()
+    ]

@@ -1,0 +1,82 @@
+"""Training steps that are timed: which models take part, in which modes, and against what each is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from spkv_nas.cost.ladder import find_level
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.training import step_timing
+from spkv_nas.training.step_timing import StepTiming, time_embedded_steps, time_level_steps
+
+
+def run_for(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
+    """Make every candidate run once and seem to take ``seconds``; (rounds, device) of each comparison."""
+    asked: list[tuple[int, str]] = []
+
+    def interleaved(
+        candidates: Mapping[str, Callable[[], object]], rounds: int, device: str = "cpu"
+    ) -> dict[str, float]:
+        assert list(candidates) == list(seconds)
+        for call in candidates.values():
+            call()
+        asked.append((rounds, device))
+        return seconds
+
+    monkeypatch.setattr(step_timing, "interleaved", interleaved)
+    return asked
+
+
+def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is held against the dense step, a probe against a forward pass alone."""
+    random_blocks = step_timing._random_blocks
+    sizes: list[tuple[int, int]] = []
+
+    def few_blocks(num_blocks: int, block_size: int, vocabulary: int) -> TokenBlocks:
+        sizes.append((num_blocks, block_size))
+        return random_blocks(2, 48, vocabulary)
+
+    monkeypatch.setattr(step_timing, "_random_blocks", few_blocks)
+    seconds = {"dense": 4.0, "soft": 5.0, "hybrid": 2.0, "dense forward": 1.0, "probe": 2.0}
+    asked = run_for(seconds, monkeypatch)
+    assert time_embedded_steps(rounds=3) == [
+        StepTiming("dense", 4.0, 96 / 4, 1.0, None),
+        StepTiming("soft", 5.0, 96 / 5, 0.8, 0.8),
+        StepTiming("hybrid", 2.0, 96 / 2, 2.0, 0.9),
+        StepTiming("dense forward", 1.0, 96 / 1, 1.0, None),
+        StepTiming("probe", 2.0, 96 / 2, 0.5, 0.85),
+    ]
+    assert (asked, sizes) == ([(3, "cpu")], [(8, 512)])
+
+
+def test_a_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gates are soft, then hard at thresholds that keep a quarter and a ninth of the tokens."""
+    modes: list[tuple[str, Any]] = []
+    set_gate_mode = step_timing.set_gate_mode
+
+    def watch(model: Any, mode: str, tau: float) -> None:
+        modes.append((mode, tau))
+        set_gate_mode(model, mode, tau)
+
+    monkeypatch.setattr(step_timing, "set_gate_mode", watch)
+    seconds = {"dense": 3.0, "soft": 4.0, "hard 0.25": 2.0, "hard 0.11": 1.5, "hybrid": 1.0}
+    asked = run_for(seconds, monkeypatch)
+    timings = time_level_steps(find_level("micro-3"), device="cpu", length=160, num_layers=3, rounds=2)
+    assert [row.ratio for row in timings] == [1.0, 0.75, 1.5, 2.0, 3.0]
+    assert {row.tokens_per_second * row.seconds for row in timings} == {160.0}
+    assert {row.bar for row in timings} == {None}
+    assert [mode for mode, _ in modes] == ["soft", "hard", "hard"]
+    assert modes[1][1] < modes[2][1], "a higher threshold keeps fewer"
+    assert asked == [(2, "cpu")]
+
+
+def test_models_of_the_levels_have_their_shape() -> None:
+    level = find_level("micro-0")
+    config = step_timing._random_model(level, 64).config
+    assert (config.hidden_size, config.intermediate_size) == (level.hidden_size, level.intermediate_size)
+    assert (config.num_hidden_layers, config.num_attention_heads) == (level.num_layers, level.num_heads)
+    assert (config.num_key_value_heads, config.max_position_embeddings) == (level.num_kv_heads, 64)
+    assert config._attn_implementation == "sdpa"
