@@ -126,7 +126,7 @@ class TestFiles:
             ({"num_heads": 3}, "3 query heads are no multiple of 2 KV heads"),
             ({"csv_sha256": "0"}, "does not describe the calibration.csv beside it"),
             ({"table": "a,b\n1,2\n"}, "column 'phase' is missing"),
-            ({"table": "phase,context,num_global,seconds_per_token\ntrain,1,0,1\n"}, "line 2: a phase is decode or"),
+            ({"table": "phase,context,num_global,seconds_per_token\ntrain,1,0,1\n"}, "must be decode or prefill"),
             ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,x\n"}, "must be a number from 0"),
             ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,1\n"}, "0 to 2 global heads"),
         ],

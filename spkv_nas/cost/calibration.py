@@ -14,26 +14,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pandas as pd
-import yaml
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, read_yaml, write_atomic
-from spkv_nas.base.schema import validate
-from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.base.files import read_text, read_yaml, write_atomic, write_yaml
+from spkv_nas.base.schema import Section, validate
+from spkv_nas.base.tables import Column, csv_text, read_table
 from spkv_nas.cost.times import AttentionTimes, Phase
 
 FORMAT = "spkv-nas/calibration/1"
-COLUMNS = ("phase", "context", "num_global", "seconds_per_token")
+COLUMNS = (
+    Column("phase", choices=get_args(Phase)),
+    Column("context", "whole", low=1),
+    Column("num_global", "whole"),
+    Column("seconds_per_token", "number"),
+)
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_COUNTS = 5  # numbers of global heads that are measured
 _FIRST_CONTEXT = 1024
@@ -190,8 +194,8 @@ class Calibration(AttentionTimes):
 
     def write(self, folder: Path) -> None:
         """Write ``calibration.csv`` and ``calibration.yaml``, each atomically."""
-        rows = [(row.phase, row.context, row.num_global, f"{row.seconds_per_token:.6g}") for row in self.timings]
-        table = pd.DataFrame(rows, columns=list(COLUMNS)).to_csv(index=False, lineterminator="\n")
+        rows = [astuple(timing) for timing in self.timings]
+        table = csv_text(pd.DataFrame(rows, columns=[column.name for column in COLUMNS]))
         content = {
             "format": FORMAT,
             **asdict(self.case),
@@ -201,7 +205,7 @@ class Calibration(AttentionTimes):
             "csv_sha256": _sha256(table),
         }
         write_atomic(folder / "calibration.csv", table)
-        write_atomic(folder / "calibration.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+        write_yaml(folder / "calibration.yaml", content)
 
     @classmethod
     def read(cls, folder: Path) -> Calibration:
@@ -221,15 +225,14 @@ class Calibration(AttentionTimes):
             raise UserError(f"{where} does not describe the calibration.csv beside it: run spkv-nas calibrate again")
         try:
             case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))
-            timings = _read_timings(table)
+            rows = read_table(table, "table", COLUMNS)
+            timings = tuple(Timing(*row) for row in rows.itertuples(index=False, name=None))
             return cls(case, header.hardware, header.num_threads, timings, header.environment)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
 
 
-class _CalibrationFile(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class _CalibrationFile(Section):
     format: str
     num_heads: int
     num_kv_heads: int
@@ -254,21 +257,6 @@ def default_contexts(largest: int) -> tuple[int, ...]:
         contexts.append(step)
         step *= 4
     return tuple(sorted(contexts))
-
-
-def _read_timings(file: Path) -> tuple[Timing, ...]:
-    cells = read_cells(file, "table", COLUMNS, COLUMNS)
-    known = get_args(Phase)
-    unknown = cells["phase"][~cells["phase"].isin(known)]
-    if len(unknown):
-        raise UserError(f"{file}, line {unknown.index[0]}: a phase is {' or '.join(known)}; found '{unknown.iloc[0]}'")
-    where = f"table {file}"
-    columns: tuple[Any, ...] = (
-        numbers(cells["context"], where, whole=True, low=1).astype(int),
-        numbers(cells["num_global"], where, whole=True).astype(int),
-        numbers(cells["seconds_per_token"], where).astype(float),
-    )
-    return tuple(Timing(*row) for row in zip(cells["phase"], *(column.tolist() for column in columns), strict=True))
 
 
 def _title(heads: LayerCase | Shape) -> str:
