@@ -8,7 +8,8 @@ import operator_cases
 import pytest
 import torch
 from operator_cases import GATES, SHAPES, inputs, relative_error, run
-from spkv_kernels import attention, cpu
+from spkv_kernels import attention
+from spkv_kernels.cpu import compaction, masked
 from torch import Tensor
 
 check = partial(operator_cases.check, backend="cpu")
@@ -25,13 +26,13 @@ def test_cpu_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], windo
 def test_compacted_hard_gates_agree(
     shape: tuple[int, int, int, int, int], window: int, gate: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_COMPACT_FROM", 1)
+    monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
     check(inputs(shape, gate), window)
 
 
 @pytest.mark.parametrize("compact_from", [1, 1 << 30], ids=["compacted", "masked"])
 def test_dead_full_and_single_key_heads_side_by_side(compact_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_COMPACT_FROM", compact_from)
+    monkeypatch.setattr(compaction, "_COMPACT_FROM", compact_from)
     given = inputs((2, 8, 4, 210, 16), "nothing")
     assert given["keep"] is not None
     given["keep"][:, 1] = True
@@ -48,7 +49,7 @@ def test_windows_per_head(windows: list[int], gate: str) -> None:
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_a_mask_too_large_for_all_heads_goes_in_shares(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MASK_BYTES", 2 * 64 * 300 * 4)
+    monkeypatch.setattr(masked, "_MASK_BYTES", 2 * 64 * 300 * 4)
     check(inputs((3, 3, 3, 300, 8), gate), 40)
 
 
@@ -98,7 +99,7 @@ def test_strided_inputs() -> None:
 @pytest.mark.parametrize("gate", GATES)
 def test_memory_that_nobody_wrote_does_not_show(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic mode fills every fresh tensor with NaN."""
-    monkeypatch.setattr(cpu, "_COMPACT_FROM", 1)
+    monkeypatch.setattr(compaction, "_COMPACT_FROM", 1)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan().all()

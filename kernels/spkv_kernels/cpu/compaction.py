@@ -1,0 +1,96 @@
+"""Hard gates on long sequences: the kept keys of each head are gathered first, so that work shrinks with density."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spkv_kernels.cpu.masked import rows_backward
+from spkv_kernels.cpu.rows import ROWS, Chunk, Rows, chunks, flash, gate_bias, per_query_head
+
+_COMPACT_FROM = 1 << 14  # elements of the keys outside the window, (T - w) D, from which gathering the kept ones pays
+
+
+def compacts(gate: Tensor, k: Tensor, window: int) -> bool:
+    """Whether gathering pays: hard gates, and enough of k [N, T, D] outside the window."""
+    return gate.dtype == torch.bool and (k.shape[1] - window) * k.shape[2] >= _COMPACT_FROM
+
+
+class _Compact(NamedTuple):
+    """The kept keys of one KV head in ascending position, and how many of them lie before each position."""
+
+    position: Tensor
+    before: list[int]
+
+    @classmethod
+    def of(cls, keep: Tensor) -> _Compact:
+        return cls(keep.nonzero().flatten(), F.pad(keep.cumsum(0), (1, 0)).tolist())
+
+
+def _compact_masks(
+    keep: Tensor, window: int, compact: _Compact, dtype: torch.dtype
+) -> Iterator[tuple[Chunk, int, Tensor]]:
+    """Of each chunk: the number n of kept keys before its edge, and the mask [rows, n + stop - edge]."""
+    length = keep.shape[0]
+    bias = gate_bias(keep, dtype)
+    mask = torch.zeros(ROWS, len(compact.position) + ROWS + window, dtype=dtype)
+    for chunk in chunks(length, window):
+        count = compact.before[chunk.edge]
+        end = count + chunk.stop - chunk.edge
+        visible = mask[: chunk.stop - chunk.start, :end]
+        chunk.write_edge(visible[:, count:], bias[None, chunk.edge : chunk.stop], window)
+        yield chunk, count, visible
+        visible[:, count:] = 0.0
+
+
+def compact_forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+    """(out [N, G, T, D], lse [N, G, T]): kept keys before the chunk's edge need no mask, whatever the row."""
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    for head in range(q.shape[0]):
+        compact = _Compact.of(keep[head])
+        keys, values = k[head, compact.position], v[head, compact.position]
+        for chunk, count, mask in _compact_masks(keep[head], window, compact, q.dtype):
+            rows = q[head : head + 1, :, chunk.rows]
+            near = slice(chunk.edge, chunk.stop)
+            out[head : head + 1, :, chunk.rows], lse[head : head + 1, :, chunk.rows] = flash(
+                rows,
+                per_query_head(torch.cat((keys[:count], k[head, near]))[None], rows),
+                per_query_head(torch.cat((values[:count], v[head, near]))[None], rows),
+                attn_mask=mask.expand(1, rows.shape[1], -1, -1),
+                scale=scale,
+            )
+    return out, lse
+
+
+def compact_backward(
+    rows: Rows, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq [N, G, T, D], dk, dv [N, T, D])."""
+    dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
+    for head in range(k.shape[0]):
+        compact = _Compact.of(keep[head])
+        keys, values = k[head, compact.position], v[head, compact.position]
+        dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+        mine = Rows(*(x[head : head + 1] for x in rows))
+        for chunk, count, mask in _compact_masks(keep[head], window, compact, k.dtype):
+            some = mine.at(chunk.rows)
+            near = slice(chunk.edge, chunk.stop)
+            part = rows_backward(
+                some,
+                torch.cat((keys[:count], k[head, near]))[None],
+                torch.cat((values[:count], v[head, near]))[None],
+                mask.expand(1, some.q.shape[1], -1, -1),
+                scale,
+            )
+            dq[head, :, chunk.rows] = part[0][0]
+            for total, far, piece in ((dk, dkeys, part[1]), (dv, dvalues, part[2])):
+                summed = piece[0].sum(0)
+                far[:count] += summed[:count]
+                total[head, near] += summed[count:]
+        dk[head].index_add_(0, compact.position, dkeys)
+        dv[head].index_add_(0, compact.position, dvalues)
+    return dq, dk, dv
