@@ -1,9 +1,9 @@
 """Paged key-value cache of one attention layer, in which every (sequence, KV head) keeps its own keys.
 
 The last ``window`` tokens of a sequence lie in a ring. A token that leaves the ring is moved to long-term pages of its
-head if its gate kept it, and dropped otherwise. All pages come from one pool; each (sequence, head) has a block table
-with headroom, so that appending is O(1). A head that keeps all is global, one that keeps none is local: a hybrid layout
-is this cache too. SP-KV paper, sections "Inference Efficiency" and "Inference efficiency" (appendix).
+head if its gate kept it, and dropped otherwise; ``spkv_kernels.pages`` gives out the pages. A head that keeps all is
+global, one that keeps none is local: a hybrid layout is this cache too. SP-KV paper, sections "Inference Efficiency"
+and "Inference efficiency" (appendix).
 
     cache = PagedKVCache(batch_size=2, num_kv_heads=8, head_dim=128, window=128)
     cache.prefill(k, v, keep)                  # a prompt: [B, Hkv, T, D], keep bool [B, Hkv, T]

@@ -29,7 +29,7 @@ def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
     ring_k, ring_v = (x.flatten(0, 1).to(rows.dtype) for x in (cache.ring_k, cache.ring_v))
     scores = torch.bmm(rows * scale, ring_k.mT).view(batch, cache.num_kv_heads, -1, cache.window)
     scores.masked_fill_(~filled, -torch.inf)
-    state = _start(scores.flatten(0, 1), ring_v)
+    state = _softmax_state(scores.flatten(0, 1), ring_v)
     return _finish(_add_pages(rows * scale, cache, *state)).view(batch, query_heads, size).to(q.dtype)
 
 
@@ -48,7 +48,7 @@ def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: Pa
     heads, window, device = cache.num_kv_heads, cache.window, q.device
     stop = start + number
     rows = _owners(q, cache) * scale
-    old = torch.arange(-window, 0, device=device)  # of the ring, before the first new token
+    old = torch.arange(-window, 0, device=device)  # of the ring, counted from the first new token
     slot = ((cache.seq_lens[:, None] + old) % window)[:, None]  # [B, 1, w]
     row = slot[..., None].expand(-1, heads, -1, size)
     keys = torch.cat([cache.ring_k.gather(2, row), k[:, :, :stop]], 2).flatten(0, 1).to(rows.dtype)
@@ -60,7 +60,7 @@ def _extend(q: Tensor, start: int, k: Tensor, v: Tensor, keep: Tensor, cache: Pa
     visible = (age >= 0) & exists & ((age < window) | kept[:, :, None])  # [B, Hkv, T, w + stop]
     scores = torch.bmm(rows, keys.mT).view(batch, heads, -1, number, window + stop)
     scores.masked_fill_(~visible[:, :, None], -torch.inf)
-    state = _start(scores.flatten(2, 3).flatten(0, 1), values)
+    state = _softmax_state(scores.flatten(2, 3).flatten(0, 1), values)
     out = _finish(_add_pages(rows, cache, *state))
     return out.view(batch, query_heads, number, size).to(q.dtype)
 
@@ -71,7 +71,7 @@ def _owners(q: Tensor, cache: PagedState) -> Tensor:
     return q.to(dtype).reshape(cache.batch_size * cache.num_kv_heads, -1, q.shape[-1])
 
 
-def _start(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax_state(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(M, L [N, R], A [N, R, D]) of scores [N, R, n] that hold each query's own key, so that M is finite."""
     largest = scores.amax(-1)
     p = torch.exp(scores - largest[..., None])

@@ -28,7 +28,7 @@ _LOG2E = math.log2(math.e)
 _PROGRAMS_PER_SM = 2
 _PROGRAMS_INTERPRETED = 4
 OWNERS = tl.constexpr(1024)  # owners whose tiles are counted at a time
-RING = tl.constexpr(0)  # in place of the page size
+RING = tl.constexpr(0)  # stands in place of the page size where keys lie in the ring
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -129,7 +129,7 @@ def _visit(
 ):  # fmt: skip
     """Online softmax over tiles ``low`` to ``high - 1`` of an owner's ``stop`` keys: in its ring, or in pages."""
     o_d = tl.arange(0, BLOCK_D)
-    # keys that are looked up in the table take twice the stages to be loaded as far ahead
+    # Keys that are looked up in the table take twice the stages to be loaded as far ahead.
     for tile in tl.range(low, high, num_stages=STAGES if PAGE == RING else 2 * STAGES - 1):
         o_s = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         m_s = o_s < stop
@@ -169,7 +169,7 @@ def decode_fwd_kernel(
     shares = _num_shares(tl.num_programs(0), tiles)
     low = _share_start(tl.minimum(program, shares), shares, tiles)
     high = _share_start(tl.minimum(program + 1, shares), shares, tiles)
-    # owners that end before the share's first tile, before its last tile, and how many tiles the former have
+    # Count the owners that end before the share's first tile and before its last one, and the tiles of the former.
     o_n = tl.arange(0, OWNERS)
     first = 0
     last = 0
