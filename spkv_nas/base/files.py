@@ -57,21 +57,6 @@ def read_text(path: Path, what: str) -> str:
         raise UserError(f"cannot read {what} {path}: {error}") from error
 
 
-class _PlainDumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # the strict reader refuses aliases
-
-
-def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values (text, numbers, lists, mappings) as YAML, keys in their order, as ``write_atomic`` does."""
-    write_atomic(path, yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True))
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values as JSON, keys in their order, as ``write_atomic`` does."""
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
-
-
 def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
@@ -109,6 +94,24 @@ def add_float_resolver(yaml_class: type[yaml.SafeLoader] | type[yaml.SafeDumper]
 
 
 add_float_resolver(_StrictLoader)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True  # the strict reader refuses aliases
+
+
+add_float_resolver(_PlainDumper)  # text that the strict reader would take for a number, such as a commit 1234e567
+
+
+def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+    """Write plain values (text, numbers, lists, mappings) as YAML, keys in their order, as ``write_atomic`` does."""
+    write_atomic(path, yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write plain values as JSON, keys in their order, as ``write_atomic`` does."""
+    write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
