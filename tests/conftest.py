@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.training.corpus import Corpus, load_corpus
+from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run import Corpus, load_corpus, train_dense
 
 torch.set_num_threads(1)
 

@@ -17,18 +17,21 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from transformers import TrainingArguments
 
-from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import disconnect, on_main, process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.training import run, trainer
+from spkv_nas.training import arguments, trainer
+from spkv_nas.training.branches import train_branch
+from spkv_nas.training.corpus import Corpus, join_processes, load_corpus
+from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run import Corpus, load_corpus, start, train_branch, train_dense
+from spkv_nas.training.variants import Variant
 
 VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe that differ
     "dense": {},
-    "hybrid": {"variant": Layout(("G", "L"), window=8)},
+    "hybrid": {"variant": Variant.hybrid(Layout(("G", "L"), window=8))},
     "sp-kv": {"evaluation": {"batch_size": 3, "every": 4, "max_tokens": 500}},
     "target": {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},
     "frozen-model": {"gates": {"training": "frozen-model"}},
@@ -49,7 +52,7 @@ def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: 
     ``stop_at`` interrupts the run after that many steps.
     """
     options = dict(VARIANTS[name.partition("/")[0]])
-    variant = options.pop("variant", SP_KV)
+    variant = options.pop("variant", Variant.sp_kv())
     data = {**recipe.model_dump(), "sharding": sharding}
     for section, keys in options.items():
         data[section] = {**data[section], **keys}
@@ -66,12 +69,9 @@ def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: 
 @contextmanager
 def _recorded(file: Path, stop_at: int) -> Iterator[None]:
     entries: list[dict[str, Any]] = []
-    arguments = run._arguments
 
-    def every_step(*args: Any, **kwargs: Any) -> Any:
-        result = arguments(*args, **kwargs)
-        result.logging_steps = 1
-        return result
+    def every_step(**options: Any) -> TrainingArguments:
+        return TrainingArguments(**{**options, "logging_steps": 1})
 
     def on_step_end(_self: object, _args: object, state: Any, _control: object, **_: Any) -> None:
         if state.global_step == 1:
@@ -84,7 +84,7 @@ def _recorded(file: Path, stop_at: int) -> Iterator[None]:
         entries.append({**logs, "step": state.global_step})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "_arguments", every_step)
+        patch.setattr(arguments, "TrainingArguments", every_step)
         patch.setattr(trainer.TokenProgressCallback, "on_step_end", on_step_end)
         patch.setattr(trainer.TokenProgressCallback, "on_log", on_log)
         try:
@@ -146,7 +146,7 @@ def refuse() -> None:
 def main(mode: str, recipe_file: Path, folder: Path) -> None:
     """Train in a way; with DDP one process is lost at last, while the other works."""
     recipe = Recipe.read(recipe_file)
-    start(recipe, "cpu")
+    join_processes(recipe, "cpu")
     with pytest.raises(UserError, match="no"):
         on_main(refuse)
     corpus = load_corpus(recipe, recipe_file.parent, folder)

@@ -10,7 +10,7 @@ from helpers import fails
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.training import run
+from spkv_nas.training import trainer
 from spkv_nas.training.ablation import COLUMNS
 
 ROWS = """\
@@ -51,7 +51,7 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert rows["nll"].nunique() == 5
     assert "window 4" in shown
     assert (place / "reports" / "tiny-ablations" / "ablations.yaml").is_file()
-    monkeypatch.setattr(run, "_train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
     main(arguments)
 
 
@@ -61,7 +61,7 @@ def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         ("window: 4", "windw: 4", "row 'window 4': unknown key 'gates.windw'; did you mean 'window'?"),
         ("{variant: full-attention}", "{variant: dense}", "variant"),
         ("soft_fraction: 1.0", "soft_fraction: 3", "row 'soft to the end'"),
-        ("local.yaml", "nowhere.yaml", "nowhere.yaml"),
+        ("local.yaml", "nowhere.yaml", "layout not found"),
         ("name: tiny-ablations\n", "", "name"),
     ],
 )

@@ -18,11 +18,13 @@ from helpers import RECIPE, fails, write_project
 from safetensors.torch import load_file
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.distributed import share
+from spkv_nas.base.distributed import blocks_per_process
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.checkpoint import load
+from spkv_nas.training.branches import read_branch
+from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run import OPTIMIZER_STATE, load_corpus, read_branch
+from spkv_nas.training.run_files import OPTIMIZER_STATE
 
 ONE_KV_HEAD = RECIPE.replace("num_key_value_heads: 2", "num_key_value_heads: 1")  # so shards of predictors are empty
 
@@ -121,9 +123,9 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_shared(
     recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert share(3) == 3
+    assert blocks_per_process(3) == 3
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert share(4) == 2
+    assert blocks_per_process(4) == 2
     recipe_file.write_text(RECIPE.replace("steps: 8, batch_size: 4", "steps: 8, batch_size: 3"))
     assert "a batch_size of 3 blocks cannot be shared evenly by 2 processes" in fails(capsys, "train", recipe_file)
     monkeypatch.setenv("RANK", "1")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,9 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.model.hook import set_gate_mode
 from spkv_nas.training import trainer
 from spkv_nas.training.palindrome import run as palindrome
-from spkv_nas.training.palindrome.measures import measure, output_nll
+from spkv_nas.training.palindrome.measures import output_nll, take_measures
+from spkv_nas.training.palindrome.results import COLUMNS
 from spkv_nas.training.palindrome.run import (
-    COLUMNS,
     CURVE_COLUMNS,
     SLIDING_WINDOW,
     VARIANTS,
@@ -31,6 +31,7 @@ from spkv_nas.training.palindrome.run import (
     train_variant,
 )
 from spkv_nas.training.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes
+from spkv_nas.training.run_files import newest_complete_checkpoint
 
 TINY = PalindromeSettings(steps=7, batch_size=2, num_heldout=5)
 
@@ -112,26 +113,32 @@ class TestMeasure:
         logits: list[torch.Tensor] = []
         for module in predictors(model).values():
             module.register_forward_hook(lambda _m, _a, out: logits.append(out.detach()))
-        found = measure(model, self.sequences, 0.6, batch_size=2)
+        found = take_measures(model, self.sequences, 0.6, batch_size=2)
         for mode, tau in (("soft", None), ("hard", 0.6)):
             set_gate_mode(model, mode, tau)
-            assert found["nll" if mode == "soft" else "hard_nll"] == output_nll(model, self.sequences, 2)
+            assert (found.nll if mode == "soft" else found.hard_nll) == output_nll(model, self.sequences, 2)
             logits.clear()
             with torch.inference_mode():
                 model(input_ids=tokens, use_cache=False)
             utility = torch.stack(logits).sigmoid()  # [L, B, Hkv, T]
             if mode == "soft":
-                assert found["mean_utility"] == pytest.approx(float(utility.mean()), rel=1e-5)
+                assert found.mean_utility == pytest.approx(float(utility.mean()), rel=1e-5)
         kept = (utility >= 0.6).double()
         assert 0.1 < kept.mean() < 0.9
-        assert found["density"] == pytest.approx(float(kept.mean()))
-        assert found["kept"]["number"] == pytest.approx(float(kept[..., 1:64:2].mean()))
-        assert found["kept"]["instruction"] == pytest.approx(float(kept[..., 64:-63].mean()))
-        assert found["nll"] != found["hard_nll"]
+        assert found.density == pytest.approx(float(kept.mean()))
+        assert found.kept is not None
+        assert found.kept["number"] == pytest.approx(float(kept[..., 1:64:2].mean()))
+        assert found.kept["instruction"] == pytest.approx(float(kept[..., 64:-63].mean()))
+        assert found.nll != found.hard_nll
 
     def test_without_gates(self) -> None:
-        found = measure(new_model(TINY, SLIDING_WINDOW), self.sequences)
-        assert {key for key, value in found.items() if value is None} == {"hard_nll", "mean_utility", "density", "kept"}
+        found = take_measures(new_model(TINY, SLIDING_WINDOW), self.sequences)
+        assert {key for key, value in asdict(found).items() if value is None} == {
+            "hard_nll",
+            "mean_utility",
+            "density",
+            "kept",
+        }
 
 
 class TestModels:
@@ -244,7 +251,7 @@ class TestResume:
             patch.setattr(palindrome.UtilityProgressCallback, "on_step_end", die_at_5)
             with pytest.raises(KeyboardInterrupt):
                 train_variant(TINY, SP_KV, tmp_path / "torn")
-        newest = trainer.newest_complete_checkpoint(tmp_path / "torn")
+        newest = newest_complete_checkpoint(tmp_path / "torn")
         assert newest is not None
         assert newest.name == "checkpoint-3"
         resumed = train_variant(TINY, SP_KV, tmp_path / "torn")

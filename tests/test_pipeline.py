@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import yaml
 from helpers import fails, tiny_model
 
+from spkv_nas.artifacts.checkpoints import read_checkpoints
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import load, save
@@ -54,7 +56,14 @@ def test_the_whole_path(
     assert "densest" in page
     assert "before any training" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
-    monkeypatch.setattr("spkv_nas.training.run._train", lambda *_: pytest.fail("trained again"))
+    models = read_checkpoints(workspace / "reports" / "tiny", workspace)
+    assert [(model.strategy, model.seed) for model in models] == [(name, 0) for name in rows.index]
+    densest = next(model for model in models if model.strategy == "densest")
+    layout = Layout.read(workspace / "layouts" / "tiny" / "densest.yaml")
+    assert densest.hash == layout.hash
+    section = json.loads((densest.checkpoint / "config.json").read_text())["spkv"]["layout"]
+    assert (tuple(section["heads"]), section["window"]) == (layout.heads, layout.window)
+    monkeypatch.setattr("spkv_nas.training.trainer.SPKVTrainer.train", lambda *_, **__: pytest.fail("trained again"))
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
     checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"
     text = recipe_file.parent / "text" / "code"
@@ -242,6 +251,31 @@ class TestBadInput:
         assert "--tau must lie in [0, 1]" in fails(
             capsys, "probe", "--model", tmp_path / "dense", "--tau", "2", *options
         )
+
+    def test_a_device_that_is_not_there(
+        self,
+        recipe_file: Path,
+        workspace: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Training asked for CUDA went on without a word on the CPU."""
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        message = fails(capsys, "train", recipe_file, "--workspace", workspace, "--device", "cuda")
+        assert "there is no CUDA device here" in message
+        assert not (workspace / "runs").exists()
+
+    def test_a_layout_with_the_name_of_a_reference(
+        self, recipe_file: Path, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It took the reference's place in the comparison."""
+        table = tmp_path / "mine.csv"
+        table.write_text("layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n")
+        Layout(("LG", "GL"), 8, "sp-kv").write(tmp_path / "sp-kv.yaml")
+        place = ["--probe", table, "--recipe", recipe_file, "--workspace", workspace]
+        message = fails(capsys, "train-hybrid", tmp_path / "sp-kv.yaml", *place)
+        assert "a layout is called 'sp-kv', the name of a reference" in message
+        assert not (workspace / "runs").exists()
 
     def test_a_workspace_that_cannot_be_written(
         self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -173,8 +173,8 @@ def test_a_search_is_shown_best_first(page: Page) -> None:
 @pytest.mark.parametrize(
     ("study", "message"),
     [
-        (make_study().drop(columns="hash"), "the column 'hash' is missing"),
-        (make_study(cost=["x"] * 5), "the column 'cost' holds what is not a number"),
+        (make_study().drop(columns="hash"), "column 'hash' is missing"),
+        (make_study(cost=["x"] * 5), "line 2: column 'cost' must be a number; found 'x'"),
     ],
     ids=["column", "number"],
 )

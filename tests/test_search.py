@@ -9,7 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,8 @@ from optuna.study import StudyDirection
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.artifacts.search_table import BASELINE, Retraining, read_search
+from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
@@ -33,11 +34,15 @@ from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.search import queue as queue_module
+from spkv_nas.search.driver import Search
 from spkv_nas.search.queue import GRACE, Queue, Task, open_storage
-from spkv_nas.search.results import front, result_table
+from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import Plan, Trial, ranked
+from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
+from spkv_nas.training.corpus import load_corpus
+from spkv_nas.training.judge import RecipeJudge
+from spkv_nas.training.recipe import Recipe
 
 MINIMIZE = [StudyDirection.MINIMIZE]
 
@@ -330,8 +335,79 @@ class TestResults:
         rows = result_table(trials, table)
         assert best_so_far(rows)["quality"].tolist() == [3.0, 1.0, 1.0, 4.0, 4.0]
         found = guidance(rows)
-        assert found[DENSITY]["after_trials"] == {3: 1.0}
-        assert found[RANDOM]["by_seed"] == [4.0]
+        assert found[DENSITY].after_trials == {3: 1.0}
+        assert found[RANDOM].by_seed == [4.0]
+
+
+class TableJudge:
+    """Judges layouts by a table's densities, without any model; ``done`` are its retrainings, in order."""
+
+    shape = Shape(1000, 6, 6, 3, 4)
+    identity = "none"
+    tokens_chosen_on = tokens_judged_on = 100
+
+    def __init__(self, table: DensityTable) -> None:
+        self._table, self.settings, self.done = table, {"name": "no model"}, list[str]()
+
+    def steps(self, fidelity: Retraining) -> int:
+        return {"short": 1, "full": 4}[fidelity]
+
+    def score(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        return [PairedDifference(value(layout, self._table), 0.1) for layout in layouts]
+
+    def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
+        return f"{fidelity}-{'full-attention' if layout is None else layout.content_hash}"
+
+    def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
+        self.done.append(self.run_name(fidelity, layout))
+
+    def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        assert {self.run_name(fidelity, layout) for layout in (None, *layouts)} <= set(self.done)
+        return [PairedDifference(2 * change.percent, 0.1) for change in self.score(layouts)]
+
+
+class TestJudge:
+    start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8, "start")
+
+    def search(self, table: DensityTable, folder: Path, effort: Effort, **options: Any) -> tuple[Search, TableJudge]:
+        judge = TableJudge(table)
+        starts = {"start": self.start}
+        return Search(judge, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), judge
+
+    def test_any_judge_will_do(self, table: DensityTable, tmp_path: Path) -> None:
+        effort = Effort(trials=20, short=3, full=1)
+        search, judge = self.search(table, tmp_path / "study", effort)
+        trials = search.run()
+        best = min(trials[1:], key=lambda trial: trial.zero_shot.percent)
+        assert best.full is not None
+        assert best.full.percent == 2 * best.zero_shot.percent
+        assert [name.partition("-")[0] for name in judge.done] == ["short"] * 5 + ["full"] * 3
+        assert sum(trial.short is not None for trial in trials if trial.sampler == DENSITY) >= 3
+        again, idle = self.search(table, tmp_path / "study", effort)
+        idle.done = judge.done[:]
+        assert again.run() == trials
+        assert idle.done == judge.done
+        rows = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
+        assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["search.csv", "search.yaml"]
+        assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
+
+    def test_a_sampler_that_tried_nothing_of_its_own(self, table: DensityTable, tmp_path: Path) -> None:
+        """Nothing but the layouts to start from was tried: there is nobody to promote, which was an error."""
+        search, judge = self.search(table, tmp_path, Effort(trials=1, short=2, full=1))
+        trials = search.run()
+        assert [trial.layout.heads for trial in trials] == [self.start.heads] * 2
+        assert all(trial.full is not None for trial in trials)
+        assert len(judge.done) == 4
+
+    def test_with_a_cost(self, table: DensityTable, tmp_path: Path) -> None:
+        cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G")))
+        search, _ = self.search(table, tmp_path, Effort(trials=20, short=2, full=0), cost=cost)
+        trials = search.run()
+        own = [trial for trial in trials if trial.layout.heads != self.start.heads]
+        best, second = search.promoted(trials, 2, "zero_shot")
+        assert best.heads == min(own, key=lambda trial: trial.values).layout.heads
+        assert cost.of(second) < cost.of(best)  # the next of the front costs less
+        assert all(trial.short is not None for trial in own if trial.layout.heads in (best.heads, second.heads))
 
 
 SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5")
@@ -464,7 +540,10 @@ class TestCommand:
             (["--budget", "3", "wide.yaml"], "has a window of 9, the search one of 4"),
             (["--budget", "3", "--start", "full.yaml"], "breaks the budget"),
             (["--budget", "3", "full.yaml", "full.yaml"], "two layouts are called"),
-            (["--budget", "3", "--recipe", "small/recipe.yaml"], "5 layers x 2 KV heads, the recipe's model has 2 x 2"),
+            (
+                ["--budget", "3", "--recipe", "small/recipe.yaml"],
+                "5 layers x 2 KV heads, the recipe's model has 2 layers x 2",
+            ),
         ],
         ids=[
             "budget",
@@ -497,17 +576,16 @@ class TestCommand:
         assert message in fails(capsys, *command(*project, *more))
 
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
-        from spkv_nas.search.driver import Prepared, Search
-        from spkv_nas.training.recipe import Recipe
-
-        recipe, workspace = project
-        table = DensityTable.read(workspace / "probes" / "tiny")
-        prepared = Prepared.of(Recipe.read(recipe), recipe.parent, workspace / "runs" / "tiny")
-        search = Search(prepared, Space(table, (4, 4), 4), {}, {}, Plan(max_tokens=640), workspace / "s", name="x")
-        heldout = prepared.corpus.heldout
+        recipe, workspace = Recipe.read(project[0]), project[1]
+        runs = workspace / "runs" / "tiny"
+        judge = RecipeJudge.prepare(recipe, project[0].parent, runs, max_tokens=640)
+        heldout = load_corpus(recipe, project[0].parent, runs).heldout
         seen = set(heldout.document[:20].ravel().tolist())
-        nll = DocumentNLL(np.ones(len(heldout.documents)), np.ones(len(heldout.documents), dtype=np.int64))
-        chosen, judged = (search._part(nll, seen=part).num_tokens for part in (True, False))
+        lengths = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
+        nll = DocumentNLL(np.ones(len(heldout.documents)), lengths)
+        chosen, judged = (judge.part(nll, fidelity).num_tokens for fidelity in ("short", "full"))
+        assert judge.tokens_chosen_on == 640
+        assert judge.tokens_judged_on == judged.sum()
         assert set(np.flatnonzero(chosen)) == seen
         assert set(np.flatnonzero(judged)) == set(range(len(heldout.documents))) - seen
 

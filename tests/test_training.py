@@ -12,14 +12,17 @@ import pytest
 import torch
 from helpers import weights
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictors
-from spkv_nas.training import run, trainer
+from spkv_nas.training import trainer
+from spkv_nas.training.branches import branch_key, train_branch
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.dense import train_dense
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run import OPTIMIZER_STATE, Corpus, train_branch, train_dense
+from spkv_nas.training.run_files import OPTIMIZER_STATE, newest_complete_checkpoint
+from spkv_nas.training.variants import Variant
 
 
 class TestPhases:
@@ -42,6 +45,28 @@ class TestPhases:
         assert schedule.factor(100) == pytest.approx(0.01)
 
 
+class TestVariants:
+    def test_keys_name_finished_runs(self) -> None:
+        layout = Layout(("GL", "LG"), 8, "densest")
+        variants = (Variant.full_attention(), Variant.sp_kv(), Variant.hybrid(layout))
+        assert [variant.key for variant in variants] == ["full-attention", "sp-kv", "densest-4c5d79de7570a250"]
+        assert [variant.density(0.3) for variant in variants] == [0.3, 0.3, 0.5]
+        assert Variant.full_attention().density(None) == 1.0
+
+    def test_folders_are_those_of_the_first_version(self, recipe: Recipe, tmp_path: Path) -> None:
+        """A workspace is used again by later versions; a finished run whose name changes is trained again."""
+        (tmp_path / "spkv-manifest.json").write_text("{}")
+        keys = [
+            branch_key(recipe, tmp_path, variant, 3)
+            for variant in (Variant.full_attention(), Variant.sp_kv(), Variant.hybrid(Layout(("GL", "LG"), 8, "mine")))
+        ]
+        assert keys == [
+            "full-attention-fc04922de433-seed3",
+            "sp-kv-2b93fae85086-seed3",
+            "mine-4c5d79de7570a250-fc04922de433-seed3",
+        ]
+
+
 class TestBranches:
     def test_gates_learn_in_the_soft_phase_and_freeze_in_the_hard_one(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -56,7 +81,7 @@ class TestBranches:
                 history.append(torch.cat(gates).clone())
 
         monkeypatch.setattr(trainer, "GatePhaseCallback", Spy)
-        branch = train_branch(recipe, corpus, dense, tmp_path / "sp-kv", SP_KV, device="cpu")
+        branch = train_branch(recipe, corpus, dense, tmp_path / "sp-kv", Variant.sp_kv(), device="cpu")
         moved = [not torch.equal(a, b) for a, b in pairwise(history)]
         assert moved == [True] * 5 + [False] * 2  # 8 steps, 6 of them soft
         assert branch.density is not None
@@ -75,7 +100,11 @@ class TestBranches:
 
         monkeypatch.setattr(trainer.BlockDataset, "__getitem__", watch)
         layout = Layout(("GL", "LG"), window=8)
-        for current, variant in (("full", FULL_ATTENTION), ("gated", SP_KV), ("hybrid", layout)):
+        for current, variant in (
+            ("full", Variant.full_attention()),
+            ("gated", Variant.sp_kv()),
+            ("hybrid", Variant.hybrid(layout)),
+        ):
             train_branch(recipe, corpus, dense, tmp_path / current, variant, device="cpu")
         assert seen["full"] == seen["gated"] == seen["hybrid"]
 
@@ -86,36 +115,36 @@ class TestBranches:
         wide = recipe.model_copy(
             update={"gates": recipe.gates.model_copy(update={"bias": 40.0, "learning_rate_multiplier": 1e-6})}
         )
-        full = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
-        gated = train_branch(wide, corpus, dense, tmp_path / "gated", SP_KV, device="cpu")
+        full = train_branch(recipe, corpus, dense, tmp_path / "full", Variant.full_attention(), device="cpu")
+        gated = train_branch(wide, corpus, dense, tmp_path / "gated", Variant.sp_kv(), device="cpu")
         assert gated.nll.mean == pytest.approx(full.nll.mean, rel=1e-4)
 
     def test_branches_start_from_the_optimizer_state(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
-        kept = train_branch(recipe, corpus, dense, tmp_path / "kept", FULL_ATTENTION, device="cpu")
+        kept = train_branch(recipe, corpus, dense, tmp_path / "kept", Variant.full_attention(), device="cpu")
         bare = tmp_path / "bare-dense"
         shutil.copytree(dense, bare)
         (bare / OPTIMIZER_STATE).unlink()
         (bare / "spkv-manifest.json").unlink()
-        fresh = train_branch(recipe, corpus, bare, tmp_path / "fresh", FULL_ATTENTION, device="cpu")
+        fresh = train_branch(recipe, corpus, bare, tmp_path / "fresh", Variant.full_attention(), device="cpu")
         assert kept.nll.mean != fresh.nll.mean
 
     def test_a_finished_branch_is_not_trained_again(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        first = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
-        monkeypatch.setattr(run, "_train", lambda *_: pytest.fail("trained again"))
-        again = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
+        first = train_branch(recipe, corpus, dense, tmp_path / "full", Variant.full_attention(), device="cpu")
+        monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
+        again = train_branch(recipe, corpus, dense, tmp_path / "full", Variant.full_attention(), device="cpu")
         assert np.array_equal(first.nll.total, again.nll.total)
 
     def test_predictors_can_start_from_a_reference(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
-        reference = train_branch(recipe, corpus, dense, tmp_path / "reference", SP_KV, device="cpu")
+        reference = train_branch(recipe, corpus, dense, tmp_path / "reference", Variant.sp_kv(), device="cpu")
         gates = recipe.gates.model_copy(update={"start_from": str(reference.checkpoint), "soft_fraction": 0.0})
         frozen = recipe.model_copy(update={"gates": gates})
-        branch = train_branch(frozen, corpus, dense, tmp_path / "frozen", SP_KV, device="cpu")
+        branch = train_branch(frozen, corpus, dense, tmp_path / "frozen", Variant.sp_kv(), device="cpu")
         before, after = weights(reference.checkpoint), weights(branch.checkpoint)
         own = [name for name in before if "utility_predictor" in name]
         assert own
@@ -126,7 +155,7 @@ class TestResume:
     def test_an_interrupted_run_resumes_bit_for_bit(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole = train_branch(recipe, corpus, dense, tmp_path / "whole", SP_KV, device="cpu")
+        whole = train_branch(recipe, corpus, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
 
         def die_at_7(
             self: trainer.TokenProgressCallback, args: object, state: object, *_: object, **__: object
@@ -137,11 +166,11 @@ class TestResume:
         with monkeypatch.context() as patch:
             patch.setattr(trainer.TokenProgressCallback, "on_step_end", die_at_7)
             with pytest.raises(KeyboardInterrupt):
-                train_branch(recipe, corpus, dense, tmp_path / "torn", SP_KV, device="cpu")
-        newest = trainer.newest_complete_checkpoint(tmp_path / "torn")
+                train_branch(recipe, corpus, dense, tmp_path / "torn", Variant.sp_kv(), device="cpu")
+        newest = newest_complete_checkpoint(tmp_path / "torn")
         assert newest is not None
         assert newest.name == "checkpoint-6"
-        resumed = train_branch(recipe, corpus, dense, tmp_path / "torn", SP_KV, device="cpu")
+        resumed = train_branch(recipe, corpus, dense, tmp_path / "torn", Variant.sp_kv(), device="cpu")
         before, after = weights(whole.checkpoint), weights(resumed.checkpoint)
         assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -151,7 +180,7 @@ class TestResume:
             folder.mkdir()
             if state is not None:
                 (folder / "trainer_state.json").write_text(state)
-        newest = trainer.newest_complete_checkpoint(tmp_path)
+        newest = newest_complete_checkpoint(tmp_path)
         assert newest is not None
         assert newest.name == "checkpoint-3"
 
@@ -169,7 +198,7 @@ class TestNotFinite:
 
         monkeypatch.setattr(trainer.Trainer, "compute_loss", poisoned)
         with pytest.raises(UserError, match=r"step 5: the loss is nan(.|\n)*checkpoint-3"):
-            train_branch(recipe, corpus, dense, tmp_path / "nan", FULL_ATTENTION, device="cpu")
+            train_branch(recipe, corpus, dense, tmp_path / "nan", Variant.full_attention(), device="cpu")
         assert not (tmp_path / "nan" / "final").exists()
 
     def test_an_infinite_gradient_stops_too(
@@ -183,11 +212,11 @@ class TestNotFinite:
 
         monkeypatch.setattr(trainer.Trainer, "_clip_grad_norm", exploded)
         with pytest.raises(UserError, match="gradient norm"):
-            train_branch(recipe, corpus, dense, tmp_path / "inf", FULL_ATTENTION, device="cpu")
+            train_branch(recipe, corpus, dense, tmp_path / "inf", Variant.full_attention(), device="cpu")
 
 
 def test_the_record_says_where_a_branch_comes_from(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
-    branch = train_branch(recipe, corpus, dense, tmp_path / "full", FULL_ATTENTION, device="cpu")
+    branch = train_branch(recipe, corpus, dense, tmp_path / "full", Variant.full_attention(), device="cpu")
     record = json.loads((branch.checkpoint / "run.json").read_text())
     assert record["recipe"] == recipe.model_dump(mode="json")
     assert {"torch", "commit", "python"} <= record["environment"].keys()
@@ -204,10 +233,10 @@ def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) 
 
 def test_micro_batches_add_up_to_the_batch(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
     """Four blocks in passes of two or of one are the same steps, gates and all."""
-    whole = train_branch(recipe, corpus, dense, tmp_path / "whole", SP_KV, device="cpu")
+    whole = train_branch(recipe, corpus, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
     for size in (1, 2):
         parts = recipe.model_copy(update={"micro_batch_size": size})
-        branch = train_branch(parts, corpus, dense, tmp_path / f"by-{size}", SP_KV, device="cpu")
+        branch = train_branch(parts, corpus, dense, tmp_path / f"by-{size}", Variant.sp_kv(), device="cpu")
         expected = weights(whole.checkpoint)
         assert all(torch.allclose(expected[name], w, atol=2e-4) for name, w in weights(branch.checkpoint).items())
         assert branch.nll.mean == pytest.approx(whole.nll.mean, rel=1e-4)

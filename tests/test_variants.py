@@ -16,7 +16,6 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -27,9 +26,11 @@ from spkv_nas.model.hook import apply_layout, attach_gates, set_density_weight, 
 from spkv_nas.probing.density import probe
 from spkv_nas.report.figures import density_evolution_figure, write_density_evolution
 from spkv_nas.training import trainer
+from spkv_nas.training.branches import Branch, train_branch
+from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.phases import GateSchedule
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run import Branch, Corpus, train_branch
+from spkv_nas.training.variants import Variant
 
 
 def gated(**options: Any) -> PreTrainedModel:
@@ -281,7 +282,8 @@ def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
     def run(folder: str = "branch", top: dict[str, Any] | None = None, **gates: Any) -> Branch:
         data = recipe.model_dump()
         data["gates"] |= gates
-        return train_branch(Recipe(**{**data, **(top or {})}), corpus, dense, tmp_path / folder, SP_KV, device="cpu")
+        changed = Recipe(**{**data, **(top or {})})
+        return train_branch(changed, corpus, dense, tmp_path / folder, Variant.sp_kv(), device="cpu")
 
     return run
 

@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Literal, get_args
 
 import pandas as pd
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import Column, read_table
 
 BASELINE = "baseline"  # in place of a sampler: layouts that the search started from or compares with
 
-COLUMNS = (
-    "name",
-    "sampler",
-    "seed",
-    "trial",
-    "hash",
-    "num_global",
-    "coverage_percent",
-    "cost",
-    "zero_shot_delta_percent",
-    "zero_shot_standard_error",
-    "short_delta_percent",
-    "short_standard_error",
-    "full_delta_percent",
-    "full_standard_error",
-    "heads",
+Retraining = Literal["short", "full"]
+Fidelity = Literal["zero_shot", Retraining]  # of what a layout measures: without training, briefly or fully retrained
+FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
+
+_COLUMNS = (
+    Column("name"),
+    Column("sampler"),
+    Column("seed", "whole"),
+    Column("trial", "whole"),
+    Column("hash"),
+    Column("num_global", "whole"),
+    Column("coverage_percent", "number", gaps=True),
+    Column("cost", "number", low=-math.inf, gaps=True),
+    *(
+        column
+        for fidelity in FIDELITIES
+        for column in (
+            Column(f"{fidelity}_delta_percent", "number", low=-math.inf, gaps=True),
+            Column(f"{fidelity}_standard_error", "number", gaps=True),
+        )
+    ),
+    Column("heads"),
 )
+COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
 def read_search(path: Path) -> pd.DataFrame:
-    """What ``search`` wrote to ``search.csv``. Raises ``UserError`` if a column is missing or holds no numbers."""
-    rows = pd.read_csv(path)
-    if missing := set(COLUMNS) - set(rows.columns):
-        raise UserError(f"{path}: the column '{min(missing)}' is missing")
-    for column in COLUMNS:
-        if column.endswith(("percent", "error")) or column in ("cost", "trial", "num_global"):
-            try:
-                rows[column] = pd.to_numeric(rows[column]).astype(float)
-            except (ValueError, TypeError) as error:
-                raise UserError(f"{path}: the column '{column}' holds what is not a number") from error
-    return rows
+    """What ``search`` wrote to ``search.csv``; what was not measured is NaN.
+
+    Raises:
+        UserError: naming file, line and column; a column that is missing, a cell that is not what its column holds.
+    """
+    return read_table(path, "search", _COLUMNS, others=True).reset_index(drop=True)

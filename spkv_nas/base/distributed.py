@@ -50,7 +50,7 @@ def disconnect() -> None:
         torch.distributed.destroy_process_group()
 
 
-def share(batch_size: int) -> int:
+def blocks_per_process(batch_size: int) -> int:
     """Blocks per process of a batch of all processes. Raises ``UserError`` if they cannot share it evenly."""
     if batch_size % num_processes():
         raise UserError(

@@ -49,6 +49,8 @@ class Column:
             return f"a number above {self.above:g}"
         if self.kind == "whole":
             return f"a whole number from {self.low:g}"
+        if self.low == -math.inf and self.high == math.inf:
+            return "a number"
         return f"a number from {self.low:g}" if self.high == math.inf else f"a number in [{self.low:g}, {self.high:g}]"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,7 +15,8 @@ from spkv_nas.cli import search as options
 if TYPE_CHECKING:
     import pandas as pd
 
-    from spkv_nas.search.trials import Plan
+    from spkv_nas.evaluation.guidance import Reached
+    from spkv_nas.search.trials import Effort
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -121,27 +122,27 @@ def search(
         min_per_layer=min_per_layer, max_per_layer=max_per_layer, global_layers=global_layers,
         local_layers=local_layers, granularity=granularity, uniform=uniform, weights=None,
     )  # fmt: skip
-    plan = _plan(trials, control, range(seed, seed + seeds), short, full, short_steps, max_tokens)
+    effort = _effort(trials, control, range(seed, seed + seeds), short, full, short_steps, max_tokens)
     found, _, rows = search_stage(
-        place, probe, budget, plan, start_files=start, other_files=layouts, recipe=recipe, tau=tau, window=window,
+        place, probe, budget, effort, start_files=start, other_files=layouts, recipe=recipe, tau=tau, window=window,
         demand=demand, objective=objective, calibration=calibration, hardware=hardware, storage=storage, name=name,
         device=device, announce=lambda line: err.print(f"[dim]{escape(line)}[/dim]"),
     )  # fmt: skip
     _show(rows, place.report_dir(name or found.space.table.name), None if found.cost is None else found.cost.name)
 
 
-def _plan(
+def _effort(
     trials: int, control: str, seeds: range, short: int, full: int, short_steps: int | None, max_tokens: int
-) -> Plan:
+) -> Effort:
     from spkv_nas.base.errors import UserError
     from spkv_nas.search.sampler import DENSITY, KINDS
-    from spkv_nas.search.trials import Plan
+    from spkv_nas.search.trials import Effort
 
     controls = list(dict.fromkeys(part.strip() for part in control.split(",") if part.strip() != "none"))
     for kind in controls:
         if kind not in KINDS or kind == DENSITY:
             raise UserError(f"--control '{kind}' is unknown; there are random, tpe and none")
-    return Plan(
+    return Effort(
         trials=trials, samplers=(DENSITY, *controls), seeds=tuple(seeds), short=short, full=min(full, short),
         short_steps=short_steps, max_tokens=max_tokens,
     )  # fmt: skip
@@ -173,17 +174,16 @@ def _show(rows: pd.DataFrame, folder: Path, cost: str | None) -> None:
     out.print(f"search: [bold]{escape(str(folder / 'search.csv'))}[/bold]", soft_wrap=True)
 
 
-def _sentences(sampler: str, reached: dict[str, Any], quality: str) -> list[str]:
+def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
     said = []
-    if "after_trials" in reached:
-        steps = ", ".join(f"{value:.3f} after {count}" for count, value in reached["after_trials"].items())
-        number, error = len(reached["by_seed"]), reached["standard_error"]
+    if reached.after_trials:
+        steps = ", ".join(f"{value:.3f} after {count}" for count, value in reached.after_trials.items())
+        number, error = len(reached.by_seed), reached.standard_error
         spread = f" (± {error:.3f} over {number} seeds)" if error is not None else ""
         said.append(f"{sampler}: {quality}: {steps}{spread}")
-    if "retrained" in reached:
-        best = reached["retrained"]
+    if (best := reached.retrained) is not None:
         said.append(
-            f"{sampler}: retrained in full, the best of the short retraining, {best['layout']}: ΔNLL "
-            f"{best['delta_nll_percent']:+.3f} ± {best['standard_error']:.3f} %"
+            f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: ΔNLL "
+            f"{best.delta_nll_percent:+.3f} ± {best.standard_error:.3f} %"
         )
     return said

@@ -3,22 +3,57 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES
 from spkv_nas.evaluation.ranking import rank_correlation
 
 _MILESTONES = (10, 20, 50, 100, 200, 500, 1000)
 
 
+@dataclass(frozen=True)
+class Retrained:
+    """A layout after full retraining, and its change of NLL in percent."""
+
+    layout: str
+    delta_nll_percent: float
+    standard_error: float
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a sampler reached.
+
+    Attributes:
+        after_trials: the mean quality (``best_so_far``) over seeds after so many trials; empty for the baselines.
+        by_seed: the quality of each study at its end.
+        standard_error: of the last mean, over seeds; None of a single seed.
+        retrained: the layout that counts; None if none was retrained in full.
+    """
+
+    after_trials: dict[int, float] = field(default_factory=dict)
+    by_seed: list[float] = field(default_factory=list)
+    standard_error: float | None = None
+    retrained: Retrained | None = None
+
+    def as_mapping(self) -> dict[str, Any]:
+        """As ``search.yaml`` has it."""
+        studies = {name: getattr(self, name) for name in ("after_trials", "by_seed", "standard_error")}
+        return {
+            **(studies if self.after_trials else {}),
+            **({} if self.retrained is None else {"retrained": vars(self.retrained)}),
+        }
+
+
 def best_layouts(rows: pd.DataFrame, number: int) -> pd.DataFrame:
     """The first ``number`` distinct layouts by full retraining, then short, then zero-shot."""
-    rungs = ["full_delta_percent", "short_delta_percent", "zero_shot_delta_percent"]
-    return rows.drop_duplicates("hash").sort_values(rungs).head(number)
+    columns = [f"{fidelity}_delta_percent" for fidelity in reversed(FIDELITIES)]
+    return rows.drop_duplicates("hash").sort_values(columns).head(number)
 
 
 def best_so_far(rows: pd.DataFrame) -> pd.DataFrame:
@@ -31,7 +66,7 @@ def best_so_far(rows: pd.DataFrame) -> pd.DataFrame:
     has_cost = tried["cost"].notna().all() and len(tried) > 0
     values = tried[["zero_shot_delta_percent", "cost"]].to_numpy() if has_cost else None
     box = None if values is None else (values.min(0), values.max(0))
-    found = []
+    reached = []
     for (sampler, seed), study in tried.groupby(["sampler", "seed"], sort=False):
         ordered = study.sort_values("trial")
         if box is None:
@@ -39,12 +74,12 @@ def best_so_far(rows: pd.DataFrame) -> pd.DataFrame:
         else:
             points = ordered[["zero_shot_delta_percent", "cost"]].to_numpy()
             quality = np.array([hypervolume(points[: count + 1], *box) for count in range(len(points))])
-        found += [(sampler, seed, number, value) for number, value in enumerate(quality, 1)]
-    return pd.DataFrame(found, columns=["sampler", "seed", "trials", "quality"])
+        reached += [(sampler, seed, number, value) for number, value in enumerate(quality, 1)]
+    return pd.DataFrame(reached, columns=["sampler", "seed", "trials", "quality"])
 
 
 def hypervolume(points: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> float:
-    """Share of the box from ``low`` to ``high`` [2] in which some of ``points`` [n, 2] is at least as good."""
+    """Share of the box from ``low`` to ``high`` [2] in which one of ``points`` [n, 2] is as good."""
     size = np.where(high > low, high - low, 1.0)
     scaled = (points - low) / size
     area, floor = 0.0, 1.0
@@ -55,36 +90,36 @@ def hypervolume(points: NDArray[np.float64], low: NDArray[np.float64], high: NDA
     return float(area)
 
 
-def guidance(rows: pd.DataFrame) -> dict[str, Any]:
-    """What each sampler reached: by trials (mean over seeds), by seed, and after full retraining.
+def guidance(rows: pd.DataFrame) -> dict[str, Reached]:
+    """What each sampler reached, by its name: the samplers in order, then the baselines if they were retrained.
 
     Of its layouts that were retrained in full, without the baselines, the one that the short retraining calls the best
     counts: it was chosen on other text than it is judged on.
     """
-    curve = best_so_far(rows)
-    summary: dict[str, Any] = {}
-    for sampler, some in curve.groupby("sampler", sort=False):
-        last = int(some["trials"].max())
-        counts = sorted({*(count for count in _MILESTONES if count < last), last})
-        means = some.groupby("trials")["quality"].mean()
-        final = some[some["trials"] == last]["quality"]
-        summary[str(sampler)] = {
-            "after_trials": {count: _rounded(means[count]) for count in counts},
-            "by_seed": [_rounded(value) for value in final],
-            "standard_error": _rounded(final.std(ddof=1) / math.sqrt(len(final))) if len(final) > 1 else None,
-        }
-    known = rows.loc[rows["sampler"] == BASELINE, "hash"]
-    for sampler, some in rows.groupby("sampler", sort=False):
-        own = some if sampler == BASELINE else some[~some["hash"].isin(known)]
+    reached = {str(sampler): _reached(study) for sampler, study in best_so_far(rows).groupby("sampler", sort=False)}
+    baselines = rows.loc[rows["sampler"] == BASELINE, "hash"]
+    for sampler, tried in rows.groupby("sampler", sort=False):
+        own = tried if sampler == BASELINE else tried[~tried["hash"].isin(baselines)]
         retrained = own.dropna(subset="full_delta_percent").sort_values("short_delta_percent")
         if not retrained.empty:
             best = retrained.iloc[0]
-            summary.setdefault(str(sampler), {})["retrained"] = {
-                "layout": str(best["name"]),
-                "delta_nll_percent": _rounded(best["full_delta_percent"]),
-                "standard_error": _rounded(best["full_standard_error"]),
-            }
-    return summary
+            change, error = _rounded(best["full_delta_percent"]), _rounded(best["full_standard_error"])
+            earlier = reached.get(str(sampler), Reached())
+            reached[str(sampler)] = replace(earlier, retrained=Retrained(str(best["name"]), change, error))
+    return reached
+
+
+def _reached(curve: pd.DataFrame) -> Reached:
+    """By the trials of one sampler: rows of ``best_so_far``."""
+    last = int(curve["trials"].max())
+    counts = sorted({*(count for count in _MILESTONES if count < last), last})
+    means = curve.groupby("trials")["quality"].mean()
+    final = curve[curve["trials"] == last]["quality"]
+    return Reached(
+        after_trials={count: _rounded(means[count]) for count in counts},
+        by_seed=[_rounded(value) for value in final],
+        standard_error=_rounded(final.std(ddof=1) / math.sqrt(len(final))) if len(final) > 1 else None,
+    )
 
 
 def correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:

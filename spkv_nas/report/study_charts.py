@@ -17,7 +17,7 @@ _KINDS = {BASELINE: "square", "density": "circle", "random": "diamond"}
 
 
 def study_charts(rows: pd.DataFrame) -> list[Chart]:
-    """The charts that there is data for, from the table of ``spkv_nas.evaluation.guidance.read_search``."""
+    """The charts that there is data for, from the table of ``spkv_nas.artifacts.search_table.read_search``."""
     charts = (_progress_chart(rows), _retrained_chart(rows), _front_chart(rows))
     return [chart for chart in charts if chart is not None]
 
@@ -42,11 +42,10 @@ def study_sentences(rows: pd.DataFrame) -> list[str]:
     """What each sampler reached, and how well the cheap measures order the layouts."""
     said = []
     for sampler, reached in guidance(rows).items():
-        if "retrained" in reached:
-            best = reached["retrained"]
+        if (best := reached.retrained) is not None:
             said.append(
-                f"{sampler}: retrained in full, the best of the short retraining, {best['layout']}: "
-                f"{_change(best['delta_nll_percent'], best['standard_error'])} %."
+                f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: "
+                f"{_change(best.delta_nll_percent, best.standard_error)} %."
             )
     for pair, found in correlations(rows).items():
         if found is not None:

@@ -1,21 +1,21 @@
-"""What a search is asked for and what it tries: plan, second objective, trials, and their order."""
+"""What a search is asked for and what it tries: effort, second objective, trials, and their order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.search.sampler import DENSITY
 
 
 @dataclass(frozen=True)
-class Price:
+class LayoutCost:
     """A second objective: what a layout costs, and the name and unit of that."""
 
     name: str
@@ -23,7 +23,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Effort:
     """How much to search.
 
     Attributes:
@@ -62,9 +62,17 @@ class Trial:
         """Such as "density-0-17"; of a baseline, that of its layout."""
         return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
 
+    def change(self, fidelity: Fidelity) -> PairedDifference | None:
+        """Change of NLL at a fidelity; None if it was not measured."""
+        return {"zero_shot": self.zero_shot, "short": self.short, "full": self.full}[fidelity]
+
+    def after(self, retraining: Retraining, change: PairedDifference | None) -> Trial:
+        """The trial with what a retraining measured."""
+        return replace(self, short=change) if retraining == "short" else replace(self, full=change)
+
     @property
     def values(self) -> list[float]:
-        """The objectives of the zero-shot rung."""
+        """The objectives without training."""
         return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
 
 

@@ -41,24 +41,21 @@ def train_stage(
     workspace: Workspace, recipe_file: Path, *, device: str | None = None, announce: Announce = _silent
 ) -> tuple[Path, Path]:
     """Train a recipe's dense model and its SP-KV branch; their checkpoints. Finished ones are not trained again."""
-    from spkv_nas.artifacts.comparison import SP_KV
-    from spkv_nas.training.hybrids import branch_key, dense_checkpoint
-    from spkv_nas.training.run import load_corpus, start, train_branch
+    from spkv_nas.training.branches import Trunk
+    from spkv_nas.training.corpus import join_processes
+    from spkv_nas.training.variants import Variant
 
     _quiet()
     recipe = Recipe.read(recipe_file)
-    start(recipe, device)
+    join_processes(recipe, device)
     workspace.check_writable()
     for line in recipe.warnings():
         announce(f"warning: {line}")
     runs = workspace.run_dir(recipe.name)
-    announce("reading and tokenising text")
-    corpus = load_corpus(recipe, recipe_file.parent, runs)
-    dense = dense_checkpoint(recipe, corpus, runs, device=device)
-    folder = runs / "branches" / branch_key(recipe, dense, SP_KV, recipe.seed)
-    reference = train_branch(recipe, corpus, dense, folder, SP_KV, device=device).checkpoint
+    trunk = Trunk.prepare(recipe, recipe_file.parent, runs, device=device, announce=announce)
+    reference = trunk.train(Variant.sp_kv()).checkpoint
     on_main(lambda: _show_training(reference, workspace.report_dir(recipe.name)))
-    return dense, reference
+    return trunk.dense, reference
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
@@ -290,7 +287,8 @@ def palindrome_stage(
 ) -> pd.DataFrame:
     """Train the paper's palindrome comparison and write it to ``reports/<name>/``; its table."""
     from spkv_nas.report.figures import write_palindrome
-    from spkv_nas.training.palindrome.run import PalindromeSettings, compare, result_table, summary
+    from spkv_nas.training.palindrome.results import curve_table, result_table, write_results
+    from spkv_nas.training.palindrome.run import PalindromeSettings, compare
     from spkv_nas.training.palindrome.task import Palindromes
 
     _quiet()
@@ -298,14 +296,10 @@ def palindrome_stage(
     given = {"steps": steps, "batch_size": batch_size, "seed": seed}
     settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
     finished = compare(settings, workspace.run_dir(name), device=_device(device), announce=announce)
-    rows, curves = result_table(settings, finished), pd.concat([run.curve for run in finished])
     folder = workspace.report_dir(name)
-    write_atomic(folder / "palindrome.csv", rows.to_csv(index=False, float_format="%.6g"))
-    write_atomic(folder / "palindrome-curves.csv", curves.to_csv(index=False, float_format="%.6g"))
-    text = yaml.safe_dump(summary(settings, finished), sort_keys=False)
-    write_atomic(folder / "palindrome.yaml", text)
-    write_palindrome(folder, curves, Palindromes(0).chance_nll)
-    return rows
+    write_results(folder, settings, finished)
+    write_palindrome(folder, curve_table(finished), Palindromes(0).chance_nll)
+    return result_table(settings, finished)
 
 
 def scaling_stage(
@@ -400,16 +394,16 @@ def train_hybrid_stage(
     table = at_layouts_tau(table, layouts)
     path = recipe or EMBEDDED / "demo.yaml"
     parsed = Recipe.read(path)
-    from spkv_nas.training.hybrids import rank_correlations, train_hybrids
+    from spkv_nas.training.hybrids import train_hybrids
 
     _quiet()
     if parsed.gates.start_from is None:
         for line in parsed.warnings():
             announce(f"warning: {line}")
-    rows = train_hybrids(
+    compared = train_hybrids(
         parsed, layouts, table, workspace, base=path.parent, num_seeds=num_seeds, device=device, announce=announce
     )
-    return rows, rank_correlations(rows)
+    return compared.rows, compared.correlations
 
 
 def ablate_stage(

@@ -27,7 +27,7 @@ from spkv_nas.training.recipe import Recipe
 if TYPE_CHECKING:
     from spkv_nas.search.driver import Search
     from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Plan, Trial
+    from spkv_nas.search.trials import Effort, Trial
 
 
 def budgets_stage(
@@ -87,7 +87,7 @@ def search_stage(
     workspace: Workspace,
     probe: str,
     budget: str,
-    plan: Plan,
+    effort: Effort,
     *,
     start_files: list[Path] | None = None,
     other_files: list[Path] | None = None,
@@ -117,12 +117,14 @@ def search_stage(
     """
     import optuna
 
-    from spkv_nas.model.checkpoint import read_shape
-    from spkv_nas.search.driver import Prepared, Search
+    from spkv_nas.evaluation.guidance import best_so_far
+    from spkv_nas.report.study_figures import write_study_figures
+    from spkv_nas.search.driver import Search
     from spkv_nas.search.results import write_results
     from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Price
+    from spkv_nas.search.trials import LayoutCost
     from spkv_nas.stages.cost import find_times
+    from spkv_nas.training.judge import RecipeJudge
 
     _quiet()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -144,22 +146,29 @@ def search_stage(
     starts, others = _distinct({**starts, **given}, others, announce)
     workspace.check_writable()
     head = demand.cost(table, window) if second == "kv-bytes" else None
-    prepared = Prepared.of(parsed, path.parent, workspace.run_dir(parsed.name), device=device, announce=announce)
+    judge = RecipeJudge.prepare(
+        parsed, path.parent, workspace.run_dir(parsed.name),
+        max_tokens=effort.max_tokens, short_steps=effort.short_steps, device=device, announce=announce,
+    )  # fmt: skip
     cost = None
     if head is not None:
-        cost = Price("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
+        cost = LayoutCost("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
     elif second == "time" and (context := demand.context) is not None:
         times = find_times(
-            workspace, name, read_shape(str(prepared.dense)), [window], context,
+            workspace, name, judge.shape, [window], context,
             calibration=calibration, hardware=hardware, announce=announce,
         )  # fmt: skip
-        cost = Price(f"decode seconds per token, {times.source}", lambda layout: times.layout_seconds(layout, context))
+        cost = LayoutCost(
+            f"decode seconds per token, {times.source}", lambda layout: times.layout_seconds(layout, context)
+        )
     search = Search(
-        prepared, space, starts, others, plan, workspace.run_dir(name) / "search",
-        name=name, cost=cost, storage=storage, device=device, announce=announce,
+        judge, space, starts, others, effort, workspace.run_dir(name) / "search",
+        name=name, cost=cost, storage=storage, announce=announce,
     )  # fmt: skip
     trials = search.run()
-    rows = write_results(search, trials, workspace.report_dir(name), workspace.layout_dir(name) / "search")
+    folder = workspace.report_dir(name)
+    rows = write_results(search, trials, folder, workspace.layout_dir(name) / "search")
+    write_study_figures(folder, rows, best_so_far(rows), None if cost is None else cost.name)
     return search, trials, rows
 
 

@@ -6,25 +6,28 @@ a baseline, which is the first row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
-import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.files import read_yaml, write_atomic
+from spkv_nas.base.files import read_yaml, write_yaml
+from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.schema import validate
+from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import paired_difference
-from spkv_nas.training.hybrids import branch_key, dense_checkpoint
+from spkv_nas.training.branches import Branch, Trunk
+from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run import Branch, load_corpus, start, train_branch
+from spkv_nas.training.variants import Variant
 
 COLUMNS = (
     "name",
@@ -42,8 +45,21 @@ class Row(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    variant: Literal["sp-kv", "full-attention"] = "sp-kv"
+    variant: str = Field(SP_KV, description="sp-kv or full-attention")
     layout: str | None = Field(None, description="a layout file, from the folder of the ablations: a hybrid")
+
+    @field_validator("variant")
+    @classmethod
+    def _is_a_reference(cls, variant: str) -> str:
+        if variant not in (SP_KV, FULL_ATTENTION):
+            raise ValueError(f"should be '{SP_KV}' or '{FULL_ATTENTION}'")
+        return variant
+
+    def read_variant(self, folder: Path) -> Variant:
+        """The variant that the row asks for; a layout's file is looked up from ``folder``. Raises ``UserError``."""
+        if self.layout is not None:
+            return Variant.hybrid(Layout.read(folder / self.layout))
+        return Variant.full_attention() if self.variant == FULL_ATTENTION else Variant.sp_kv()
 
 
 class Ablations(BaseModel):
@@ -61,7 +77,7 @@ def ablate(
     workspace: Workspace,
     *,
     device: str | None = None,
-    announce: Callable[[str], None] = lambda _: None,
+    announce: Announce = silent,
 ) -> tuple[str, pd.DataFrame]:
     """Train every row of a file of ablations; write ``reports/<name>/ablations.csv`` after each.
 
@@ -88,32 +104,26 @@ def ablate(
         name: Recipe.parse(_merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'")
         for name, row in file.rows.items()
     }
-    layouts = {name: Layout.read(path.parent / row.layout) for name, row in file.rows.items() if row.layout}
+    variants = {name: row.read_variant(path.parent) for name, row in file.rows.items()}
+    for recipe in recipes.values():
+        join_processes(recipe, device)
     runs = workspace.run_dir(file.name)
     finished: dict[str, Branch] = {}
-    rows = pd.DataFrame(columns=list(COLUMNS))
     for number, (name, recipe) in enumerate(recipes.items(), 1):
         announce(f"{name} ({number} of {len(recipes)})")
-        start(recipe, device)
-        corpus = load_corpus(recipe, base, runs)
-        dense = dense_checkpoint(recipe, corpus, runs, device=device)
-        variant = layouts.get(name, file.rows[name].variant)
-        folder = runs / "branches" / branch_key(recipe, dense, variant, recipe.seed)
-        finished[name] = train_branch(recipe, corpus, dense, folder, variant, device=device)
-        rows = _table(finished, layouts)
+        finished[name] = Trunk.prepare(recipe, base, runs, device=device).train(variants[name])
+        rows = _table(finished, variants)
         on_main(partial(_write, workspace.report_dir(file.name), rows, recipes))
     return file.name, rows
 
 
-def _table(finished: Mapping[str, Branch], layouts: Mapping[str, Layout]) -> pd.DataFrame:
+def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
     """The rows that have finished, against the first."""
     rows: list[dict[str, Any]] = []
+    first = next(iter(finished.values()))
     for name, branch in finished.items():
-        layout = layouts.get(name)
-        density = layout.num_global / layout.num_heads if layout is not None else branch.density
-        first = next(iter(finished.values()))
         change = paired_difference(branch.nll, first.nll)
-        percent = 100.0 * (1.0 if density is None else density)
+        percent = 100.0 * variants[name].density(branch.density)
         reference = rows[0]["density_percent"] if rows else percent
         rows.append(
             {
@@ -130,19 +140,19 @@ def _table(finished: Mapping[str, Branch], layouts: Mapping[str, Layout]) -> pd.
 
 
 def _write(folder: Path, rows: pd.DataFrame, recipes: Mapping[str, Recipe]) -> None:
-    summary = {
+    write_csv(folder / "ablations.csv", rows)
+    content = {
         "recipes": {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()},
         "environment": environment(),
     }
-    write_atomic(folder / "ablations.csv", rows.to_csv(index=False, float_format="%.6g"))
-    write_atomic(folder / "ablations.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
+    write_yaml(folder / "ablations.yaml", content)
 
 
 def _merged(base: Any, over: Mapping[str, Any]) -> Any:
     """``base`` with the keys of ``over``, section by section."""
     if not isinstance(base, Mapping):
         return dict(over)
-    found = dict(base)
+    merged = dict(base)
     for key, value in over.items():
-        found[key] = _merged(found.get(key), value) if isinstance(value, Mapping) else value
-    return found
+        merged[key] = _merged(merged.get(key), value) if isinstance(value, Mapping) else value
+    return merged

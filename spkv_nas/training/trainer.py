@@ -5,26 +5,22 @@ Everything else (devices, accumulation, mixed precision, checkpoints, torchrun) 
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
 
-from spkv_nas.base.distributed import num_processes, process_index, sum_over_processes
+from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
@@ -34,7 +30,8 @@ from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
-from spkv_nas.training.sharding import like, shard_predictors, whole
+from spkv_nas.training.run_files import load_optimizer_state, newest_complete_checkpoint
+from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
 
 # Of the density controller: lambda is a multiple of the error, and of its sum over steps.
 PROPORTIONAL, INTEGRAL = 1.0, 0.05
@@ -87,6 +84,26 @@ class SPKVTrainer(Trainer):
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
         if self._phases is not None:
             self.add_callback(self._phases)
+
+    def train_or_resume(self) -> None:
+        """Train to the last step, from the newest complete checkpoint if there is one.
+
+        Raises:
+            UserError: less text than one batch, or a checkpoint of a run that was sharded otherwise.
+        """
+        batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * num_processes()
+        if len(self.train_dataset) < batch:
+            raise UserError(
+                f"the training text gives {len(self.train_dataset)} blocks, fewer than one batch of {batch}\n"
+                "give more text, a smaller block_size or a smaller batch_size"
+            )
+        newest = on_main(lambda: newest_complete_checkpoint(Path(self.args.output_dir)))
+        if newest is not None and sharded_checkpoint(newest) != bool(self.args.fsdp):
+            raise UserError(
+                f"{newest} was written {'without' if self.args.fsdp else 'with'} sharding: fsdp, which this run cannot "
+                "read\ngo on as it was begun, or delete it to start over"
+            )
+        self.train(resume_from_checkpoint=str(newest) if newest else None)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (betas 0.9, 0.95): matrices decay, vectors do not, predictors have their own rate and decay."""
@@ -265,9 +282,9 @@ class HeldoutCallback(TrainerCallback):
         model, size = kwargs["model"], args.per_device_train_batch_size
         with gate_mode(model, "soft"):
             soft = split_evaluation(
-                model, self._blocks, size, lambda some: Evaluation(document_nll(model, some, batch_size=size))
+                model, self._blocks, size, lambda part: Evaluation(document_nll(model, part, batch_size=size))
             )
-        hard = split_evaluation(model, self._blocks, size, lambda some: evaluate(model, some, batch_size=size))
+        hard = split_evaluation(model, self._blocks, size, lambda part: evaluate(model, part, batch_size=size))
         assert hard.density is not None
         should_log = control.should_log  # the step's own loss, which logging anything else would cancel
         self._trainer.log(
@@ -294,83 +311,3 @@ class TokenProgressCallback(ProgressCallback):
             if "density" in logs:
                 shown["density"] = f"{logs['density']:.2f}"
             self.training_bar.set_postfix(shown)
-
-
-# ---------------------------------------------------------------- checkpoints of a run
-
-
-def newest_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest ``checkpoint-N`` whose last-written file parses; a killed run can leave an incomplete newer one."""
-    steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()}
-    for step in sorted(steps, reverse=True):
-        try:
-            json.loads((steps[step] / "trainer_state.json").read_text())
-        except (OSError, ValueError):
-            continue
-        return steps[step]
-    return None
-
-
-def write_train_log(state: TrainerState, path: Path) -> None:
-    """Write the log history as CSV: step, loss, learning_rate, density (empty without gates), tokens_per_second."""
-    columns = ("step", "loss", "learning_rate", "density", "tokens_per_second")
-    rows = [entry for entry in state.log_history if "loss" in entry]
-    lines = [",".join(f"{entry[c]:.6g}" if c in entry else "" for c in columns) for entry in rows]
-    write_atomic(path, "\n".join([",".join(columns), *lines]) + "\n")
-
-
-def write_heldout_log(state: TrainerState, path: Path) -> None:
-    """Write the evaluations of ``HeldoutCallback`` as CSV, if there were any: step, soft_nll, hard_nll, density."""
-    rows = [entry for entry in state.log_history if "heldout_hard_nll" in entry]
-    keys = ("step", "heldout_soft_nll", "heldout_hard_nll", "heldout_density")
-    if rows:
-        lines = [",".join(f"{entry[key]:.6g}" for key in keys) for entry in rows]
-        write_atomic(path, "\n".join(["step,soft_nll,hard_nll,density", *lines]) + "\n")
-
-
-def write_density_log(state: TrainerState, path: Path) -> None:
-    """Write every head's density over training as CSV, if there are gates: step, layer, kv_head, density."""
-    lines = [
-        f"{entry['step']},{layer},{head},{density:.4f}"
-        for entry in state.log_history
-        for layer, row in enumerate(entry.get("head_density", []))
-        for head, density in enumerate(row)
-        if not math.isnan(density)
-    ]
-    if lines:
-        write_atomic(path, "\n".join(["step,layer,kv_head,density", *lines]) + "\n")
-
-
-def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Save AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
-
-    Process 0 writes; a sharded state takes all processes.
-    """
-    names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
-    tensors: dict[str, Tensor] = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            tensor = whole(torch.as_tensor(value))
-            if process_index() == 0:
-                tensors[f"{names[parameter]}::{key}"] = tensor.cpu().contiguous()
-    if process_index() == 0:
-        save_file(tensors, path)
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path | None) -> None:
-    """Fill AdamW's moments from ``save_optimizer_state``; a parameter that the file lacks gets a fresh state.
-
-    Explicitly, also without any file: a sharded checkpoint is read only into what is there.
-    """
-    saved: Mapping[str, Tensor] = {} if path is None else load_file(path)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        step, *moments = (saved.get(f"{name}::{key}") for key in ("step", "exp_avg", "exp_avg_sq"))
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
-            **{
-                key: torch.zeros_like(parameter) if value is None else like(value, parameter)
-                for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
-            },
-        }

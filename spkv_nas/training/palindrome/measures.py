@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,29 @@ from spkv_nas.model.hook import gate_mode
 from spkv_nas.training.palindrome.task import KINDS, Palindromes
 
 
-def measure(
-    model: PreTrainedModel, sequences: Palindromes, tau: float = 0.5, *, batch_size: int = 64
-) -> dict[str, Any]:
-    """What a model makes of ``sequences``; the figures of its gates are None if it has none.
+@dataclass(frozen=True)
+class Measures:
+    """What a model makes of the task; the figures of its gates are None if it has none.
 
-    Returns:
-        ``nll`` with soft gates and ``hard_nll`` with hard ones at ``tau``, nats per output token; ``mean_utility``
-        (soft) and ``density`` (hard), means over heads and tokens; ``kept``, the density by kind of token.
+    Attributes:
+        nll, hard_nll: nats per output token with soft gates, and with hard ones.
+        mean_utility, density: means over heads and tokens, soft and hard.
+        kept: the density by kind of token.
     """
+
+    nll: float
+    hard_nll: float | None = None
+    mean_utility: float | None = None
+    density: float | None = None
+    kept: dict[str, float] | None = None
+
+
+def take_measures(
+    model: PreTrainedModel, sequences: Palindromes, tau: float = 0.5, *, batch_size: int = 64
+) -> Measures:
+    """What a model makes of ``sequences``; hard gates are those at ``tau``."""
     if not predictors(model):
-        nll = output_nll(model, sequences, batch_size)
-        return {"nll": nll, **dict.fromkeys(("hard_nll", "mean_utility", "density", "kept"))}
+        return Measures(output_nll(model, sequences, batch_size))
     watch = GateWatch(model, tau)
     watch.start()
     nll = output_nll(model, sequences, batch_size)
@@ -39,13 +51,13 @@ def measure(
     assert soft is not None
     assert hard is not None
     kinds = np.array(sequences.kinds)
-    return {
-        "nll": nll,
-        "hard_nll": hard_nll,
-        "mean_utility": float(soft[0].mean()),
-        "density": float(hard[1].mean()),
-        "kept": {kind: float(hard[1][kinds == kind].mean()) for kind in KINDS},
-    }
+    return Measures(
+        nll=nll,
+        hard_nll=hard_nll,
+        mean_utility=float(soft[0].mean()),
+        density=float(hard[1].mean()),
+        kept={kind: float(hard[1][kinds == kind].mean()) for kind in KINDS},
+    )
 
 
 @torch.inference_mode()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,21 +25,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import write_json
+from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.model.checkpoint import check_manifest, is_complete, save
 from spkv_nas.model.hook import apply_layout, attach_gates
-from spkv_nas.training.palindrome.measures import GateWatch, measure
+from spkv_nas.training.palindrome.measures import GateWatch, take_measures
 from spkv_nas.training.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
-from spkv_nas.training.trainer import SPKVTrainer, TokenProgressCallback, newest_complete_checkpoint
+from spkv_nas.training.trainer import SPKVTrainer, TokenProgressCallback
 
 SLIDING_WINDOW = "sliding-window"
 VARIANTS = (FULL_ATTENTION, SLIDING_WINDOW, SP_KV)
 SAVE_STEPS = 100
-COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
-CURVE_COLUMNS = ("variant", "step", "loss", "mean_utility", "density")
+_CURVE = (
+    Column("variant"),
+    Column("step", "whole"),
+    Column("loss", "number"),
+    Column("mean_utility", "number", gaps=True),
+    Column("density", "number", gaps=True),
+)
+CURVE_COLUMNS = tuple(column.name for column in _CURVE)
 
 
 @dataclass(frozen=True)
@@ -99,11 +106,12 @@ class PalindromeRun:
         check_manifest(final)
         record = json.loads((final / "run.json").read_text())
         fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
-        return cls(**fields, curve=pd.read_csv(final / "curve.csv"))
+        curve = read_table(final / "curve.csv", "training curve", _CURVE)
+        return cls(**fields, curve=curve.reset_index(drop=True))
 
 
 def compare(
-    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", announce: Callable[[str], None] = lambda _: None
+    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", announce: Announce = silent
 ) -> list[PalindromeRun]:
     """Train every variant on the same sequences in the same order. Finished ones are not trained again.
 
@@ -140,13 +148,12 @@ def train_variant(settings: PalindromeSettings, variant: str, folder: Path, *, d
         gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
         callbacks=[UtilityProgressCallback(variant)],
     )
-    newest = newest_complete_checkpoint(folder)
-    trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    trainer.train_or_resume()
     curve = pd.DataFrame([entry for entry in trainer.state.log_history if "loss" in entry])
     heldout = Palindromes(settings.num_heldout, settings.seed, heldout=True)
     record = {
         "variant": variant,
-        **measure(model, heldout, settings.tau),
+        **asdict(take_measures(model, heldout, settings.tau)),
         "seconds": sequences.length * len(sequences) * float((1.0 / curve["tokens_per_second"]).mean()),
         "num_parameters": model.num_parameters(),
         "hardware": _hardware(device),
@@ -155,8 +162,8 @@ def train_variant(settings: PalindromeSettings, variant: str, folder: Path, *, d
     }
     shutil.rmtree(final, ignore_errors=True)
     curve = curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS))
-    write_atomic(final / "curve.csv", curve.to_csv(index=False, float_format="%.6g"))
-    write_atomic(final / "run.json", json.dumps(record, indent=1) + "\n")
+    write_csv(final / "curve.csv", curve)
+    write_json(final / "run.json", record)
     save(model, None, final)
     for checkpoint in folder.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
@@ -207,34 +214,6 @@ class UtilityProgressCallback(TokenProgressCallback):
         seen = self._gates.stop()
         if seen is not None:
             state.log_history[-1]["mean_utility"] = float(seen[0].mean())
-
-
-# ---------------------------------------------------------------- results
-
-
-def result_table(settings: PalindromeSettings, finished: list[PalindromeRun]) -> pd.DataFrame:
-    """One row per variant, columns ``COLUMNS``. Full attention keeps every key, the sliding window none outside it."""
-    rows = [{**vars(run), "steps": settings.steps} for run in finished]
-    table = pd.DataFrame(rows, columns=list(COLUMNS))
-    return table.assign(
-        density=table["density"].fillna(table["variant"].map({FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0}))
-    )
-
-
-def summary(settings: PalindromeSettings, finished: list[PalindromeRun]) -> dict[str, Any]:
-    """What the tables leave out: the task, the settings, what was kept, where it ran."""
-    task = Palindromes(settings.num_heldout)
-    return {
-        "settings": asdict(settings),
-        "num_tokens": task.length,
-        "num_instruction_tokens": task.kinds.count("instruction"),
-        "num_output_tokens": task.num_outputs,
-        "chance_nll": round(task.chance_nll, 4),
-        "num_parameters": {run.variant: run.num_parameters for run in finished},
-        "density_by_token": {run.variant: run.kept for run in finished if run.kept is not None},
-        "hardware": {run.variant: run.hardware for run in finished},
-        "environment": environment(),
-    }
 
 
 def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:

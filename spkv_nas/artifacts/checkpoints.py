@@ -1,0 +1,48 @@
+"""``checkpoints.csv``: where the models of a comparison are, beside ``comparison.csv``; one row per variant and seed.
+
+A path starts from the workspace's root and has forward slashes, so that the table holds where the workspace is moved
+or mounted elsewhere. ``hash`` is that of a hybrid's layout, and empty for full attention and SP-KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.base.tables import Column, read_table, write_csv
+
+FILE = "checkpoints.csv"
+_COLUMNS = (
+    Column("strategy"),
+    Column("seed", "whole"),
+    Column("hash"),
+    Column("checkpoint"),
+)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """One row: a variant by its name in the comparison, its seed, its layout's hash or "", and its folder."""
+
+    strategy: str
+    seed: int
+    hash: str
+    checkpoint: Path
+
+
+def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) -> None:
+    """Write the table to ``folder``; ``root`` is the workspace's, in which all checkpoints are."""
+    rows = [asdict(model) | {"checkpoint": model.checkpoint.relative_to(root).as_posix()} for model in models]
+    write_csv(folder / FILE, pd.DataFrame(rows, columns=[column.name for column in _COLUMNS]))
+
+
+def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
+    """What ``write_checkpoints`` wrote, with the paths from ``root``. Raises ``UserError`` naming file and line."""
+    rows = read_table(folder / FILE, "table of checkpoints", _COLUMNS)
+    return [
+        TrainedModel(strategy, int(seed), short_hash, root / checkpoint)
+        for strategy, seed, short_hash, checkpoint in rows.itertuples(index=False, name=None)
+    ]

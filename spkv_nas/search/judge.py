@@ -1,0 +1,54 @@
+"""Who judges the layouts of a search: whatever scores them without training, and retrains them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import Retraining
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.evaluation.paired import PairedDifference
+
+
+class Judge(Protocol):
+    """What a search asks for; changes of NLL are against full attention.
+
+    Held-out text is parted by document: scores and short retrainings are judged on the first documents, on which the
+    search chooses, and full retrainings on the others, so that the winner's luck does not count.
+    """
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model."""
+
+    @property
+    def identity(self) -> str:
+        """Changes with the model's weights and with the text that the search chooses on."""
+
+    @property
+    def tokens_chosen_on(self) -> int:
+        """Held-out tokens of the scores and of the short retrainings. Raises ``UserError``: there are too few."""
+
+    @property
+    def tokens_judged_on(self) -> int:
+        """Held-out tokens of the full retrainings, of documents of which the search sees no token; raises likewise."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What the results come from, in plain values."""
+
+    def steps(self, fidelity: Retraining) -> int:
+        """Training steps of a retraining."""
+
+    def score(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        """Change of NLL by each layout, without training. A layout that was scored before costs nothing."""
+
+    def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
+        """Changes with whatever decides the result of a retraining; None is full attention."""
+
+    def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
+        """Retrain a layout, or full attention, unless that is done; the judge keeps the result."""
+
+    def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        """Change of NLL by each layout, all of them and full attention retrained. Raises ``UserError``: one is gone."""

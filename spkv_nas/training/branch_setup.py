@@ -1,0 +1,101 @@
+"""What a branch trains, and how: its model, dressed with a layout or with gates, and its schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.gates import predictors
+from spkv_nas.model.hook import apply_layout, attach_gates
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.dense import new_model
+from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
+from spkv_nas.training.recipe import BranchConfig, Recipe
+from spkv_nas.training.run_files import OPTIMIZER_STATE
+from spkv_nas.training.variants import Kind, Variant
+
+
+@dataclass(frozen=True)
+class BranchSetup:
+    """What a branch trains, and how.
+
+    Attributes:
+        phase: steps, batch size and rates.
+        gates: gate phases by step; None without gates.
+        optimizer_state: of the dense run, to go on with; None where there is none.
+    """
+
+    model: PreTrainedModel
+    phase: BranchConfig
+    schedule: LearningRateSchedule
+    gates: GateSchedule | None = None
+    optimizer_state: Path | None = None
+
+
+def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, seed: int) -> BranchSetup:
+    """The setup of a variant; ``seed`` is that of new predictors.
+
+    Raises:
+        UserError: the layout or the gates are for another model.
+    """
+    phase, gates = recipe.branch, recipe.gates
+    if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
+        return _from_scratch(recipe, corpus, seed)
+    model, _ = load(dense, dtype=torch.float32)
+    state = Path(dense) / OPTIMIZER_STATE
+    setup = BranchSetup(
+        model=model,
+        phase=phase,
+        schedule=LearningRateSchedule(
+            phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
+        ),
+        optimizer_state=state if state.is_file() else None,
+    )
+    if variant.layout is not None:
+        apply_layout(model, variant.layout)
+    if variant.kind is not Kind.SP_KV:
+        return setup
+    frozen = gates.training == "frozen-model"
+    if frozen:
+        model.requires_grad_(False)
+    _attach(model, recipe, seed)
+    soft = 1.0 if frozen else gates.soft_fraction  # with hard gates nothing would be left to learn
+    return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
+
+
+def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
+    """Gates from the first step (paper, "Training from scratch"): the dense phase and the branch are one run."""
+    assert recipe.dense is not None
+    gates, decay = recipe.gates, recipe.branch.steps
+    steps = recipe.dense.steps + decay
+    model = new_model(recipe, corpus.tokenizer)
+    _attach(model, recipe, seed)
+    return BranchSetup(
+        model=model,
+        phase=recipe.branch.model_copy(update={"steps": steps}),
+        schedule=LearningRateSchedule(steps, recipe.dense.warmup_steps, decay, recipe.branch.final_learning_rate),
+        gates=GateSchedule(steps, gates.soft_fraction, gates.anneal_steps, gates.mode, decay),
+    )
+
+
+def _attach(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:
+    text = model.config.get_text_config()
+    grid = (text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    attach_gates(model, recipe.gates.of_model(grid), seed=seed)
+    if recipe.gates.start_from is not None:
+        _copy_predictors(recipe.gates.start_from, model)
+
+
+def _copy_predictors(source: str, model: PreTrainedModel) -> None:
+    reference, _ = load(source, dtype=torch.float32)
+    trained = predictors(reference)
+    try:
+        for name, module in predictors(model).items():
+            module.load_state_dict(trained[name].state_dict())
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"the predictors of gates.start_from ({source}) do not fit this model: {error}") from error

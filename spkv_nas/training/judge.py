@@ -1,0 +1,177 @@
+"""The judge of a search: a recipe's dense checkpoint scores layouts, and its branches retrain them.
+
+What a layout measures lies in files named by its hash, which make a result of an interrupted search good for the next
+one. Held-out text is parted by document: scores and short retrainings count on the first documents alone, full
+retrainings on the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.search_table import Retraining
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Announce, silent
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
+from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
+from spkv_nas.model.checkpoint import is_complete, load, read_shape
+from spkv_nas.training.branches import Trunk, read_branch
+from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
+
+
+class RecipeJudge:
+    """Scores and retrains by a recipe, as a search asks for it.
+
+    Args:
+        max_tokens: held-out tokens to choose on; half of them all at most.
+        short_steps: of a short retraining; a fourth of the recipe's by default.
+    """
+
+    def __init__(self, trunk: Trunk, *, max_tokens: int, short_steps: int | None = None) -> None:
+        branch = trunk.recipe.branch
+        steps = short_steps or max(1, branch.steps // 4)
+        fewer = {"steps": steps, "warmup_steps": min(branch.warmup_steps, steps - 1)}
+        short = trunk.recipe.model_copy(update={"branch": branch.model_copy(update=fewer)})
+        self._trunk, self._max_tokens = trunk, max_tokens
+        self._trunks: dict[Retraining, Trunk] = {"short": replace(trunk, recipe=short), "full": trunk}
+
+    @classmethod
+    def prepare(
+        cls,
+        recipe: Recipe,
+        base: Path,
+        runs: Path,
+        *,
+        max_tokens: int,
+        short_steps: int | None = None,
+        device: str | None = None,
+        announce: Announce = silent,
+    ) -> RecipeJudge:
+        """Read the text and train the dense model, unless that is done; of several workers one does so, others wait.
+
+        Args:
+            base: folder that the recipe's relative paths start from.
+            runs: folder of checkpoints and caches.
+        """
+        join_processes(recipe, device)
+        runs.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(runs / "prepare.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            announce("waiting for another worker, which reads the text or trains the dense model")
+            lock.acquire()
+        try:
+            trunk = Trunk.prepare(recipe, base, runs, device=device, announce=announce)
+        finally:
+            lock.release()
+        return cls(trunk, max_tokens=max_tokens, short_steps=short_steps)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """Of the dense checkpoint."""
+        return read_shape(str(self._trunk.dense))
+
+    @property
+    def identity(self) -> str:
+        """Changes with the checkpoint and with the text that the search chooses on."""
+        return self._cache.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The recipe."""
+        return self._trunk.recipe.model_dump(mode="json")
+
+    @property
+    def tokens_chosen_on(self) -> int:
+        """Held-out tokens of the scores and of the short retrainings. Raises ``UserError`` if there is too little."""
+        return self._chosen_on.tokens.size
+
+    @property
+    def tokens_judged_on(self) -> int:
+        """Held-out tokens of the full retrainings, all of documents of which the search sees no token."""
+        heldout = self._trunk.corpus.heldout
+        counts = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
+        return int(counts[~self._seen].sum())
+
+    @cached_property
+    def _chosen_on(self) -> TokenBlocks:
+        """The held-out text that the search sees."""
+        heldout = self._trunk.corpus.heldout
+        number = min(self._max_tokens // heldout.block_size, heldout.num_blocks // 2)
+        if number < 1:
+            raise UserError(
+                f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
+                "give more text, a larger data.heldout or more --max-tokens"
+            )
+        return heldout.take(number)
+
+    @property
+    def _seen(self) -> np.ndarray:
+        """Bool [documents], whether the search has seen a token of it."""
+        seen = np.zeros(len(self._trunk.corpus.heldout.documents), dtype=bool)
+        seen[np.unique(self._chosen_on.document)] = True
+        return seen
+
+    def part(self, nll: DocumentNLL, fidelity: Retraining) -> DocumentNLL:
+        """The documents on which a retraining counts; the counts of the others are 0."""
+        kept = self._seen if fidelity == "short" else ~self._seen
+        return DocumentNLL(np.where(kept, nll.total, 0.0), np.where(kept, nll.num_tokens, 0))
+
+    def steps(self, fidelity: Retraining) -> int:
+        """Training steps of a retraining."""
+        return self._trunks[fidelity].recipe.branch.steps
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        model, _ = load(self._trunk.dense)
+        return model.to(choose_device(self._trunk.device))
+
+    @cached_property
+    def _cache(self) -> Path:
+        return cache_folder(self._trunk.runs / "zero-shot", self._model, self._trunk.dense, self._chosen_on)
+
+    def score(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        """Change of NLL by each layout on the dense checkpoint, without training."""
+        full, *scores = zero_shot(
+            self._model, [None, *layouts], self._chosen_on,
+            batch_size=self._trunk.recipe.evaluation.batch_size, cache=self._cache,
+        )  # fmt: skip
+        return [paired_difference(score, full) for score in scores]
+
+    def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
+        """Name of the branch's folder, which changes with whatever decides its result; None is full attention."""
+        return self._trunks[fidelity].folder(_variant(layout)).name
+
+    def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
+        """Train the branch, unless that is done."""
+        self._trunks[fidelity].train(_variant(layout))
+
+    def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
+        """Change of NLL by each layout, on the documents that count. Raises ``UserError``: a branch is gone."""
+        full, *others = (self._finished(fidelity, layout) for layout in (None, *layouts))
+        return [paired_difference(nll, full) for nll in others]
+
+    def _finished(self, fidelity: Retraining, layout: Layout | None) -> DocumentNLL:
+        final = self._trunks[fidelity].folder(_variant(layout)) / "final"
+        if not is_complete(final):
+            raise UserError(f"{final} is gone, though the search has trained it: search again under another --name")
+        return self.part(read_branch(final).nll, fidelity)
+
+
+def _variant(layout: Layout | None) -> Variant:
+    return Variant.full_attention() if layout is None else Variant.hybrid(layout)

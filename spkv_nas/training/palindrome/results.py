@@ -1,0 +1,56 @@
+"""The results of the palindrome comparison: a table, the training curves, and what the tables leave out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.artifacts.comparison import FULL_ATTENTION
+from spkv_nas.base.files import write_yaml
+from spkv_nas.base.tables import write_csv
+from spkv_nas.base.version import environment
+from spkv_nas.training.palindrome.run import SLIDING_WINDOW, PalindromeRun, PalindromeSettings
+from spkv_nas.training.palindrome.task import Palindromes
+
+COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "seconds")
+
+
+def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> pd.DataFrame:
+    """One row per variant, columns ``COLUMNS``. Full attention keeps every key, the sliding window none outside it."""
+    rows = [{**vars(run), "steps": settings.steps} for run in finished]
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    return table.assign(
+        density=table["density"].fillna(table["variant"].map({FULL_ATTENTION: 1.0, SLIDING_WINDOW: 0.0}))
+    )
+
+
+def curve_table(finished: Sequence[PalindromeRun]) -> pd.DataFrame:
+    """The training curves of all variants, columns ``spkv_nas.training.palindrome.run.CURVE_COLUMNS``."""
+    return pd.concat([run.curve for run in finished])
+
+
+def write_results(folder: Path, settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> None:
+    """Write ``palindrome.csv``, ``palindrome-curves.csv`` and ``palindrome.yaml``."""
+    write_csv(folder / "palindrome.csv", result_table(settings, finished))
+    write_csv(folder / "palindrome-curves.csv", curve_table(finished))
+    write_yaml(folder / "palindrome.yaml", _background(settings, finished))
+
+
+def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> dict[str, Any]:
+    """What the tables leave out: the task, the settings, what was kept, where it ran."""
+    task = Palindromes(settings.num_heldout)
+    return {
+        "settings": asdict(settings),
+        "num_tokens": task.length,
+        "num_instruction_tokens": task.kinds.count("instruction"),
+        "num_output_tokens": task.num_outputs,
+        "chance_nll": round(task.chance_nll, 4),
+        "num_parameters": {run.variant: run.num_parameters for run in finished},
+        "density_by_token": {run.variant: run.kept for run in finished if run.kept is not None},
+        "hardware": {run.variant: run.hardware for run in finished},
+        "environment": environment(),
+    }
