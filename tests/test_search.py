@@ -499,7 +499,7 @@ class TestCommand:
             counts.append(rows[rows["sampler"] != BASELINE].groupby("sampler").size().tolist())
         assert counts == [[8, 8], [5, 5], [12, 12]]
 
-    def test_another_price_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_another_cost_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--dtype", "float32"]
         more += ["--trials", "3", "--short", "0", "--context"]
         main(command(*project, *more, "1k"))

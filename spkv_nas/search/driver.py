@@ -70,7 +70,7 @@ class Search:
         self._name, self._announce = name, announce
         grid = (judge.shape.num_layers, judge.shape.num_kv_heads)
         density = f"the density table '{space.table.name}'"
-        check_grid(density, space.shape, "the recipe's model", grid, "give the recipe of that model")
+        check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
         if judge.tokens_judged_on == 0:
             raise UserError(
                 "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
@@ -109,7 +109,7 @@ class Search:
         """The second objective and three layouts' costs, so that a resumed search does not mix two ways to count."""
         if self.cost is None:
             return []
-        layers, heads = self.space.shape
+        layers, heads = self.space.grid
         letters = ("L" * heads, "G" + "L" * (heads - 1), "G" * heads)
         costs = (self.cost.of(Layout((row,) * layers, self.space.window)) for row in letters)
         return [self.cost.name, *(f"{cost:.6g}" for cost in costs)]

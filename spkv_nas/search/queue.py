@@ -96,11 +96,11 @@ class Queue:
                 self._study = optuna.load_study(storage=storage, study_name=name)
             if _SETTINGS not in self._study.user_attrs:  # new, or its worker was killed between two writes
                 self._study.set_user_attr(_SETTINGS, dict(settings))
-        found = self._study.user_attrs[_SETTINGS]
+        recorded = self._study.user_attrs[_SETTINGS]
         for key in settings:
-            if found.get(key) != settings[key]:
+            if recorded.get(key) != settings[key]:
                 raise UserError(
-                    f"the study '{name}' is there with another {key}: {found.get(key)}, not {settings[key]}\n"
+                    f"the study '{name}' is there with another {key}: {recorded.get(key)}, not {settings[key]}\n"
                     "give the same options to go on with it, or another --name"
                 )
 
@@ -113,7 +113,7 @@ class Queue:
         self,
         number: int,
         most: int,
-        point: Callable[[int, list[FrozenTrial]], dict[str, str]] = lambda index, known: {},
+        point: Callable[[int, list[FrozenTrial]], dict[str, str]] = lambda index, trials: {},
         known_before: Callable[[int], int] = lambda index: 0,
     ) -> list[Task]:
         """Up to ``most`` free tasks of the first ``number``, in order; none if nothing is free or may begin yet.
@@ -134,7 +134,7 @@ class Queue:
                 if len(claimed) == most or not all(earlier in done for earlier in range(stop)):
                     break
                 params = point(index, [done[earlier] for earlier in range(stop)])
-                claimed.append(Task(index, self._start(index, params), params))
+                claimed.append(Task(index, self._put(index, params), params))
         return claimed
 
     def finish(self, task: Task, values: Sequence[float]) -> None:
@@ -172,12 +172,12 @@ class Queue:
 
     def results(self) -> dict[int, FrozenTrial]:
         """The finished tasks by number, in order."""
-        found: dict[int, FrozenTrial] = {}
+        finished: dict[int, FrozenTrial] = {}
         for trial in self._trials(TrialState.COMPLETE):
-            found.setdefault(trial.user_attrs[INDEX], trial)
-        return dict(sorted(found.items()))
+            finished.setdefault(trial.user_attrs[INDEX], trial)
+        return dict(sorted(finished.items()))
 
-    def _start(self, index: int, params: Mapping[str, str]) -> int:
+    def _put(self, index: int, params: Mapping[str, str]) -> int:
         """Put a running trial into the study; its number."""
         mark = uuid.uuid4().hex
         self._study.set_user_attr(_key(_worker()), time.time())

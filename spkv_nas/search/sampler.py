@@ -49,21 +49,20 @@ class Sampler:
     ) -> None:
         self._space, self._kind, self._seed, self._directions = space, kind, seed, list(directions)
         self._starts = list(starts) if kind == DENSITY else []
-        self._memory: optuna.Study | None = None  # of the generation's history, as many trials as
-        self._remembered = -1
+        self._memory: optuna.Study | None = None  # of the trials before the generation
+        self._remembered = -1  # number of them
 
     def point(self, index: int, known: Sequence[FrozenTrial]) -> Point:
         """The point of trial ``index``, given the trials before its generation."""
         if index < len(self._starts):
             return self._space.point(self._starts[index])
         generator = np.random.default_rng([self._seed, index])
-        noise = generator.random(self._space.shape)
+        noise = generator.random(self._space.grid)
         low, high = self._space.budgets
         budget = int(generator.integers(low, high + 1))
         estimates = known and self._kind != RANDOM
         wished = self._estimated(known, int(generator.integers(2**31))) if estimates else None
-        found = self._space.nearest(wished, budget, noise, by_density=self._kind == DENSITY)
-        return self._space.point(found)
+        return self._space.point(self._space.nearest(wished, budget, noise, by_density=self._kind == DENSITY))
 
     def _estimated(self, known: Sequence[FrozenTrial], seed: int) -> Layout:
         """What TPE would try next."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
@@ -49,19 +50,19 @@ class Space:
             solve(self.table, budget, self.constraints, window=self.window)
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def grid(self) -> Grid:
         """(L, Hkv)."""
         return self.table.num_layers, self.table.num_kv_heads
 
     @cached_property
     def distributions(self) -> dict[str, BaseDistribution]:
         """Of every head, by "layer.head"."""
-        return {f"{layer}.{head}": CategoricalDistribution(("L", "G")) for layer, head in np.ndindex(self.shape)}
+        return {f"{layer}.{head}": CategoricalDistribution(("L", "G")) for layer, head in np.ndindex(self.grid)}
 
     def layout(self, point: Mapping[str, str], strategy: str = "search") -> Layout:
         """The layout of a point."""
         letters = "".join(point[name] for name in self.distributions)
-        heads = self.shape[1]
+        heads = self.grid[1]
         rows = tuple(letters[start : start + heads] for start in range(0, len(letters), heads))
         return Layout(rows, self.window, strategy)
 
@@ -87,7 +88,7 @@ class Space:
 
     def contains(self, layout: Layout) -> bool:
         """Whether the layout is of this grid and window, meets the constraints and has one of the budgets."""
-        if layout.global_mask.shape != self.shape or layout.window != self.window:
+        if layout.global_mask.shape != self.grid or layout.window != self.window:
             return False
         low, high = self.budgets
         low = min(low, self._best(self._rank + 1.0, low).num_global)
@@ -98,9 +99,9 @@ class Space:
 
     def _best(self, gain: Float, budget: int) -> Layout:
         if self.constraints.named:
-            found = Problem(self.shape, self.constraints.named, budget).optimum(np.maximum(gain, 1e-6)[None])
-            assert found is not None  # ``check`` has solved the smallest budget, and a larger one allows more
-            mask = found.mask
+            best = Problem(self.grid, self.constraints.named, budget).optimum(np.maximum(gain, 1e-6)[None])
+            assert best is not None  # ``check`` has solved the smallest budget, and a larger one allows more
+            mask = best.mask
         else:
             mask = densest(gain, budget)
         return Layout.from_mask(mask, window=self.window)
@@ -109,4 +110,4 @@ class Space:
     def _rank(self) -> Float:
         """[L, Hkv], places of the densities in ascending order, in [0, 1]."""
         flat = self.table.density.ravel()
-        return np.argsort(np.argsort(flat, kind="stable"), kind="stable").reshape(self.shape) / max(1, flat.size - 1)
+        return np.argsort(np.argsort(flat, kind="stable"), kind="stable").reshape(self.grid) / max(1, flat.size - 1)

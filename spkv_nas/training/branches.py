@@ -1,4 +1,4 @@
-"""The branches of a dense checkpoint: trained, evaluated, and found again by the names of their folders.
+"""The branches of a dense checkpoint: trained, evaluated, and recognised by the names of their folders.
 
 SP-KV paper, "Overall protocol": branches differ in attention alone and share data order, number of steps, learning
 rates and optimizer state.

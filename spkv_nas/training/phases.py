@@ -2,8 +2,7 @@
 
 SP-KV paper, section "Training": soft gates for the first 75 % of the cosine decay, then the predictor freezes and
 gates are binary at tau; optionally a linear ramp between the two. Appendix "Hard Gated Training": sampled in place of
-soft. Learning rates: appendix "Scaling analysis details"
-(warm-up, stable, cosine decay to 1 % of the peak).
+soft. Learning rates: appendix "Scaling analysis details" (warm-up, stable, cosine decay to 1 % of the peak).
 """
 
 from __future__ import annotations
