@@ -27,7 +27,8 @@ from spkv_nas.evaluation.sweep import COLUMNS, evaluate, parse_taus, sweep_table
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.hook import apply_layout, attention_layers, layer_state, set_gate_mode
 from spkv_nas.probing.density import probe
-from spkv_nas.report.figures import tau_sweep_figure
+from spkv_nas.report.plot import draw
+from spkv_nas.report.result_charts import tau_sweep_chart
 
 
 @pytest.fixture
@@ -210,7 +211,7 @@ def test_labels_of_a_crowded_curve_cover_nothing() -> None:
     """Some thresholds go without a label; no label lies on another or on the curve."""
     tau = np.array([0.0, *parse_taus("0.01..0.99", 25)])
     rows = pd.DataFrame({"tau": tau, "density": 1 - tau, "delta_nll_percent": 8 * tau**4})
-    figure = tau_sweep_figure(rows.assign(delta_nll_standard_error=0.1 + tau / 2))
+    figure = draw(tau_sweep_chart(rows.assign(delta_nll_standard_error=0.1 + tau / 2)))
     FigureCanvasAgg(figure).draw()
     ax = figure.axes[0]
     boxes = [Text.get_window_extent(label) for label in ax.texts]  # without the leaders

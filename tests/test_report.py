@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -15,16 +18,30 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers import Page, make_domain_table, make_layouts
+from matplotlib.text import Text
 
+from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
-from spkv_nas.report import write_report
-from spkv_nas.report.charts import heatmap, nll_chart
-from spkv_nas.report.geometry import place_labels
-from spkv_nas.report.page import safe_csv
-from spkv_nas.report.study_charts import study_charts, study_rows, study_sentences
-from spkv_nas.report.summary import Inputs, budget_curve, domain_profile, findings, position_profile
+from spkv_nas.report.axes import decades_axis, log_axis, round_axis
+from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
+from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
+from spkv_nas.report.colours import cividis
+from spkv_nas.report.data import page_data
+from spkv_nas.report.density_charts import density_chart
+from spkv_nas.report.figures import write_study_figures
+from spkv_nas.report.findings import findings, search_findings
+from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.labels import Box, Label, chart_labels, place_labels, spread
+from spkv_nas.report.page import write_report
+from spkv_nas.report.plot import draw, save_chart
+from spkv_nas.report.profiles import budget_curve, domain_profile, position_profile
+from spkv_nas.report.result_charts import coverage_nll_chart
+from spkv_nas.report.search_charts import front_chart, progress_chart, search_charts
+from spkv_nas.report.svg import Frame
+from spkv_nas.report.tables import safe_csv, search_rows
+from spkv_nas.report.training_charts import palindrome_charts
 
 HOSTILE = "<script>alert(1)</script>"
 QUOTED = "\"'><img src=x onerror=alert(1)>"
@@ -59,11 +76,11 @@ def make_comparison(**columns: list[Any]) -> pd.DataFrame:
     return frame.assign(**columns)
 
 
-def say(comparison: pd.DataFrame | None, layouts: dict[str, Layout] | None = None, **summary: Any) -> str:
-    return " ".join(findings(Inputs.check(make_domain_table(), layouts or {}, comparison, summary)))
+def say(comparison: pd.DataFrame | None, layouts: dict[str, Layout] | None = None, **record: Any) -> str:
+    return " ".join(findings(Inputs.check(make_domain_table(), layouts or {}, comparison=comparison, record=record)))
 
 
-def make_study(**columns: list[Any]) -> pd.DataFrame:
+def make_search(**columns: list[Any]) -> pd.DataFrame:
     """A search of two samplers: two layouts retrained, one of them a baseline."""
     nan = np.nan
     frame = pd.DataFrame(
@@ -99,8 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         table=replace(table, name=HOSTILE),
         layouts=make_layouts(*names),
         comparison=make_comparison(strategy=["full-attention", "sp-kv", *names], note=["", "", HOSTILE, QUOTED, "+1"]),
-        summary={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
-        study=make_study(name=[HOSTILE, QUOTED, "b", "c", "d"]),
+        record={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
+        search=make_search(name=[HOSTILE, QUOTED, "b", "c", "d"]),
     )
     return folder
 
@@ -114,8 +131,9 @@ def test_page_holds_one_script_and_style_each_allowed_by_its_hash(page: Page) ->
     policy = next(meta["content"] for meta in page.all("meta") if "http-equiv" in meta) or ""
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
+    assert [script.get("type") for script in page.all("script")] == ["application/json", None]
     for tag in ("script", "style"):
-        (content,) = page.texts[tag]
+        content = page.texts[tag][-1]  # the first script is data, which no policy need allow
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert f"{tag}-src 'sha256-{digest}'" in policy
         assert "innerHTML" not in content
@@ -133,7 +151,47 @@ def test_names_appear_as_text(page: Page) -> None:
     assert any(HOSTILE in text for text in page.texts["th"])
     assert any(QUOTED in text for text in page.texts["h3"])
     assert any(HOSTILE in text for text in page.texts["dd"])
-    assert any("<script>" in (group.get("data-tip") or "") for group in page.all("g"))
+    assert any("<script>" in (group.get("aria-label") or "") for group in page.all("g"))
+    assert any(HOSTILE in tip for mark in data(page)["domains"]["marks"] for tip in mark["tips"])
+
+
+def data(page: Page) -> dict[str, Any]:
+    charts: dict[str, Any] = json.loads(page.texts["script"][0])["charts"]
+    return charts
+
+
+def test_the_data_of_a_page_cannot_end_it(page: Page) -> None:
+    """A domain may be called as the tag that ends the element it stands in."""
+    assert "<" not in page.texts["script"][0]
+    axis = Axis("", 0.0, 1.0, ())
+    text = page_data(
+        [Chart("a", "</script><script>", "", axis, axis, (Points((np.pi,), (math.nan,), tips=("<!--",)),))]
+    )
+    assert "<" not in text
+    assert json.loads(text)["charts"]["a"] == {
+        "title": "</script><script>",
+        **{name: {"title": "", "low": 0, "high": 1, "ticks": []} for name in ("x", "y")},
+        "marks": [{"kind": "points", "x": [3.1416], "y": [None], "tips": ["<!--"]}],
+    }
+
+
+def test_every_chart_of_the_page_stands_in_its_data(page: Page) -> None:
+    drawn = [svg["data-chart"] for svg in page.all("svg") if "data-chart" in svg]
+    assert sorted(str(name) for name in drawn) == sorted(data(page))
+    chart: Any = None
+    places = dict.fromkeys(drawn, 0)
+    for tag, attributes in page.elements:
+        if tag == "svg":
+            chart = attributes.get("data-chart")
+        if "data-at" in attributes:
+            number, index = map(int, (attributes["data-at"] or "").split(","))
+            mark = data(page)[chart]["marks"][number]
+            assert attributes.get("aria-label") or mark["tips"][index]
+            places[chart] += 1
+    assert places["density"] == places["layout-1"] == 8
+    assert places["histogram"] == 20
+    assert places["domains"] == 2 * (8 + 1)
+    assert data(page)["density"]["marks"][0]["values"] == [[1, 0.2, 0.1, 0.7], [0, 0.6, 0.3, 0.5]]
 
 
 def test_page_is_accessible(page: Page) -> None:
@@ -155,31 +213,49 @@ def test_page_is_accessible(page: Page) -> None:
 
 
 def test_a_search_is_shown_best_first(page: Page) -> None:
-    study = make_study()
-    assert [cells[0] for cells in study_rows(study)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
-    assert study_rows(study)[0][1:] == ("3", "50.0", "+0.500 ± 0.100", "+0.600 ± 0.100", "+0.400 ± 0.100")
-    progress, retrained = study_charts(study)
-    assert progress.legend == ["density", "random"]
+    search = make_search()
+    assert [cells[0] for cells in search_rows(search)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
+    assert search_rows(search)[0][1:] == ("3", "50.0", "+0.500 ± 0.100", "+0.600 ± 0.100", "+0.400 ± 0.100")
+    progress, retrained = search_charts(search, None)
+    assert isinstance(progress, Chart)
+    assert [mark.label for mark in progress.marks if isinstance(mark, Line)] == ["density", "random"]
     assert "density 0.500, random 1.500" in progress.description
-    assert len(retrained.dots) == 3
-    assert len(study_charts(make_study(cost=[4.0, 4.0, 5.0, 3.0, 6.0]))) == 3
+    assert isinstance(retrained, Panels)
+    shown = [mark for mark in retrained.charts[0].marks if isinstance(mark, Points)]
+    assert [(mark.label, len(mark.x)) for mark in shown] == [("baseline", 1), ("density", 1), ("random", 1)]
+    assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 3
     assert (
         "density: retrained in full, the best of the short retraining, density-0-1: +0.400 ± 0.100 %."
-        in study_sentences(study)
+        in search_findings(search)
     )
     assert "Search" in page.texts["h2"]
 
 
+def test_figures_of_a_search_follow_its_data(tmp_path: Path) -> None:
+    write_study_figures(tmp_path, make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "seconds")
+    names = {"search-progress", "search-retrained", "search-front"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.{kind}" for name in names for kind in ("png", "svg")}
+    write_study_figures(tmp_path, make_search(full_delta_percent=[math.nan] * 5), None)
+    assert {path.name for path in tmp_path.iterdir()} == {"search-progress.png", "search-progress.svg"}
+
+
+def test_the_front_is_a_staircase() -> None:
+    chart = front_chart(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")
+    density, random = [mark for mark in chart.marks if isinstance(mark, Line)]
+    assert (density.x, density.y) == ((4.0, 5.0, 5.0, 6.0), (0.9, 0.9, 0.5, 0.5))
+    assert (random.x, random.y) == ((3.0, 6.0, 6.0, 6.0), (2.0, 2.0, 1.5, 1.5))
+
+
 @pytest.mark.parametrize(
-    ("study", "message"),
+    ("search", "message"),
     [
-        (make_study().drop(columns="hash"), "column 'hash' is missing"),
-        (make_study(cost=["x"] * 5), "line 2: column 'cost' must be a number; found 'x'"),
+        (make_search().drop(columns="hash"), "column 'hash' is missing"),
+        (make_search(cost=["x"] * 5), "line 2: column 'cost' must be a number; found 'x'"),
     ],
     ids=["column", "number"],
 )
-def test_an_unreadable_search_is_named(tmp_path: Path, study: pd.DataFrame, message: str) -> None:
-    study.to_csv(tmp_path / "search.csv", index=False)
+def test_an_unreadable_search_is_named(tmp_path: Path, search: pd.DataFrame, message: str) -> None:
+    search.to_csv(tmp_path / "search.csv", index=False)
     with pytest.raises(UserError, match=message):
         read_search(tmp_path / "search.csv")
 
@@ -253,7 +329,7 @@ def test_rank_correlations_come_with_their_intervals() -> None:
 
 
 def test_another_signal_is_said() -> None:
-    inputs = Inputs.check(make_domain_table(metadata={"signal": "duo"}), {}, make_comparison(), {})
+    inputs = Inputs.check(make_domain_table(metadata={"signal": "duo"}), {}, comparison=make_comparison())
     assert findings(inputs)[-1] == "Where this page says density, the table holds another signal, duo."
     assert "signal" not in say(make_comparison())
 
@@ -309,32 +385,184 @@ def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path:
 
 
 def test_colours_are_cividis_from_zero_to_one() -> None:
-    cells = {(cell.layer, cell.head): cell for cell in heatmap(make_domain_table()).cells}
-    assert (cells[0, 0].fill, cells[0, 0].ink) == ("#fee838", "#000")
-    assert (cells[0, 1].fill, cells[0, 1].ink) == ("#00224e", "#fff")
-    assert cells[1, 1].tip == "Layer 1, KV head 1: density 0.600\n1,000 tokens"
+    assert cividis(1.0) == cividis(1.5) == ("#fee838", "#000")
+    assert cividis(0.0) == cividis(-0.5) == ("#00224e", "#fff")
+    cells = density_chart(make_domain_table()).marks[0]
+    assert isinstance(cells, Heatmap)
+    assert cells.values[1][1] == 0.6
+    assert cells.tips[1 * 4 + 1] == "Layer 1, KV head 1: density 0.600\n1,000 tokens"
 
 
 def test_error_bars_reach_one_standard_error() -> None:
-    comparison = Inputs.check(make_domain_table(), {}, make_comparison(), None).comparison
+    comparison = Inputs.check(make_domain_table(), {}, comparison=make_comparison()).comparison
     assert comparison is not None
-    chart = nll_chart(comparison)
+    chart = coverage_nll_chart(comparison)
     assert chart is not None
-    dot = next(dot for dot in chart.dots if dot.tip.startswith("densest"))
-    assert dot.x == pytest.approx(chart.x(47.1))
-    assert dot.error == pytest.approx((chart.y(0.19), chart.y(0.21)))
+    layouts, gates, full = [mark for mark in chart.marks if isinstance(mark, Points)]
+    assert layouts.names == ("densest", "last", "spread")
+    assert (layouts.x[0], layouts.y[0], layouts.error[0]) == (47.1, 0.2, 0.01)
+    assert gates.shape != full.shape != layouts.shape
+    assert math.isnan(full.error[0])
+    frame, (ax,) = Frame.of(chart), draw(chart).axes
+    (drawn,) = [
+        path for path in ax.collections if np.allclose(path.get_paths()[0].vertices, [[47.1, 0.19], [47.1, 0.21]])
+    ]
+    assert drawn is not None
+    assert frame.y(0.19) - frame.y(0.21) == pytest.approx(
+        0.02 / (chart.y.high - chart.y.low) * (frame.bottom - frame.top)
+    )
 
 
 def test_labels_cover_no_mark_and_no_other_label() -> None:
     marks = [(100.0 + 3 * i, 100.0 + 2 * (i % 3)) for i in range(7)]
-    texts = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), reach=[9.0] * 7)
+    taken: list[Box] = [(x - 7, y - 9, x + 7, y + 9) for x, y in marks]
+    labels = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), taken=taken, letter=6.6, line=15)
     width, height = 8 * 6.6, 15
-    left = [text.x - (width if text.anchor == "end" else 0) for text in texts]
+    left = [label.x - (width if label.anchor == "end" else 0) for label in labels]
     for i in range(7):
         for k in range(i):
-            assert abs(left[i] - left[k]) >= width - 1e-6 or abs(texts[i].y - texts[k].y) >= height - 1e-6
+            assert abs(left[i] - left[k]) >= width - 1e-6 or abs(labels[i].y - labels[k].y) >= height - 1e-6
         for x, y in marks:
-            assert not (left[i] < x < left[i] + width and abs(texts[i].y - y) < height / 2)
+            assert not (left[i] < x < left[i] + width and abs(labels[i].y - y) < height / 2)
+
+
+def test_names_of_baselines_lie_on_no_line() -> None:
+    """They were written across the curves that ended where the baselines are."""
+    names = ["one", "two", "three", "density-0-0", "density-0-1"]
+    search = make_search(name=names, sampler=["baseline"] * 3 + ["density"] * 2, hash=list("abcde"),
+                         zero_shot_delta_percent=[0.52, 0.51, 2.0, 2.0, 0.5])  # fmt: skip
+    chart = progress_chart(search, None)
+    frame = Frame.of(chart)
+    labels = frame.labels()
+    assert {label.text for label in labels} == {"one", "two", "three"}
+    assert all(label.x > frame.right for label in labels)
+    heights = sorted(label.y for label in labels)
+    assert min(np.diff(heights)) >= 15 - 1e-6
+    figure = draw(chart)
+    (ax,) = figure.axes
+    figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the leaders
+    assert len(boxes) == 3
+    assert all(box.x0 > ax.get_window_extent().x1 for box in boxes)
+    assert all(box.x1 < figure.bbox.x1 for box in boxes)
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+def test_the_label_of_a_vertical_line_keeps_off_curves() -> None:
+    axis = Axis("x", 0.0, 10.0, ())
+    chart = Chart(
+        "a", "", "", axis, axis, (Rule(5.0, "knee"), Line((0.0, 10.0), (9.9, 9.9)), Line((5.0, 9.0), (0.0, 9.0)))
+    )
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return 40 * x, 200 - 20 * y
+
+    assert chart_labels(chart, at, (0, 0, 400, 200), letter=6.6, line=15) == [Label(206, 15, "knee")]
+
+
+def test_spread_places_keep_their_distance_and_move_least() -> None:
+    assert spread([0.0, 50.0], 10) == [0.0, 50.0]
+    assert spread([20.0, 20.0], 10) == [15.0, 25.0]
+    assert spread([0.0, 1.0, 2.0, 100.0], 10) == pytest.approx([-9.0, 1.0, 11.0, 100.0])
+
+
+def test_ticks_are_round() -> None:
+    def shown(axis: Axis) -> list[str]:
+        assert all(-1e-9 <= axis.fraction(value) <= 1 + 1e-9 for value, _ in axis.ticks)
+        return [text for _, text in axis.ticks]
+
+    assert shown(round_axis("", 0, 1)) == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert shown(round_axis("", 0, 63, exact=True)) == ["0", "20", "40", "60"]
+    assert shown(round_axis("", -0.13, 0.3)) == ["\N{MINUS SIGN}0.1", "0", "0.1", "0.2", "0.3"]
+    assert round_axis("", 0, 4.05).high == pytest.approx(4.35)
+    assert round_axis("", 0, 4, padded=True).low == pytest.approx(-0.3)
+    assert shown(round_axis("", 2, 2)) == ["2", "2.2", "2.4", "2.6", "2.8", "3"]
+    assert shown(decades_axis("", 3e18, 2e21, powers=True)) == ["10¹⁹", "10²⁰", "10²¹"]
+    assert shown(decades_axis("", 0.04, 3, multiples=(1, 2, 5))) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
+    assert shown(log_axis("", 1.9, 3.3)) == ["2", "2.25", "2.5", "2.75", "3", "3.25"]
+
+
+AGREEMENT = pd.DataFrame({"first": ["a", "a", "b"], "second": ["b", "c", "c"], "budget": 2, "jaccard": [0.5, 0.1, 0.2],
+                          "chance": 0.1, "spearman": [0.3, -0.2, math.nan]})  # fmt: skip
+BUDGETS = pd.DataFrame({"budget": [1, 2, 3], "num_global": [1, 2, 3], "coverage": [0.4, 0.7, 1.0], "random": 0.5,
+                        "worst_domain": 0.3, "coverage_low": [0.3, 0.6, 1.0], "coverage_high": [0.5, 0.8, 1.0],
+                        "kv_bytes": [2.0**30, 2.0**31, 3 * 2.0**30]})  # fmt: skip
+CURVES = pd.DataFrame(
+    {
+        "variant": ["full", "full", "sp-kv", "sp-kv"],
+        "step": [10, 20] * 2,
+        "loss": [9.0, 1.0, 8.0, 2.0],
+        "mean_utility": [math.nan, math.nan, 0.9, 0.5],
+        "density": [math.nan, math.nan, 1.0, 0.5],
+    }
+)
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [agreement_charts(AGREEMENT), budgets_chart(BUDGETS, 2, num_domains=2), palindrome_charts(CURVES, 2.3)],
+    ids=lambda chart: chart.name,
+)
+def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path: Path) -> None:
+    for run in ("one", "two"):
+        save_chart(tmp_path / run, chart)
+    for kind in ("png", "svg"):
+        one, two = ((tmp_path / run / f"{chart.name}.{kind}").read_bytes() for run in ("one", "two"))
+        assert one == two
+
+
+def test_memory_stands_above_the_budgets() -> None:
+    above = budgets_chart(BUDGETS, 2, num_domains=1).above
+    assert above is not None
+    assert [(round(value, 6), text) for value, text in above.ticks] == [
+        (1.0, "1"),
+        (1.5, "1.5"),
+        (2.0, "2"),
+        (2.5, "2.5"),
+        (3.0, "3"),
+    ]
+
+
+def test_a_comparison_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = make_comparison().reindex(columns=list(COLUMNS))
+    write_comparison(tmp_path / "comparison.csv", rows)
+    read = read_comparison(tmp_path / "comparison.csv")
+    assert list(read.columns) == list(COLUMNS)
+    assert read["nll"].tolist() == rows["nll"].tolist()
+    assert read["delta_nll_percent"][0] == 0.0
+    assert read["zero_shot_nll"].isna().all()
+    assert read["note"].tolist() == [""] * 5
+    write_comparison(tmp_path / "comparison.csv", rows.head(0))
+    assert read_comparison(tmp_path / "comparison.csv").empty
+
+
+def test_a_layout_may_be_called_as_a_missing_value(tmp_path: Path) -> None:
+    """A layout named NA or null was read as one without a name."""
+    write_comparison(
+        tmp_path / "comparison.csv", make_comparison(strategy=["full-attention", "NA", "null", "nan", "a"])
+    )
+    assert read_comparison(tmp_path / "comparison.csv")["strategy"].tolist() == [
+        "full-attention",
+        "NA",
+        "null",
+        "nan",
+        "a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nll\n2.0\n", "column 'strategy' is missing"),
+        ("strategy,nll\na,2.0\n,2.0\n", "line 3: the strategy has no name"),
+        ("strategy,nll\na,2.0\nb,much\n", "line 3: column 'nll' must be a number from 0; found 'much'"),
+    ],
+    ids=["column", "name", "number"],
+)
+def test_an_unreadable_comparison_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "comparison.csv").write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_comparison(tmp_path / "comparison.csv")
 
 
 def test_budget_curve_ends_at_everything() -> None:

@@ -24,7 +24,7 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.requirements import Demand, Limit
 from spkv_nas.proposal.stability import Certainty, beyond_doubt, bootstrap, caution, knee
 from spkv_nas.proposal.strategies import densest
-from spkv_nas.report import write_report
+from spkv_nas.report.page import write_report
 
 EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
 
@@ -279,7 +279,7 @@ class TestCommands:
         page = Page(text)
         assert (folder / "stability.png").is_file()
         assert "p@0.7" in page.texts["td"]
-        assert any("of the resamples" in (group.get("data-tip") or "") for group in page.all("g"))
+        assert any("of the resamples" in (group.get("aria-label") or "") for group in page.all("g"))
         assert "95\u00a0% interval" in text
 
     @pytest.mark.parametrize(

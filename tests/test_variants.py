@@ -24,7 +24,9 @@ from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import gate_from_logits, predictors, regularised
 from spkv_nas.model.hook import apply_layout, attach_gates, set_density_weight, set_gate_mode
 from spkv_nas.probing.density import probe
-from spkv_nas.report.figures import density_evolution_figure, write_density_evolution
+from spkv_nas.report.chart import Line
+from spkv_nas.report.plot import save_chart
+from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.training import trainer
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus
@@ -376,13 +378,13 @@ def test_density_over_training_is_drawn_for_every_head(tmp_path: Path) -> None:
     steps, layers, heads = np.meshgrid([10, 20, 30], [0, 2], [0, 1, 2], indexing="ij")
     log = {"step": steps.ravel(), "layer": layers.ravel(), "kv_head": heads.ravel()}
     rows = pd.DataFrame(log).assign(density=np.random.default_rng(0).random(18))
-    (ax,) = density_evolution_figure(rows).axes
-    lines = [line.get_ydata() for line in ax.lines]
+    chart = density_evolution_chart(rows)
+    lines = [mark.y for mark in chart.marks if isinstance(mark, Line)]
     assert len(lines) == 7  # six heads and their median
     for line, (_, head) in zip(lines, rows.groupby(["layer", "kv_head"]), strict=False):
         assert np.allclose(line, 100 * head["density"])
     assert np.allclose(lines[-1], 100 * rows.groupby("step")["density"].median())
-    write_density_evolution(tmp_path, rows)
+    save_chart(tmp_path, chart)
     assert (tmp_path / "density-evolution.png").read_bytes().startswith(b"\x89PNG")
 
 

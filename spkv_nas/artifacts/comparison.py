@@ -2,22 +2,88 @@
 
 from __future__ import annotations
 
-FULL_ATTENTION = "full-attention"
+import math
+from pathlib import Path
 
+import pandas as pd
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_text
+from spkv_nas.base.tables import Column, read_table, write_csv
+
+FULL_ATTENTION = "full-attention"
 SP_KV = "sp-kv"
 
 
-COLUMNS = (
-    "strategy",
-    "density_percent",
-    "coverage_percent",
-    "nll",
-    "delta_nll_percent",
-    "delta_nll_standard_error",
-    "num_global",
-    "num_seeds",
-    "steps",
-    "zero_shot_nll",
-    "zero_shot_delta_percent",
-    "note",
+def _number(name: str, low: float = 0.0) -> Column:
+    return Column(name, "number", low=low, default="", gaps=True)
+
+
+_COLUMNS = (
+    Column("strategy"),
+    _number("density_percent"),
+    _number("coverage_percent"),
+    _number("nll"),  # nats per token
+    _number("delta_nll_percent", low=-100.0),  # against full attention, paired by document
+    _number("delta_nll_standard_error"),  # in percentage points
+    _number("num_global"),
+    _number("num_seeds"),
+    _number("steps"),
+    _number("zero_shot_nll"),
+    _number("zero_shot_delta_percent", low=-100.0),
+    Column("note", default=""),
 )
+COLUMNS = tuple(column.name for column in _COLUMNS)
+
+
+def write_comparison(path: Path, rows: pd.DataFrame) -> None:
+    """Write the table, numbers to six significant digits."""
+    write_csv(path, rows)
+
+
+def read_comparison(path: Path) -> pd.DataFrame:
+    """The table in a file, as ``complete`` gives it; empty where nothing has been trained yet.
+
+    Raises:
+        UserError: naming file, line and column.
+    """
+    if len(read_text(path, "comparison").strip().splitlines()) == 1:
+        return pd.DataFrame(columns=list(COLUMNS))
+    return complete(read_table(path, "comparison", _COLUMNS, others=True))
+
+
+def complete(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table with every column there, numbers as floats (NaN where missing), texts as str.
+
+    The NLL change of full attention, which has none, becomes 0.
+
+    Raises:
+        UserError: naming line and column; no strategies, a strategy without a name, what should be a number and is not.
+    """
+    if "strategy" not in rows:
+        raise UserError(f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}")
+    checked = rows.reset_index(drop=True)
+    nameless = (checked["strategy"].isna() | (checked["strategy"] == "")).to_numpy()
+    if nameless.any():
+        raise UserError(f"comparison.csv line {int(nameless.argmax()) + 2}: the strategy has no name")
+    for column in _COLUMNS:
+        if column.kind == "text":
+            texts = checked[column.name] if column.name in checked else pd.Series(column.default, checked.index)
+            checked[column.name] = texts.astype(object).fillna("").astype(str)
+        elif column.name not in checked:
+            checked[column.name] = math.nan
+        else:
+            checked[column.name] = _floats(checked[column.name])
+    reference = checked["strategy"] == FULL_ATTENTION
+    checked.loc[reference, "delta_nll_percent"] = checked.loc[reference, "delta_nll_percent"].fillna(0.0)
+    return checked
+
+
+def _floats(cells: pd.Series) -> pd.Series[float]:
+    """A column of numbers, infinite ones as NaN. Raises ``UserError`` for what is no number."""
+    numbers = pd.to_numeric(cells, errors="coerce").astype(float)
+    unreadable = (numbers.isna() & cells.notna()).to_numpy()
+    if unreadable.any():
+        row = int(unreadable.argmax())
+        raise UserError(f"comparison.csv line {row + 2}: {cells.name} is {cells[row]!r}; expected a number")
+    return numbers.replace([math.inf, -math.inf], math.nan)

@@ -1,5 +1,1 @@
-"""Floor 4: the report, from density table, layouts and comparison to one self-contained page and its figures."""
-
-from spkv_nas.report.page import write_report
-
-__all__ = ["write_report"]
+"""The report: charts, each described once, and the page and pictures that are made of them."""

@@ -1,45 +1,49 @@
 """The report's page: one HTML file that loads nothing, and its figures beside it.
 
 Names of strategies, domains and probes come from users, so everything is escaped by the template engine, scripts and
-styles are allowed by their hash alone (Content-Security-Policy), and the script writes text only.
+styles are allowed by their hash alone (Content-Security-Policy), and the script writes text only. The numbers of all
+charts on the page stand in it once, as JSON, where its script reads them.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.version import __version__
 from spkv_nas.proposal.stability import caution
-from spkv_nas.report import charts
-from spkv_nas.report.figures import write_figures
-from spkv_nas.report.search_charts import certainty_map
-from spkv_nas.report.search_figures import write_stability_figure
-from spkv_nas.report.study_charts import study_charts, study_rows, study_sentences
-from spkv_nas.report.study_figures import NAMES as STUDY_FIGURES
-from spkv_nas.report.summary import (
-    Inputs,
-    contenders,
-    domain_profile,
-    findings,
-    is_layout,
-    number,
-    signed,
-    widest_layout,
+from spkv_nas.report import tables
+from spkv_nas.report.budget_charts import coverage_budget_chart
+from spkv_nas.report.chart import Chart, Panels
+from spkv_nas.report.colours import scale_stops
+from spkv_nas.report.data import page_data
+from spkv_nas.report.density_charts import (
+    density_chart,
+    domain_chart,
+    histogram_chart,
+    layout_charts,
+    position_chart,
+    stability_chart,
 )
+from spkv_nas.report.figures import SEARCH_FIGURES
+from spkv_nas.report.findings import findings, search_findings
+from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.plot import save_chart
+from spkv_nas.report.result_charts import coverage_nll_chart
+from spkv_nas.report.search_charts import search_charts
+from spkv_nas.report.svg import draw, legend
+
+Groups = dict[str, list[Chart | Panels]]
 
 
 def write_report(
@@ -48,9 +52,9 @@ def write_report(
     table: DensityTable,
     layouts: Mapping[str, Layout],
     comparison: pd.DataFrame | None = None,
-    summary: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
     agreement: pd.DataFrame | None = None,
-    study: pd.DataFrame | None = None,
+    search: pd.DataFrame | None = None,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
 
@@ -58,40 +62,51 @@ def write_report(
         folder: made if it is not there; files of the same names are replaced, each atomically.
         table: density of the reference model.
         layouts: by name; the names are those in the comparison's column ``strategy``.
-        comparison: one row per trained model, ``full-attention`` and ``sp-kv`` among them; columns strategy and, each
-            optional or with gaps, density_percent, coverage_percent, nll (nats per token), delta_nll_percent,
-            delta_nll_standard_error (in percentage points), num_global, num_seeds, steps, note. None before training.
-        summary: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
+        comparison: of ``spkv_nas.artifacts.comparison``, columns but the strategy optional; None before training.
+        record: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
         agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
-        study: of ``spkv_nas.evaluation.guidance``; None where no layouts have been searched for.
+        search: of ``spkv_nas.artifacts.search_table``; None where no layouts have been searched for.
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
             cannot be written.
     """
-    inputs = Inputs.check(table, layouts, comparison, summary)
-    figures = write_figures(folder, inputs)
-    if (sure := inputs.certainty) is not None:
-        title = f"Chance to be one of the {sure.budget} densest heads, %"
-        figures.append(write_stability_figure(folder, sure.probability["densest"], title))
+    inputs = Inputs.check(table, layouts, comparison=comparison, record=record, agreement=agreement, search=search)
+    groups = _charts(inputs)
+    written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
+    for chart in written:
+        save_chart(folder, chart)
+    figures = [chart.name for chart in written]
+    figures += [name for name in SEARCH_FIGURES if groups["search"] and (folder / f"{name}.png").is_file()]
     page = folder / "index.html"
-    figures += [name for name in STUDY_FIGURES if study is not None and (folder / f"{name}.png").is_file()]
-    write_atomic(page, _render(inputs, figures, agreement, study))
+    write_atomic(page, _render(inputs, groups, figures))
     return page
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One line of the comparison table, formatted. ``group``: 0 layouts, 1 SP-KV, 2 full attention (as the paper)."""
+def _charts(inputs: Inputs) -> Groups:
+    """Every chart that there is data for, by the section of the page that it stands in."""
+    table = inputs.table
+    has_cost = inputs.search is not None and bool(inputs.search["cost"].notna().all())
+    groups: dict[str, list[Chart | Panels | None]] = {
+        "density": [density_chart(table)],
+        "layouts": [layout_charts(table, inputs.layouts, inputs.covered)],
+        "results": [
+            None if inputs.comparison is None else coverage_nll_chart(inputs.comparison),
+            coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
+        ],
+        "detail": [domain_chart(table), position_chart(table), histogram_chart(table)],
+        "certainty": [None if inputs.certainty is None else stability_chart(inputs.certainty)],
+        "search": [] if inputs.search is None else [*search_charts(inputs.search, "cost" if has_cost else None)],
+    }
+    return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}
 
-    group: int
-    strategy: str
-    best: bool
-    cells: tuple[str, ...]
-    note: str
+
+def _singles(charts: list[Chart | Panels]) -> list[Chart]:
+    """Charts as the page shows them, one by one."""
+    return [one for chart in charts for one in (chart.charts if isinstance(chart, Panels) else (chart,))]
 
 
-def _render(inputs: Inputs, figures: list[str], agreement: pd.DataFrame | None, study: pd.DataFrame | None) -> str:
+def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -99,178 +114,47 @@ def _render(inputs: Inputs, figures: list[str], agreement: pd.DataFrame | None, 
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(px=_px, csp_hash=_csp_hash, tie=_tie)
-    table = inputs.table
-    nll = None if inputs.comparison is None else charts.nll_chart(inputs.comparison)
+    environment.filters.update(csp_hash=_csp_hash, tie=_tie, draw=draw, legend=legend)
+    table, search = inputs.table, inputs.search
+    charts = {name: _singles(group) for name, group in groups.items()}
     page: str = environment.get_template("template.html.j2").render(
         version=__version__,
+        data=Markup(page_data(chart for group in charts.values() for chart in group)),
+        charts=charts,
         table=table,
         findings=findings(inputs),
         diagnosis=table.diagnosis(),
-        facts=_facts(inputs),
-        heatmap=charts.heatmap(table),
-        scale=charts.scale_stops(),
-        layouts=list(_layouts(inputs)),
-        rows=_comparison_rows(inputs),
-        result_charts=[chart for chart in (nll, charts.budget_chart(inputs)) if chart],
-        density_charts=[
-            chart
-            for chart in (charts.domain_chart(table), charts.position_chart(table), charts.histogram_chart(table))
-            if chart
-        ],
-        domains=_domains(table),
+        facts=tables.facts(inputs),
+        scale=scale_stops(),
+        layouts=_layouts(inputs, charts["layouts"]),
+        rows=tables.comparison_rows(inputs),
+        domains=tables.domain_rows(table),
         certainty=inputs.certainty,
-        certainty_map=None if inputs.certainty is None else certainty_map(inputs.certainty),
         caution=caution(table),
-        agreement=_agreement(agreement),
-        study=None if study is None else study_rows(study),
-        study_has_cost=study is not None and bool(study["cost"].notna().all()),
-        study_charts=[] if study is None else study_charts(study),
-        study_sentences=[] if study is None else study_sentences(study),
-        provenance=_provenance(inputs),
-        downloads=_downloads(inputs),
+        agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
+        search=None if search is None else tables.search_rows(search),
+        search_has_cost=search is not None and bool(search["cost"].notna().all()),
+        search_findings=[] if search is None else search_findings(search),
+        provenance=tables.provenance(inputs),
+        downloads=tables.downloads(inputs),
         figures=figures,
     )
     return page
 
 
-def _facts(inputs: Inputs) -> list[tuple[str, str]]:
-    """The four numbers at the top: (value, what it is)."""
-    table = inputs.table
-    facts = [
-        (f"{100 * table.mean:.1f} %", f"mean density at τ = {table.tau:g}, ± {100 * table.std:.1f} across heads"),
-        (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}"),
-    ]
-    if (best := widest_layout(inputs)) is not None:
-        facts.append((f"{100 * inputs.coverage[best]:.1f} %", f"highest density coverage: {best}"))
-    if inputs.comparison is not None and not (trained := contenders(inputs.comparison)).empty:
-        winner = trained.iloc[0]
-        if not math.isnan(winner["delta_nll_percent"]):
-            facts.append(
-                (f"{signed(winner['delta_nll_percent'])} %", f"NLL against full attention: {winner['strategy']}")
-            )
-    return facts
-
-
-def _layouts(inputs: Inputs) -> Iterator[dict[str, Any]]:
+def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
     """Each layout as the template shows it, highest coverage first."""
-    for name in sorted(inputs.layouts, key=lambda name: -inputs.coverage[name]):
-        layout = inputs.layouts[name]
-        yield {
+    by_name = dict(zip(inputs.layouts, charts, strict=True))
+    return [
+        {
             "name": name,
-            "layout": layout,
-            "heatmap": charts.heatmap(inputs.table, layout),
-            "coverage": f"{100 * inputs.coverage[name]:.1f}",
+            "layout": inputs.layouts[name],
+            "chart": by_name[name],
+            "coverage": f"{100 * inputs.covered[name]:.1f}",
             "interval": inputs.certainty.interval(name) if inputs.certainty else "",
-            "global": [
-                f"layer {layer}: " + ", ".join(str(head) for head, letter in enumerate(row) if letter == "G")
-                for layer, row in enumerate(layout.heads)
-                if "G" in row
-            ],
         }
-
-
-def _comparison_rows(inputs: Inputs) -> list[_Row]:
-    comparison = inputs.comparison
-    if comparison is None:
-        return []
-    groups = is_layout(comparison).map({True: 0, False: 1}) + (comparison["strategy"] == FULL_ATTENTION).astype(int)
-    best = contenders(comparison).index[:1]  # none where no layout has been trained
-    rows = []
-    for index, row in comparison.iterrows():
-        error = row["delta_nll_standard_error"]
-        delta = signed(row["delta_nll_percent"]) + ("" if math.isnan(error) else f" ± {error:.3f}")
-        group = int(groups[index])
-        cells = (
-            number(row["num_global"], 0),
-            number(row["density_percent"], 1),
-            number(row["coverage_percent"], 2),
-            number(row["nll"], 4),
-            "reference" if row["strategy"] == FULL_ATTENTION else delta,
-            number(row["num_seeds"], 0),
-            number(row["steps"], 0),
-        )
-        rows.append(_Row(group, row["strategy"], index in best, cells, row["note"]))
-    return sorted(rows, key=lambda row: row.group)
-
-
-def _domains(table: DensityTable) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(row["domain"]),
-            number(row["num_tokens"], 0),
-            number(row["num_documents"], 0) if row["num_documents"] else "—",
-            number(row["mean"], 3),
-            number(row["std"], 3),
-            number(row["agreement"], 2),
-        )
-        for _, row in domain_profile(table).iterrows()
+        for name in sorted(inputs.layouts, key=lambda name: -inputs.covered[name])
     ]
-
-
-def _agreement(rows: pd.DataFrame | None) -> list[tuple[str, ...]]:
-    if rows is None:
-        return []
-    return [
-        (
-            str(row["first"]),
-            str(row["second"]),
-            number(row["budget"], 0),
-            number(row["jaccard"], 2),
-            number(row["spearman"], 3),
-            number(100 * row["transfer"], 1),
-        )
-        for _, row in rows.iterrows()
-    ]
-
-
-def _provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(heading, (key, value) pairs): of the probe, of the comparison, and of every layout."""
-    table = inputs.table
-    probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
-    sections = [("Probe", list(_flatten(probe))), ("Comparison", list(_flatten(inputs.summary)))]
-    for name, layout in inputs.layouts.items():
-        content = {"content hash": layout.content_hash, "window": layout.window, **layout.provenance}
-        sections.append((f"Layout {name}", list(_flatten(content))))
-    return [(heading, pairs) for heading, pairs in sections if pairs]
-
-
-def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings as dotted keys; lists of plain values on one line."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _flatten(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        for i, item in enumerate(value):
-            yield from _flatten(item, f"{key}.{i}")
-    elif isinstance(value, list | tuple):
-        yield key, ", ".join(map(str, value))
-    else:
-        yield key, "—" if value is None else str(value)
-
-
-def _downloads(inputs: Inputs) -> list[tuple[str, str]]:
-    """(file name, data URI) of the tables, safe to open in a spreadsheet."""
-    frames = {"density.csv": inputs.table.rows}
-    if inputs.comparison is not None:
-        frames["comparison.csv"] = inputs.comparison
-    return [(name, "data:text/csv;charset=utf-8," + quote(safe_csv(frame))) for name, frame in frames.items()]
-
-
-def safe_csv(frame: pd.DataFrame) -> str:
-    """CSV whose texts cannot act as formulas: one that starts with ``= + - @`` gets a leading apostrophe."""
-    safe: str = frame.rename(columns=_safe_cell).map(_safe_cell).to_csv(index=False, float_format="%.6g")
-    return safe
-
-
-def _safe_cell(value: Any) -> Any:
-    """Numbers stay numbers; leading white space does not hide a formula."""
-    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
-
-
-def _px(value: float) -> str:
-    """A length in user units, to a tenth."""
-    return f"{value:.1f}".removesuffix(".0")
 
 
 def _tie(sentence: str) -> str:

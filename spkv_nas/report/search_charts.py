@@ -1,32 +1,172 @@
-"""Geometry of the page's marks for how sure the choice of heads is."""
+"""Pictures of a layout search: progress by sampler, what retraining made of it, and what cost buys."""
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from spkv_nas.proposal.stability import Certainty
-from spkv_nas.report.charts import Cell, Heatmap, colour
+import pandas as pd
+
+from spkv_nas.artifacts.search_table import BASELINE
+from spkv_nas.evaluation.guidance import best_so_far
+from spkv_nas.report.axes import round_axis
+from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Rule, Shape, Tone, numbers
+from spkv_nas.report.words import change, short, signed
+
+_SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
+_CHANGE = "Zero-shot ΔNLL, %"
 
 
-def certainty_map(certainty: Certainty) -> Heatmap:
-    """The chance of every head to be one of the densest, as colour and in percent."""
-    probability = certainty.probability["densest"]
-    layers, heads = probability.shape
-    size = float(min(46, max(24, 1048 // layers - 2)))
-    across = [58.0 + layer * (size + 2) for layer in range(layers)]
-    down = [4.0 + head * (size + 2) for head in range(heads)]
-    cells = []
-    for layer, head in np.ndindex(layers, heads):
-        value = float(probability[layer, head])
-        tip = f"Layer {layer}, KV head {head}: chosen in {100 * value:.1f} % of the resamples"
-        cells.append(
-            Cell(layer, head, across[layer], down[head], *colour(value), f"{100 * value:.0f}", tip, chosen=False)
-        )
-    return Heatmap(
-        cells,
-        size,
-        across[-1] + size + 6,
-        down[-1] + size + 22,
-        [(x + size / 2, layer) for layer, x in enumerate(across)],
-        [(y + size / 2, head) for head, y in enumerate(down)],
+def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | Panels]:
+    """The charts of a search that there is data for; ``cost`` names the second objective, None without one."""
+    charts = (progress_chart(rows, cost), retrained_charts(rows), None if cost is None else front_chart(rows, cost))
+    return [chart for chart in charts if chart is not None]
+
+
+def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
+    """The best so far against the number of trials: each study thin, the mean of a sampler's studies thick."""
+    progress = best_so_far(rows)
+    what = "Lowest zero-shot ΔNLL so far, %" if cost is None else f"Hypervolume of NLL and {cost}"
+    marks: list[Mark] = []
+    means: dict[str, Line] = {}
+    for (sampler, some), (tone, dash) in zip(progress.groupby("sampler", sort=False), SERIES, strict=False):
+        studies = some.pivot(index="trials", columns="seed", values="quality")
+        if studies.shape[1] > 1:
+            marks += [
+                Line(*_corners(study.dropna()), tone=tone, width=0.9, opacity=0.5) for _, study in studies.items()
+            ]
+        label = f"{sampler}, mean of {studies.shape[1]}" if studies.shape[1] > 1 else str(sampler)
+        means[str(sampler)] = Line(*_corners(studies.mean(axis=1)), label, tone, dash)
+    low, high = float(progress["quality"].min()), float(progress["quality"].max())
+    if cost is None:
+        baselines = rows[(rows["sampler"] == BASELINE) & (rows["zero_shot_delta_percent"] <= high)]
+        low = min(low, float(baselines["zero_shot_delta_percent"].min())) if len(baselines) else low
+        marks += [
+            Rule(float(value), short(str(name), 18), vertical=False, tone="muted", dash="dotted")
+            for name, value in zip(baselines["name"], baselines["zero_shot_delta_percent"], strict=True)
+        ]
+    ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
+    return Chart(
+        "search-progress",
+        "What guidance was worth",
+        f"{what}, mean over seeds, at the end: {ends}.",
+        round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
+        round_axis(what, low, high),
+        (*marks, *means.values()),
+        note="Thick: mean over seeds; thin: each. Density: started from the strategies and completed by density; tpe: "
+        "the same sampler without it; random: heads at random. Dotted: baselines.",
+        width=440.0,
+        height=300.0,
     )
+
+
+def retrained_charts(rows: pd.DataFrame) -> Panels | None:
+    """ΔNLL after full retraining against the zero-shot ΔNLL and against coverage, with standard errors."""
+    known = rows.dropna(subset=["full_delta_percent"]).drop_duplicates("hash")
+    if known.empty:
+        return None
+    value, error = known["full_delta_percent"], known["full_standard_error"].fillna(0.0)
+    up = round_axis("ΔNLL after full retraining, %", min(0.0, (value - error).min()), (value + error).max())
+    predictors = (
+        ("search-retrained-zero-shot", "zero_shot_delta_percent", "Zero-shot ΔNLL, %",
+         "Does a score without training predict the retraining?", "Zero-shot and retrained ΔNLL"),
+        ("search-retrained-coverage", "coverage_percent", "Density coverage, %",
+         "Does coverage predict the retraining?", "Coverage and retrained ΔNLL"),
+    )  # fmt: skip
+    charts = []
+    for name, column, axis, title, said in predictors:
+        values = known[column].dropna()
+        if values.empty:
+            continue
+        words = (
+            f"{short(str(layout), 40)} {signed(a, 3 if column != 'coverage_percent' else 1)} %, {signed(b)} %"
+            for layout, a, b in zip(known["name"], known[column], value, strict=True)
+        )
+        across = round_axis(axis, min(0.0, float(values.min())), float(values.max()))
+        charts.append(
+            Chart(name, title, f"{said}: {'; '.join(words)}.", across, up, _by_sampler(known, column),
+                  note="Bars: one standard error.")
+        )  # fmt: skip
+    return Panels("search-retrained", tuple(charts))
+
+
+def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
+    """Zero-shot ΔNLL against cost: every layout, the front of each sampler as a line, baselines by name."""
+    value = rows["zero_shot_delta_percent"]
+    clouds: list[Mark] = []
+    lines: list[Mark] = []
+    samplers = [str(name) for name in rows["sampler"].unique() if name != BASELINE]
+    for sampler, (tone, dash) in zip(samplers, SERIES, strict=False):
+        some = rows[rows["sampler"] == sampler]
+        every = numbers(some["cost"]), numbers(some["zero_shot_delta_percent"])
+        clouds.append(Points(*every, tone=tone, size=2.8, opacity=0.35))
+        lines.append(Line(*_front(some, float(rows["cost"].max())), sampler, tone, dash, 1.8))
+    starts = rows[rows["sampler"] == BASELINE]
+    tips = (
+        f"{name}\n{heads:.0f} heads, cost {at:.4g}\n{signed(delta)} %"
+        for name, heads, at, delta in zip(starts["name"], starts["num_global"], starts["cost"],
+                                          starts["zero_shot_delta_percent"], strict=True)
+    )  # fmt: skip
+    baselines = Points(
+        numbers(starts["cost"]), numbers(starts["zero_shot_delta_percent"]), tips=tuple(tips),
+        names=tuple(short(str(name), 22) for name in starts["name"]), label="baseline", shape="square", tone="ink",
+        size=4.5, farthest=3, optional=True,
+    )  # fmt: skip
+    return Chart(
+        "search-front",
+        "What cost buys",
+        f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Squares are the baselines.",
+        round_axis(cost[:1].upper() + cost[1:], 0.0, float(rows["cost"].max())),
+        round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
+        (*clouds, *lines, *([baselines] if len(starts) else [])),
+        note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",
+        width=440.0,
+        height=300.0,
+    )
+
+
+def _by_sampler(known: pd.DataFrame, column: str) -> tuple[Points, ...]:
+    """A group of points per sampler, baselines by name."""
+    groups = []
+    looks: dict[str, tuple[Shape, Tone]] = {BASELINE: ("square", "ink")}
+    samplers = [str(name) for name in known["sampler"].unique() if name != BASELINE]
+    looks |= {name: (shape, tone) for name, shape, (tone, _) in zip(samplers, _SHAPES, SERIES, strict=False)}
+    for sampler, (shape, tone) in looks.items():
+        some = known[known["sampler"] == sampler].dropna(subset=[column])
+        if some.empty:
+            continue
+        tips = tuple(
+            f"{row['name']}\nzero-shot {signed(row['zero_shot_delta_percent'])} %\n"
+            f"retrained {change(row['full_delta_percent'], row['full_standard_error'])} %"
+            for row in some.to_dict("records")
+        )
+        names = tuple(short(str(name), 22) for name in some["name"]) if sampler == BASELINE else ()
+        error = numbers(some["full_standard_error"])
+        groups.append(
+            Points(numbers(some[column]), numbers(some["full_delta_percent"]), error, tips,
+                   names, label=sampler, shape=shape, tone=tone)
+        )  # fmt: skip
+    return tuple(groups)
+
+
+def _corners(series: pd.Series[float]) -> tuple[Numbers, Numbers]:
+    """(index, values) without the points inside runs of one value: the same line from fewer points."""
+    same = series.eq(series.shift()) & series.eq(series.shift(-1))
+    kept = series[~same]
+    return numbers(kept.index), numbers(kept)
+
+
+def _front(some: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:
+    """The lowest ΔNLL at each cost, as steps up to the cost ``end``."""
+    ordered = some.sort_values(["cost", "zero_shot_delta_percent"])
+    lowest = math.inf
+    x: list[float] = []
+    y: list[float] = []
+    for at, value in zip(ordered["cost"], ordered["zero_shot_delta_percent"], strict=True):
+        if value < lowest:
+            if x:
+                x.append(float(at))
+                y.append(lowest)
+            x.append(float(at))
+            y.append(float(value))
+            lowest = float(value)
+    return (*x, end), (*y, lowest)

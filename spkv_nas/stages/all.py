@@ -60,12 +60,13 @@ def train_stage(
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
     """``density-evolution`` (.csv and figure) and ``heldout-log.csv`` of a run, if it was long enough to log them."""
-    from spkv_nas.report.figures import write_density_evolution
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.training_charts import density_evolution_chart
 
     log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
     if log.is_file():
         write_atomic(folder / "density-evolution.csv", log.read_text())
-        write_density_evolution(folder, pd.read_csv(log))
+        save_chart(folder, density_evolution_chart(pd.read_csv(log)))
     if heldout.is_file():
         write_atomic(folder / "heldout-log.csv", heldout.read_text())
 
@@ -183,11 +184,12 @@ def evaluate_stage(
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, summary: dict[str, Any]) -> None:
     """``tau-sweep.csv``, its origin in ``tau-sweep.yaml``, and the figure."""
-    from spkv_nas.report.figures import write_tau_sweep
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.result_charts import tau_sweep_chart
 
     write_atomic(folder / "tau-sweep.csv", rows.to_csv(index=False, float_format="%.6g"))
     write_atomic(folder / "tau-sweep.yaml", yaml.safe_dump(summary, sort_keys=False, allow_unicode=True))
-    write_tau_sweep(folder, rows)
+    save_chart(folder, tau_sweep_chart(rows))
 
 
 def score_stage(
@@ -286,7 +288,8 @@ def palindrome_stage(
     announce: Announce = _silent,
 ) -> pd.DataFrame:
     """Train the paper's palindrome comparison and write it to ``reports/<name>/``; its table."""
-    from spkv_nas.report.figures import write_palindrome
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.training_charts import palindrome_charts
     from spkv_nas.training.palindrome.results import curve_table, result_table, write_results
     from spkv_nas.training.palindrome.run import PalindromeSettings, compare
     from spkv_nas.training.palindrome.task import Palindromes
@@ -298,7 +301,7 @@ def palindrome_stage(
     finished = compare(settings, workspace.run_dir(name), device=_device(device), announce=announce)
     folder = workspace.report_dir(name)
     write_results(folder, settings, finished)
-    write_palindrome(folder, curve_table(finished), Palindromes(0).chance_nll)
+    save_chart(folder, palindrome_charts(curve_table(finished), Palindromes(0).chance_nll))
     return result_table(settings, finished)
 
 
@@ -312,7 +315,8 @@ def scaling_stage(
     """
     from spkv_nas.base.assets import PAPER_TABLE
     from spkv_nas.cost.scaling_law import fit_runs, read_runs, summary
-    from spkv_nas.report.ladder_figures import write_scaling
+    from spkv_nas.report.cost_charts import scaling_chart
+    from spkv_nas.report.plot import save_chart
 
     runs = read_runs(runs_file or PAPER_TABLE)
     laws = fit_runs(runs)
@@ -322,7 +326,7 @@ def scaling_stage(
     content = {"source": PAPER if runs_file is None else str(runs_file), "fits": fits, "environment": environment()}
     folder = workspace.report_dir(name)
     write_atomic(folder / "scaling.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    write_scaling(folder, runs, laws)
+    save_chart(folder, scaling_chart(runs, laws))
     return name, fits
 
 
@@ -418,26 +422,27 @@ def ablate_stage(
 
 def report_stage(workspace: Workspace, probe: str) -> Path:
     """Write the report of what the workspace holds under the probe's name; the page."""
+    from spkv_nas.artifacts.comparison import read_comparison
     from spkv_nas.artifacts.search_table import read_search
     from spkv_nas.proposal.agreement import read_agreement
     from spkv_nas.proposal.propose import at_layouts_tau
-    from spkv_nas.report import write_report
+    from spkv_nas.report.page import write_report
 
     table = find_table(workspace, probe)
     layouts = find_layouts(workspace, table.name, None)
     folder = workspace.report_dir(table.name)
     comparison = folder / "comparison.csv"
-    summary = folder / "comparison.yaml"
+    record = folder / "comparison.yaml"
     agreement = folder / "agreement.csv"
-    study = folder / "search.csv"
+    search = folder / "search.csv"
     return write_report(
         folder,
         table=at_layouts_tau(table, layouts),
         layouts=layouts,
-        comparison=pd.read_csv(comparison) if comparison.is_file() else None,
-        summary=read_yaml(summary, "comparison") if summary.is_file() else None,
+        comparison=read_comparison(comparison) if comparison.is_file() else None,
+        record=read_yaml(record, "comparison") if record.is_file() else None,
         agreement=read_agreement(agreement) if agreement.is_file() else None,
-        study=read_search(study) if study.is_file() else None,
+        search=read_search(search) if search.is_file() else None,
     )
 
 

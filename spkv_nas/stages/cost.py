@@ -176,7 +176,8 @@ def _find_calibration(
 
 def flops_figure_stage(workspace: Workspace, context: str, density: float, *, name: str = PAPER) -> Path:
     """FLOPs of the paper's ladder against model size, dense and at a density; the picture in ``reports/<name>/``."""
-    from spkv_nas.report.ladder_figures import write_flops
+    from spkv_nas.report.cost_charts import flops_charts
+    from spkv_nas.report.plot import save_chart
 
     tokens = parse_context(context)
     shapes = {level.name: level.shape for level in ladder().values() if not level.name.startswith("micro")}
@@ -194,5 +195,5 @@ def flops_figure_stage(workspace: Workspace, context: str, density: float, *, na
     workspace.check_writable()
     folder = workspace.report_dir(name)
     write_atomic(folder / "flops.csv", rows.to_csv(index=False, float_format="%.6g"))
-    write_flops(folder, rows, tokens, density)
+    save_chart(folder, flops_charts(rows, tokens, density))
     return folder / "flops.png"

@@ -20,7 +20,8 @@ from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose, resolve_tau
 from spkv_nas.proposal.requirements import Demand, budget_table, knee_row, write_budgets
 from spkv_nas.proposal.stability import bootstrap
-from spkv_nas.report.search_figures import write_agreement_figure, write_budgets_figure
+from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
+from spkv_nas.report.plot import save_chart
 from spkv_nas.stages.all import Announce, _bar, _quiet, _silent, find_layouts, find_table
 from spkv_nas.training.recipe import Recipe
 
@@ -55,7 +56,7 @@ def budgets_stage(
     knee = knee_row(table, rows, demand)
     folder = workspace.layout_dir(table.name)
     write_budgets(folder, rows, layouts)
-    write_budgets_figure(folder, rows, knee[0], num_domains=len(table.domains))
+    save_chart(folder, budgets_chart(rows, knee[0], num_domains=len(table.domains)))
     return table, rows, knee
 
 
@@ -79,7 +80,7 @@ def compare_stage(
     rows = agreement(tables, parse_budget(budget, first.num_heads))
     folder = workspace.report_dir(name or first.name)
     write_agreement(folder, rows)
-    write_agreement_figure(folder, rows)
+    save_chart(folder, agreement_charts(rows))
     return folder, rows
 
 
@@ -117,8 +118,7 @@ def search_stage(
     """
     import optuna
 
-    from spkv_nas.evaluation.guidance import best_so_far
-    from spkv_nas.report.study_figures import write_study_figures
+    from spkv_nas.report.figures import write_study_figures
     from spkv_nas.search.driver import Search
     from spkv_nas.search.results import write_results
     from spkv_nas.search.space import Space
@@ -168,7 +168,7 @@ def search_stage(
     trials = search.run()
     folder = workspace.report_dir(name)
     rows = write_results(search, trials, folder, workspace.layout_dir(name) / "search")
-    write_study_figures(folder, rows, best_so_far(rows), None if cost is None else cost.name)
+    write_study_figures(folder, rows, None if cost is None else cost.name)
     return search, trials, rows
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
-from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, write_comparison
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.device import choose_device
@@ -23,7 +23,6 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_yaml
 from spkv_nas.base.progress import Announce, silent
-from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -175,7 +174,7 @@ def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str
 def _write(workspace: Workspace, compared: Comparison, recipe: Recipe, table: DensityTable) -> None:
     """``comparison.csv``, ``comparison.yaml`` (rank correlations, recipe, versions) and ``checkpoints.csv``."""
     folder, correlations = workspace.report_dir(table.name), compared.correlations
-    write_csv(folder / "comparison.csv", compared.rows)
+    write_comparison(folder / "comparison.csv", compared.rows)
     content = {
         "probe": table.name,
         "rank_correlation": correlations["coverage"],

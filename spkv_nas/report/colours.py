@@ -1,0 +1,31 @@
+"""The colours of pictures: tones on white, and cividis, which reads the same to the colour-blind and in grey."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
+
+from spkv_nas.report.chart import Tone
+
+TONES: dict[Tone, str] = {  # the page has its own, for light and dark
+    "accent": "#1f5fa8",
+    "muted": "#5d6878",
+    "second": "#b05a00",
+    "third": "#2e7d4f",
+    "ink": "#1b2330",
+}
+CHOSEN = "#d6006c"
+
+
+def cividis(value: float) -> tuple[str, str]:
+    """The colour of ``value``, clipped to [0, 1], and black or white, whichever reads better on it (WCAG contrast)."""
+    rgb = np.array(colormaps["cividis"](min(1.0, max(0.0, float(value))))[:3])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    luminance = float(linear @ [0.2126, 0.7152, 0.0722])
+    return to_hex(rgb.tolist()), "#000" if luminance > 0.179 else "#fff"
+
+
+def scale_stops() -> list[tuple[int, str]]:
+    """(percent, colour) of the cividis scale, for its legend."""
+    return [(percent, cividis(percent / 100)[0]) for percent in range(0, 101, 10)]

@@ -1,0 +1,43 @@
+"""The numbers behind a page's charts, for its script and for whoever reads the page with a program: one JSON text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from spkv_nas.report.chart import Chart, Heatmap, Mark
+
+_NOT_DATA = {"name", "description", "note", "heading", "width", "height"}  # of a chart: text of the page, or layout
+
+
+def page_data(charts: Iterable[Chart]) -> str:
+    """``{"charts": {name: {title, x, y, marks}}}`` in data coordinates; cannot end the element that it stands in.
+
+    What has its default value is left out; numbers are whole or have five significant digits, NaN is null.
+    """
+    content = {
+        chart.name: {key: value for key, value in _plain(chart).items() if key not in _NOT_DATA} for chart in charts
+    }
+    text = json.dumps({"charts": content}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as mappings; marks say their kind."""
+    if is_dataclass(value):
+        kind = {"kind": type(value).__name__.lower()} if isinstance(value, Mark) else {}
+        given = {field.name: getattr(value, field.name) for field in fields(value)}
+        usual = {field.name: field.default for field in fields(value)}
+        if isinstance(value, Heatmap):
+            given.pop("tips")  # each is its cell's label, in the page
+        return kind | {name: _plain(content) for name, content in given.items() if content != usual[name]}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return int(value) if value == round(value) else float(f"{value:.5g}")
+    return value

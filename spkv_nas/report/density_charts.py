@@ -1,0 +1,188 @@
+"""Pictures of a density table: by head, by domain, by position, and how sure the choice of heads is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.proposal.stability import Certainty
+from spkv_nas.report.axes import name_axis, round_axis
+from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, numbers
+from spkv_nas.report.profiles import domain_profile, position_profile
+from spkv_nas.report.words import short
+
+_SHARE = "Density, share of tokens kept"
+
+
+def density_chart(table: DensityTable) -> Chart:
+    """The density of every KV head."""
+    cells = Heatmap(_rows(table.density), _density_tips(table), scale="density")
+    title = "Density by layer and KV head"
+    about = f"Columns are layers, rows are KV heads; the mean is {table.mean:.3f}."
+    heading = f"Density, % of tokens kept (mean {100 * table.mean:.1f} %)"
+    return Chart("density", title, about, *_head_axes(table.density.shape), (cells,), heading=heading)
+
+
+def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
+    """The same densities with a layout's global heads marked; ``covered`` is its density coverage in [0, 1]."""
+    tips = tuple(
+        f"Layer {layer}, KV head {head}: density {table.density[layer, head]:.3f}, "
+        f"{'global' if layout.global_mask[layer, head] else 'local'}"
+        for head, layer in np.ndindex(table.num_kv_heads, table.num_layers)
+    )
+    chosen = tuple((int(head), int(layer)) for head, layer in np.argwhere(layout.global_mask.T))
+    taken = [
+        f"layer {layer}: " + ", ".join(str(head) for head, letter in enumerate(row) if letter == "G")
+        for layer, row in enumerate(layout.heads)
+        if "G" in row
+    ]
+    return Chart(
+        f"layout-{number}",
+        f"Layout {label}",
+        f"Global KV heads: {'; '.join(taken) or 'none'}.",
+        *_head_axes(table.density.shape, small=True),
+        (Heatmap(_rows(table.density), tips, chosen, percent=False),),
+        heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
+    )
+
+
+def layout_charts(table: DensityTable, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
+    """One chart per layout, in their order; None without layouts."""
+    if not layouts:
+        return None
+    charts = tuple(
+        layout_chart(table, label, layout, covered[label], number=number)
+        for number, (label, layout) in enumerate(layouts.items(), 1)
+    )
+    return Panels("layouts", charts, 1 if table.num_layers > 40 else 2)
+
+
+def stability_chart(certainty: Certainty) -> Chart:
+    """The chance of every KV head to be one of the densest."""
+    probability = certainty.probability["densest"]
+    tips = tuple(
+        f"Layer {layer}, KV head {head}: chosen in {100 * probability[layer, head]:.1f} % of the resamples"
+        for head, layer in np.ndindex(*probability.T.shape)
+    )
+    about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
+    heading = f"Chance to be one of the {certainty.budget} densest heads, %"
+    title = "Chance of every head to be chosen"
+    cells = Heatmap(_rows(probability), tips)
+    return Chart("stability", title, about, *_head_axes(probability.shape), (cells,), heading=heading)
+
+
+def domain_chart(table: DensityTable) -> Chart:
+    """One row per domain: every KV head a dot, the mean a bar."""
+    profile = domain_profile(table)
+    marks: list[Points] = []
+    for place, (domain, mean) in enumerate(zip(table.domains, profile["mean"].tolist(), strict=True)):
+        values = numbers(table.domain_density(domain).ravel())
+        tips = tuple(
+            f"{domain}\nlayer {k // table.num_kv_heads}, KV head {k % table.num_kv_heads}: {value:.3f}"
+            for k, value in enumerate(values)
+        )
+        across = tuple(place + jitter(k) for k in range(len(values)))
+        marks += [
+            Points(values, across, tips=tips, size=3.6, opacity=0.45, label="" if place else "KV head"),
+            Points((mean,), (float(place),), tips=(f"{domain}\nmean {mean:.3f}",), names=(f"{mean:.2f}",),
+                   shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
+        ]  # fmt: skip
+    means = (f"{name} {mean:.3f}" for name, mean in zip(profile["domain"], profile["mean"], strict=True))
+    return Chart(
+        "domains",
+        "By domain",
+        "Mean density by domain: " + ", ".join(means) + ".",
+        round_axis(_SHARE, 0, 1),
+        name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
+        tuple(marks),
+        note="Each dot is a KV head, the vertical bar the mean over heads.",
+        height=62.0 + 46 * len(profile),
+    )
+
+
+def position_chart(table: DensityTable) -> Chart | None:
+    """Mean density by token position, with the middle 80 % of KV heads as a band; None where it is not known."""
+    profile = position_profile(table)
+    if profile is None:
+        return None
+    centre = numbers(profile["start"] + profile["end"], 0.5)
+    low, mean, high = (numbers(profile[column]) for column in ("low", "mean", "high"))
+    first, last = profile.iloc[0], profile.iloc[-1]
+    tips = tuple(
+        f"tokens {row['start']:,.0f} to {row['end'] - 1:,.0f}\nmean {row['mean']:.3f}\n"
+        f"80 % of heads: {row['low']:.3f} to {row['high']:.3f}"
+        for _, row in profile.iterrows()
+    )
+    return Chart(
+        "positions",
+        "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
+        f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
+        f"{first['end']:.0f} tokens and {last['mean']:.3f} from token {last['start']:.0f} on.",
+        round_axis("Position of the token in its block", 0, float(last["end"]), exact=True),
+        round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
+        (
+            Band(centre, low, high, "80 % of heads"),
+            Line(centre, mean, "mean over heads"),
+            Points(centre, mean, tips=tips, size=4.2),
+        ),
+        note="Line: mean over KV heads. Band: the middle 80 % of heads.",
+    )
+
+
+def histogram_chart(table: DensityTable) -> Chart:
+    """How many KV heads have which density, in 20 bins."""
+    counts, edges = np.histogram(table.density, bins=20, range=(0, 1))
+    low, high, height = numbers(edges[:-1]), numbers(edges[1:]), numbers(counts)
+    tips = tuple(f"{a:.2f} to {b:.2f}: {n:.0f} heads" for a, b, n in zip(low, high, height, strict=True))
+    below, above = int((table.density < 0.1).sum()), int((table.density > 0.9).sum())
+    return Chart(
+        "histogram",
+        "How dense heads are",
+        f"Of {table.num_heads} KV heads, {below} keep less than 10 % of the tokens, {above} more than 90 %.",
+        round_axis(_SHARE, 0, 1),
+        round_axis("KV heads", 0, float(counts.max())),
+        (Bars(low, high, height, tips), Rule(table.mean, f"mean {table.mean:.2f}")),
+        note="A mass at either end means that heads differ in kind; a single hump means that the choice of heads "
+        "matters less.",
+    )
+
+
+def jitter(index: int) -> float:
+    """A fixed offset in [-0.28, 0.28] that keeps neighbours apart (multiples of the golden ratio, modulo 1)."""
+    return ((index * 0.6180339887) % 1 - 0.5) * 0.56
+
+
+def _rows(values: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
+    """[L, Hkv] with a row per KV head."""
+    return tuple(numbers(row) for row in values.T)
+
+
+def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Axis]:
+    """Layers from left to right, KV heads from top to bottom."""
+    layers, heads = shape
+    across = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
+    if small:
+        return across, name_axis("KV head", [str(head) for head in range(heads)], down=True)
+    return across, name_axis("", [f"head {head}" for head in range(heads)], down=True)
+
+
+def _density_tips(table: DensityTable) -> tuple[str, ...]:
+    """Density, error, tokens and domains of every KV head, head after head."""
+    tokens = table.rows.groupby(["layer", "kv_head"])["num_tokens"].sum()
+    by_domain = {short(str(domain), 24): table.domain_density(domain) for domain in table.domains[:8]}
+    tips = []
+    for head, layer in np.ndindex(table.num_kv_heads, table.num_layers):
+        lines = [f"Layer {layer}, KV head {head}: density {table.density[layer, head]:.3f}"]
+        if math.isfinite(error := table.standard_error[layer, head]):
+            lines[0] += f" ± {error:.3f}"
+        if tokens[layer, head] > 1:
+            lines.append(f"{tokens[layer, head]:,.0f} tokens")
+        if len(by_domain) > 1:
+            lines += [f"{domain}: {values[layer, head]:.3f}" for domain, values in by_domain.items()]
+        tips.append("\n".join(lines))
+    return tuple(tips)

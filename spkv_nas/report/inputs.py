@@ -1,0 +1,83 @@
+"""What a report is made from, checked, and who competes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, complete
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.proposal.stability import Certainty, bootstrap, knee
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything a report is made from, checked.
+
+    ``comparison`` is None where nothing has been trained yet; ``covered`` holds each layout's density coverage,
+    in [0, 1]; ``record`` is the content of ``comparison.yaml``; ``agreement`` and ``search`` are the tables of a
+    comparison of probes and of a search, None where there was none.
+    """
+
+    table: DensityTable
+    layouts: Mapping[str, Layout]
+    covered: Mapping[str, float]
+    comparison: pd.DataFrame | None
+    record: Mapping[str, Any]
+    agreement: pd.DataFrame | None
+    search: pd.DataFrame | None
+
+    @cached_property
+    def certainty(self) -> Certainty | None:
+        """How sure the densities are, at the budget that most layouts share, or without any at the knee."""
+        resampled = bootstrap(self.table)
+        if resampled is None:
+            return None
+        budgets = pd.Series([layout.num_global for layout in self.layouts.values()])
+        budget = knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
+        return Certainty.of(resampled, self.layouts, budget)
+
+    @classmethod
+    def check(
+        cls,
+        table: DensityTable,
+        layouts: Mapping[str, Layout],
+        *,
+        comparison: pd.DataFrame | None = None,
+        record: Mapping[str, Any] | None = None,
+        agreement: pd.DataFrame | None = None,
+        search: pd.DataFrame | None = None,
+    ) -> Inputs:
+        """Raises ``UserError`` for a layout of another shape than the table, or a comparison that cannot be read."""
+        covered = {name: coverage(table, layout) for name, layout in layouts.items()}
+        checked = None if comparison is None or comparison.empty else complete(comparison)
+        return cls(table, layouts, covered, checked, record or {}, agreement, search)
+
+
+def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows are layouts, rather than the two references (full attention, SP-KV)."""
+    return ~comparison["strategy"].isin([FULL_ATTENTION, SP_KV])
+
+
+def contenders(comparison: pd.DataFrame) -> pd.DataFrame:
+    """Trained layouts of one budget, lowest NLL first: of several budgets, the one that most layouts share."""
+    trained = comparison[is_layout(comparison) & comparison["nll"].notna()]
+    budgets = trained["num_global"].dropna()
+    if not budgets.empty:
+        trained = trained[trained["num_global"] == budgets.mode().max()]
+    return trained.sort_values("nll", kind="stable")
+
+
+def widest_layout(inputs: Inputs) -> str | None:
+    """The layout of highest coverage: of several budgets, at the one that most layouts share. None without layouts."""
+    if not inputs.layouts:
+        return None
+    budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
+    rivals = budgets[budgets == budgets.mode().max()].index
+    return str(max(rivals, key=lambda name: inputs.covered[name]))

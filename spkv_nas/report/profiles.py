@@ -1,0 +1,64 @@
+"""The small tables behind the report's charts and sentences: density by domain and position, coverage by budget."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.proposal.coverage import coverage_curve
+from spkv_nas.proposal.strategies import interleaved_first, interleaved_last
+
+
+def domain_profile(table: DensityTable) -> pd.DataFrame:
+    """One row per domain: mean and standard deviation over heads, tokens, documents, and agreement.
+
+    ``agreement`` is Spearman's rank correlation of the domain's head densities with those over all domains: near 1
+    the same heads are dense. NaN where the densities do not vary.
+    """
+    overall = pd.Series(table.density.ravel())
+    rows = []
+    for domain in table.domains:
+        density = pd.Series(table.domain_density(domain).ravel())
+        of_domain = table.rows[table.rows["domain"] == domain]
+        varies = density.nunique() > 1 and overall.nunique() > 1
+        rows.append(
+            {
+                "domain": str(domain),
+                "mean": density.mean(),
+                "std": density.std(ddof=0),
+                "num_tokens": int(of_domain["num_tokens"].max()),
+                "num_documents": int(of_domain["num_documents"].max()),
+                "agreement": density.rank().corr(overall.rank()) if varies else math.nan,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def position_profile(table: DensityTable) -> pd.DataFrame | None:
+    """Density over heads by token position: columns start, end, mean, low, high (10th and 90th percentile of heads)."""
+    if table.positions is None or table.positions.empty:
+        return None
+    buckets = table.positions.groupby(["start", "end"], sort=True)["density"]
+    quantiles = buckets.quantile(np.array([0.1, 0.9])).unstack()
+    profile = pd.DataFrame({"mean": buckets.mean(), "low": quantiles[0.1], "high": quantiles[0.9]})
+    return profile.reset_index()
+
+
+def budget_curve(table: DensityTable) -> pd.DataFrame | None:
+    """Coverage in [0, 1] by budget: columns budget, densest, random, and the two layer patterns.
+
+    The patterns spend whole layers, so they are NaN at other budgets. None where no head keeps anything.
+    """
+    if table.mean == 0.0:
+        return None
+    curve = coverage_curve(table)
+    total = table.density.sum()
+    for name, pattern in (("interleaved-first", interleaved_first), ("interleaved-last", interleaved_last)):
+        curve[name] = math.nan
+        for layers in range(1, table.num_layers + 1):
+            mask = pattern(table.num_layers, table.num_kv_heads, layers * table.num_kv_heads)
+            curve.loc[layers * table.num_kv_heads - 1, name] = table.density[mask].sum() / total
+    return curve

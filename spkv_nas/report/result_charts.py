@@ -1,0 +1,101 @@
+"""Pictures of what keeping less costs in NLL: by layout, and by threshold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.report.axes import percent_axis, round_axis
+from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
+from spkv_nas.report.words import short, signed, versus_full
+
+_SHAPES: dict[str, tuple[Shape, Tone, str]] = {
+    SP_KV: ("diamond", "ink", "SP-KV"), FULL_ATTENTION: ("square", "ink", "full attention")
+}  # fmt: skip
+_LAYOUT: tuple[Shape, Tone, str] = ("circle", "accent", "layout")
+
+
+def coverage_nll_chart(comparison: pd.DataFrame) -> Chart | None:
+    """Density coverage against the NLL increase, with one standard error; None where no row has both."""
+    rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
+    if rows.empty:
+        return None
+    marks = []
+    for shape, tone, label in (_LAYOUT, *_SHAPES.values()):
+        some = rows[[_SHAPES.get(strategy, _LAYOUT)[2] == label for strategy in rows["strategy"]]]
+        if some.empty:
+            continue
+        marks.append(
+            Points(
+                numbers(some["coverage_percent"]),
+                numbers(some["delta_nll_percent"]),
+                numbers(some["delta_nll_standard_error"]),
+                tuple(_tip(row) for _, row in some.iterrows()),
+                tuple(short(name, 22) for name in some["strategy"]),
+                label=label,
+                shape=shape,
+                tone=tone,
+            )
+        )
+    errors = rows["delta_nll_standard_error"].fillna(0.0)
+    low, high = (rows["delta_nll_percent"] - errors).min(), (rows["delta_nll_percent"] + errors).max()
+    words = (
+        f"{short(row['strategy'], 40)} {row['coverage_percent']:.1f} %, {signed(row['delta_nll_percent'])} %"
+        for _, row in rows.iterrows()
+    )
+    return Chart(
+        "coverage-nll",
+        "Does coverage predict the NLL?",
+        "Coverage and NLL increase: " + "; ".join(words) + ".",
+        percent_axis("Density coverage, % of the reference's density"),
+        round_axis("NLL increase over full attention, %", min(low, 0.0), max(high, 0.0), padded=True),
+        tuple(marks),
+        note="Lower is better. Bars: one standard error. Circles are layouts, the diamond is SP-KV, the square full "
+        "attention.",
+    )
+
+
+def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
+    """Density against the change of NLL from open gates as tau moves, with one standard error.
+
+    SP-KV paper, figure "Relationship between NLL and KV cache density".
+
+    Args:
+        rows: of ``spkv_nas.evaluation.sweep``, columns tau, density, delta_nll_percent, delta_nll_standard_error.
+    """
+    density, change = 100 * rows["density"], rows["delta_nll_percent"]
+    error = rows["delta_nll_standard_error"]
+    names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
+    marks: list[Line | Points] = [Line(numbers(density), numbers(change), width=1.5, opacity=0.6)]
+    gated = (rows["tau"] > 0).to_numpy()
+    looks: tuple[tuple[NDArray[np.bool_], str, Shape, Tone], ...] = (
+        (gated, "threshold τ", "circle", "accent"), (~gated, "open gates", "square", "ink")
+    )  # fmt: skip
+    for chosen, label, shape, tone in looks:
+        if chosen.any():
+            shown = tuple(name for name, mine in zip(names, chosen, strict=True) if mine)
+            marks.append(
+                Points(numbers(density[chosen]), numbers(change[chosen]), numbers(error[chosen]), names=shown,
+                       farthest=1, optional=True, label=label, shape=shape, tone=tone, size=4.0)
+            )  # fmt: skip
+    reach = error.fillna(0.0)
+    low, high = min(0.0, float((change - reach).min())), max(0.0, float((change + reach).max()))
+    return Chart(
+        "tau-sweep",
+        "What closing gates costs",
+        "Density and NLL change: "
+        + "; ".join(f"{name} {a:.1f} %, {signed(b)} %" for name, a, b in zip(names, density, change, strict=True))
+        + ".",
+        percent_axis("Density, % of keys kept (mean over heads)"),
+        round_axis("NLL change from open gates, %", low, high, padded=True),
+        tuple(marks),
+        note="Bars: one standard error.",
+    )
+
+
+def _tip(row: pd.Series) -> str:
+    if row["strategy"] == FULL_ATTENTION:
+        return f"{FULL_ATTENTION}\nthe reference, at 0"
+    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{versus_full(row)}"
