@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
 
 Float = NDArray[np.float64]
@@ -44,7 +46,7 @@ class Problem:
     """Constraints and budget on one grid, for any densities.
 
     Args:
-        shape: (L, Hkv).
+        grid: (L, Hkv).
         constraints: by name, those of ``Constraints`` that are set.
         budget: the most that the global heads may weigh.
         weights: [L, Hkv], above 0; None: 1 for every head.
@@ -53,12 +55,10 @@ class Problem:
     of what its relaxation promises.
     """
 
-    def __init__(
-        self, shape: tuple[int, int], constraints: Mapping[str, Any], budget: float, weights: Float | None = None
-    ) -> None:
-        self._shape, self._constraints, self._budget = shape, dict(constraints), budget
+    def __init__(self, grid: Grid, constraints: Mapping[str, Any], budget: float, weights: Float | None = None) -> None:
+        self._grid, self._constraints, self._budget = grid, dict(constraints), budget
         self._counts = weights is None
-        self._weights = np.ones(shape) if weights is None else weights
+        self._weights = np.ones(grid) if weights is None else weights
 
     def optimum(self, density: Float, *, gap: float = 0.0, time_limit: float = TIME_LIMIT) -> Solution | None:
         """The best layout for densities [P, L, Hkv], of whose coverages the lowest counts; None if none is feasible.
@@ -75,55 +75,64 @@ class Problem:
         programs = self._programs(self._constraints)
         bounds = [np.inf]
         if len(programs) > 1:
-            bounds = [-np.inf if (found := one.best(gain, relax=True)) is None else found.value for one in programs]
-        best: _Found | None = None
+            relaxed = [program.best(gain, relax=True) for program in programs]
+            bounds = [-np.inf if one is None else one.value for one in relaxed]
+        best: _Optimum | None = None
         reach = 0.0  # what the best may be worth
         for index in np.argsort(bounds, kind="stable")[::-1]:
             if best is not None and bounds[index] < best.value - _TIE:
                 break
-            found = programs[index].best(gain, gap=gap, time_limit=time_limit)
-            if found is None:
+            own = programs[index].best(gain, gap=gap, time_limit=time_limit)
+            if own is None:
                 continue
-            reach = max(reach, found.value * (1 + found.gap))
-            if best is None or found.value >= best.value - _TIE:
-                found = programs[index].tie_broken(gain, found) if breaks_ties else found
-                best = found if best is None else max(best, found, key=_Found.rank)
+            reach = max(reach, own.value * (1 + own.gap))
+            if best is None or own.value >= best.value - _TIE:
+                own = programs[index].tie_broken(gain, own) if breaks_ties else own
+                best = own if best is None else max(best, own, key=_Optimum.rank)
         if best is None:
             return None
-        return Solution(best.mask.reshape(self._shape), max(0.0, reach / best.value - 1) if best.value else 0.0)
+        return Solution(best.mask.reshape(self._grid), max(0.0, reach / best.value - 1) if best.value else 0.0)
 
     def least(self, *, nonempty: bool = False) -> float | None:
         """The least weight of a layout under the constraints, the budget aside; None if there is none."""
         return self._least(self._constraints, nonempty=nonempty)
 
     def conflict(self) -> list[str]:
-        """Names of constraints that exclude each other: leaving out any one of them leaves a feasible rest."""
-        guilty = ["budget", *self._constraints]
-        for name in list(guilty):  # deletion filter
-            rest = [other for other in guilty if other != name]
-            if not self._feasible(rest):
-                guilty = rest
-        return guilty
+        """Names of constraints that exclude each other, of all such sets a smallest: with any one of them left out,
+        some layout meets the others.
 
-    def _feasible(self, names: list[str]) -> bool:
-        least = self._least({name: value for name, value in self._constraints.items() if name in names})
-        return least is not None and ("budget" not in names or least <= self._budget * (1 + 1e-9))
+        Sets are tried by their size. To leave out one constraint after another would not do, because a constraint may
+        also loosen another one: a layer that is named all global or all local has no least or largest number of heads.
+        """
+        names = [*self._constraints, "budget"]
+        weights: dict[frozenset[str], float | None] = {}
+        for size in range(1, len(names) + 1):
+            for chosen in combinations(names, size):
+                layers = frozenset(chosen) - {"budget"}
+                if layers not in weights:
+                    weights[layers] = self._least({name: self._constraints[name] for name in layers})
+                least = weights[layers]
+                if least is None or ("budget" in chosen and least > self._budget * (1 + 1e-9)):
+                    return sorted(chosen, key=["budget", *self._constraints].index)
+        raise AssertionError("the constraints do not exclude each other")
 
     def _least(self, constraints: Mapping[str, Any], *, nonempty: bool = False) -> float | None:
         gain = -self._weights.reshape(1, -1)
-        found = [program.best(gain, nonempty=nonempty) for program in self._programs(constraints, budget=False)]
-        return min((-one.value for one in found if one is not None), default=None)
+        layouts = [program.best(gain, nonempty=nonempty) for program in self._programs(constraints, budget=False)]
+        return min((-layout.value for layout in layouts if layout is not None), default=None)
 
     def _programs(self, constraints: Mapping[str, Any], *, budget: bool = True) -> list[_Program]:
-        heads = self._shape[1]
+        heads = self._grid[1]
         mixes = constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1
         limit = self._budget if budget else np.inf
         numbers = range(1, heads) if mixes else [None]
-        return [_Program(self._shape, constraints, limit, self._weights, number) for number in numbers]
+        return [_Program(self._grid, constraints, limit, self._weights, number) for number in numbers]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Optimum:
+    """The best vector of one program."""
+
     value: float  # of the objective
     mask: NDArray[np.bool_]  # [L * Hkv]
     gap: float
@@ -139,14 +148,14 @@ class _Program:
 
     def __init__(
         self,
-        shape: tuple[int, int],
+        grid: Grid,
         constraints: Mapping[str, Any],
         budget: float,
         weights: Float,
         mixed: int | None,
     ) -> None:
-        layers, heads = shape
-        self._shape, self._mixed, self._equal_weights = shape, mixed, bool((weights == weights.flat[0]).all())
+        layers, heads = grid
+        self._grid, self._mixed, self._equal_weights = grid, mixed, bool((weights == weights.flat[0]).all())
         self._num_heads = layers * heads
         self._width = self._num_heads + (0 if mixed is None else 2 * layers) + 1
         self._lower, self._upper = np.zeros(self._width), np.ones(self._width)
@@ -155,9 +164,9 @@ class _Program:
             self._lower[layer * heads : (layer + 1) * heads] = 1.0
         for layer in constraints.get("local_layers", ()):
             self._upper[layer * heads : (layer + 1) * heads] = 0.0
-        self._rows = list(self._layer_rows(shape, constraints))
+        self._rows = list(self._layer_rows(grid, constraints))
         if mixed is not None:
-            self._rows += self._uniform_rows(shape, mixed)
+            self._rows += self._uniform_rows(grid, mixed)
         if np.isfinite(budget):
             unit = float(weights.max())  # HiGHS meets a row to 1e-6
             self._rows.append((self._wide(weights.reshape(1, -1) / unit), -np.inf, budget / unit))
@@ -170,7 +179,7 @@ class _Program:
         nonempty: bool = False,
         gap: float = 0.0,
         time_limit: float = TIME_LIMIT,
-    ) -> _Found | None:
+    ) -> _Optimum | None:
         """The best vector for gains [P, L * Hkv], of whose sums the lowest counts; None if none is feasible."""
         rows = self._rows + self._densest_first(gain)
         cost = np.zeros(self._width)
@@ -186,13 +195,13 @@ class _Program:
             rows.append((self._wide(np.ones((1, self._num_heads))), 1.0, np.inf))
         return self._run(cost, rows, relax=relax, gap=gap, time_limit=time_limit)
 
-    def tie_broken(self, gain: Float, found: _Found) -> _Found:
-        """Among the layouts as good as ``found`` for gains [1, L * Hkv], the one with more heads and earlier ones."""
+    def tie_broken(self, gain: Float, best: _Optimum) -> _Optimum:
+        """Among the layouts as good as ``best`` for gains [1, L * Hkv], the one with more heads and earlier ones."""
         cost = np.zeros(self._width)
         cost[: self._num_heads] = -_places(self._num_heads)
-        as_good = (self._wide(gain), float(gain[0] @ found.mask) - _TIE, np.inf)
+        as_good = (self._wide(gain), float(gain[0] @ best.mask) - _TIE, np.inf)
         again = self._run(cost, [*self._rows, *self._densest_first(gain), as_good])
-        return found if again is None else _Found(found.value, again.mask, found.gap)
+        return best if again is None else _Optimum(best.value, again.mask, best.gap)
 
     def _run(
         self,
@@ -202,7 +211,7 @@ class _Program:
         relax: bool = False,
         gap: float = 0.0,
         time_limit: float = TIME_LIMIT,
-    ) -> _Found | None:
+    ) -> _Optimum | None:
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0
         for presolve in (True, False):  # its presolve has called infeasible points optimal (scipy issue 24141)
@@ -224,10 +233,11 @@ class _Program:
         else:
             raise AssertionError("HiGHS returned a point that is not feasible")
         proven = result.status == 0 and gap == 0.0
-        return _Found(-float(result.fun), point[: self._num_heads] > 0.5, 0.0 if proven else float(result.mip_gap or 0))
+        left = 0.0 if proven else float(result.mip_gap or 0)
+        return _Optimum(-float(result.fun), point[: self._num_heads] > 0.5, left)
 
-    def _layer_rows(self, shape: tuple[int, int], constraints: Mapping[str, Any]) -> Iterator[Rows]:
-        layers, heads = shape
+    def _layer_rows(self, grid: Grid, constraints: Mapping[str, Any]) -> Iterator[Rows]:
+        layers, heads = grid
         fixed = {*constraints.get("global_layers", ()), *constraints.get("local_layers", ())}
         free = [layer for layer in range(layers) if layer not in fixed]
         low, high = constraints.get("min_per_layer"), constraints.get("max_per_layer")
@@ -239,9 +249,9 @@ class _Program:
             one = np.eye(self._num_heads)
             yield self._wide(one - one[first]), 0.0, 0.0
 
-    def _uniform_rows(self, shape: tuple[int, int], mixed: int) -> list[Rows]:
+    def _uniform_rows(self, grid: Grid, mixed: int) -> list[Rows]:
         """A layer has all heads global, or ``mixed``, or none: the convex hull of these three."""
-        layers, heads = shape
+        layers, heads = grid
         of_layer = np.kron(np.eye(layers), np.ones((heads, 1)))  # [L * Hkv, L]
         head, layer = np.eye(self._num_heads), np.eye(layers)
         return [
@@ -255,8 +265,8 @@ class _Program:
         """A mixed layer takes its heads of highest gain, if all weigh the same: no need to search for which."""
         if self._mixed is None or len(gain) > 1 or not self._equal_weights:
             return []
-        rank = np.argsort(np.argsort(-gain.reshape(self._shape), axis=1, kind="stable"), axis=1)
-        of_layer = np.kron(np.eye(self._shape[0]), np.ones((self._shape[1], 1)))
+        rank = np.argsort(np.argsort(-gain.reshape(self._grid), axis=1, kind="stable"), axis=1)
+        of_layer = np.kron(np.eye(self._grid[0]), np.ones((self._grid[1], 1)))
         mixed = of_layer * (rank.reshape(-1, 1) < self._mixed)
         return [(self._wide(np.hstack([np.eye(self._num_heads), -of_layer, -mixed])), 0.0, 0.0)]
 
