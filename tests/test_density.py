@@ -9,8 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_npz, write_npz
 
 HEADER = "layer,kv_head,density"
 
@@ -217,6 +219,50 @@ def test_damaged_file_beside_the_table_is_named(tmp_path: Path, name: str, conte
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=name):
         DensityTable.read(tmp_path)
+
+
+def test_arrays_of_any_damaged_file_are_refused(tmp_path: Path) -> None:
+    """A flipped byte in the compressed data raised ``zlib.error``, one in the archive's headers other errors still."""
+    path = tmp_path / "histogram.npz"
+    write_npz(path, edges=np.arange(1000.0), counts=np.ones(3, dtype=np.int64))
+    sound = path.read_bytes()
+    generator = np.random.default_rng(0)
+    messages = []
+    for _ in range(300):
+        content = bytearray(sound)
+        content[generator.integers(len(content))] ^= int(generator.integers(1, 256))
+        path.write_bytes(content)
+        try:
+            read_npz(path, "probe again")
+        except UserError as error:
+            messages.append(str(error))
+    assert len(messages) > 200
+    assert all("histogram.npz is damaged: " in text and text.endswith("\nprobe again") for text in messages)
+    path.write_bytes(sound)
+    assert list(read_npz(path, "")) == ["edges", "counts"]
+    assert list(read_npz(path, "", ("counts",))) == ["counts"]
+    with pytest.raises(UserError, match="bins"):
+        read_npz(path, "", ("bins",))
+
+
+def test_columns_keep_their_types(tmp_path: Path) -> None:
+    probed()[0].write(tmp_path)
+    found = DensityTable.read(tmp_path)
+    (tmp_path / "mine.csv").write_text(f"{HEADER}\n0,0,1\n")
+    for frame in (found.rows, DensityTable.read(tmp_path / "mine.csv").rows):
+        types = {name: str(kind) for name, kind in frame.dtypes.items()}
+        assert types.pop("domain") in ("str", "object")  # by the version of pandas
+        assert types == {
+            "layer": "int64",
+            "kv_head": "int64",
+            "density": "float64",
+            "num_tokens": "int64",
+            "num_documents": "int64",
+            "standard_error": "float64",
+        }
+        assert isinstance(frame.index, pd.RangeIndex)
+    assert found.positions is not None
+    assert [str(kind) for kind in found.positions.dtypes] == ["int64"] * 4 + ["float64", "int64"]
 
 
 def test_metadata_that_names_one_value_twice(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ class TestCommands:
         Layout(("GL",), 8).write(tmp_path / "a.yaml")
         ours, scores = COMMITTED / "densest.yaml", duo / "full_attention_heads.tsv"
         for arguments, message in [
-            (("layout", "diff", tmp_path / "a.yaml", ours), "1 layers x 2 KV heads and 21 layers x 3 KV heads"),
+            (("layout", "diff", tmp_path / "a.yaml", ours), "1 layers x 2 KV heads, the second has 21 layers x 3"),
             (("layout", "show", tmp_path / "a.yaml", "-p", scores), "has 4 x 3"),
             (("layout", "show", duo), f"spkv-nas layout convert {duo} NEW.yaml makes one of it"),
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),

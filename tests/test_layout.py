@@ -10,6 +10,7 @@ import yaml
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_yaml, write_yaml
 
 PROVENANCE = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas 0.1.0"}
 FILE = "format: spkv-nas/layout/1\nwindow: 8\nheads: [GLG, LLL]\n"
@@ -124,7 +125,7 @@ def test_difference(first: tuple[str, ...], second: tuple[str, ...], marks: tupl
 
 
 def test_difference_needs_one_shape() -> None:
-    with pytest.raises(UserError, match=r"1 layers x 2 KV heads and 2 layers x 1 KV heads"):
+    with pytest.raises(UserError, match="is for 1 layers x 2 KV heads, the second has 2 layers x 1 KV heads"):
         Difference.of(Layout(("GL",), 8), Layout(("G", "L"), 8))
 
 
@@ -154,6 +155,12 @@ def test_mistakes_in_the_file_are_explained(tmp_path: Path, old: str, new: str, 
         Layout.read(path)
     assert message in str(error.value)
     assert "mine.yaml" in str(error.value)
+
+
+def test_text_like_a_number_survives_other_files(tmp_path: Path) -> None:
+    """A commit such as 2e087445 was written without quotes, and the strict reader took it for infinity."""
+    write_yaml(tmp_path / "x.yaml", {"commit": "2e087445", "tau": 1e-9})
+    assert read_yaml(tmp_path / "x.yaml", "file") == {"commit": "2e087445", "tau": 1e-9}
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """The density table: what share of the keys each KV head keeps, per domain.
 
 SP-KV paper, "Measuring sparsity": density is the share of tokens whose utility is at least tau; the window, always
-kept, does not count. ``density.csv`` may be made by hand with the columns layer, kv_head, density alone.
+kept, does not count. ``density.csv`` may be made by hand with the columns layer, kv_head, density alone. Scores of
+another kind take the place of densities where ``DensityTable.signal`` says so.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,18 +15,35 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_yaml, write_atomic
+from spkv_nas.base.files import read_yaml, write_yaml
 from spkv_nas.base.schema import validate
-from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.base.tables import Column, read_table, write_csv
 
-COLUMNS = ("layer", "kv_head", "density", "domain", "num_tokens", "num_documents", "standard_error")
-POSITION_COLUMNS = ("layer", "kv_head", "start", "end", "density", "num_tokens")
+_COLUMNS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("density", "number", high=1.0),
+    Column("domain", default="all"),
+    Column("num_tokens", "whole", low=1, default="1"),
+    Column("num_documents", "whole", default="0"),
+    Column("standard_error", "number", default="", gaps=True),
+)
+COLUMNS = tuple(column.name for column in _COLUMNS)
+_POSITION_COLUMNS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("start", "whole"),
+    Column("end", "whole"),
+    Column("density", "number", high=1.0),
+    Column("num_tokens", "whole"),
+)
 _NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
 _UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
 
@@ -43,52 +58,19 @@ class _ProbeFile(BaseModel):
     dtype: str | None = None
 
 
-class _PlainDumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # the strict reader refuses aliases
-
-
-@dataclass(frozen=True, eq=False)
-class LogitHistogram:
-    """Counts of utility logits, from which the density at any threshold follows.
-
-    Attributes:
-        edges: [n + 1] bin edges, ascending.
-        counts: int64 [domains, L, Hkv, n + 2]; the first and last bin hold what lies outside the edges.
-        domains: names of the first axis.
-    """
-
-    edges: NDArray[np.float64]
-    counts: NDArray[np.int64]
-    domains: tuple[str, ...]
-
-    def density(self, tau: float) -> NDArray[np.float64]:
-        """[domains, L, Hkv] share of logits at or above logit(tau); linear within a bin."""
-        total = np.maximum(self.counts.sum(-1), 1)
-        if tau <= 0.0:
-            return np.ones(total.shape)
-        if tau >= 1.0:
-            return np.zeros(total.shape)
-        above = np.concatenate([self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1)
-        at_edge = above[..., : len(self.edges)] / total[..., None]  # share at or above each edge
-        limit = min(max(math.log(tau / (1.0 - tau)), self.edges[0]), self.edges[-1])
-        right = int(np.searchsorted(self.edges, limit))
-        if right == 0:
-            return np.asarray(at_edge[..., 0])
-        share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
-        return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
-
-
 @dataclass(frozen=True, eq=False)
 class DensityTable:
     """Density per layer, KV head and domain.
 
+    A table is of one threshold; ``at_tau`` gives it at another, where the histogram is known.
+
     Attributes:
         name: of the probe; the same in ``probes/``, ``layouts/`` and ``reports/``.
-        rows: columns ``COLUMNS``; one row per (layer, head, domain), complete.
+        rows: columns ``COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and ``num_documents`` are
+            those of the domain, ``standard_error`` is that of the density, by document.
         tau: threshold at which ``density`` was counted.
         window: w of the gates; None when unknown (a table made by hand).
-        positions: density by position in the block: layer, kv_head, start, end, density, num_tokens.
+        positions: density by position in the block: layer, kv_head, start, end (tokens), density, num_tokens.
         positions_tau: threshold at which ``positions`` was counted; None: ``tau``.
         histogram: of the logits; None for a table made by hand.
         documents: counts per document at ``tau``; None for a table made by hand or by an older version.
@@ -116,14 +98,26 @@ class DensityTable:
         return int(self.rows["kv_head"].max()) + 1
 
     @property
+    def grid(self) -> Grid:
+        """(L, Hkv)."""
+        return self.num_layers, self.num_kv_heads
+
+    @property
     def num_heads(self) -> int:
         """L x Hkv."""
         return self.num_layers * self.num_kv_heads
 
     @property
     def signal(self) -> str:
-        """What the values are: "density", or the origin of other scores read in its place (``exchange``)."""
+        """What the values are: "density", or the name of what else was probed or read in its place, such as
+        "attention-mass" or "duo-attention".
+        """
         return str(self.metadata.get("signal", "density"))
+
+    @property
+    def is_density(self) -> bool:
+        """Whether the values are densities, which a threshold cuts."""
+        return self.signal == "density"
 
     @property
     def tau_of_positions(self) -> float:
@@ -159,7 +153,7 @@ class DensityTable:
         """[L, Hkv] of one domain. Raises ``UserError`` for a domain the table does not have."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
-        return self._grid(self.rows[self.rows["domain"] == domain], "density")
+        return self._on_grid(self.rows[self.rows["domain"] == domain], "density")
 
     def at_tau(self, tau: float) -> DensityTable:
         """The same table at another threshold, from the histogram. Standard errors are not known there, and
@@ -199,7 +193,7 @@ class DensityTable:
 
     def diagnosis(self) -> list[str]:
         """Plain sentences when the gates have not differentiated; empty when they have, and for other signals."""
-        if self.signal != "density":
+        if not self.is_density:
             return []
         sides = [
             (self.density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
@@ -234,7 +228,7 @@ class DensityTable:
             tau=record.tau,
             window=record.window,
             positions=_read_positions(folder / "positions.csv") if own else None,
-            histogram=_read_histogram(folder / "histogram.npz") if own else None,
+            histogram=LogitHistogram.read(folder / "histogram.npz") if own else None,
             metadata=metadata,
         )
         return replace(table, documents=_read_documents(folder / "documents.npz", table)) if own else table
@@ -244,27 +238,17 @@ class DensityTable:
 
         One that this table does not have is removed, so that an earlier probe's does not pass for this one's.
         """
-        write_atomic(folder / "density.csv", self.rows[list(COLUMNS)].to_csv(index=False, float_format="%.6g"))
+        write_csv(folder / "density.csv", self.rows[list(COLUMNS)])
         if self.positions is not None and self.tau_of_positions == self.tau:
-            write_atomic(folder / "positions.csv", self.positions.to_csv(index=False, float_format="%.6g"))
+            write_csv(folder / "positions.csv", self.positions)
         else:
             (folder / "positions.csv").unlink(missing_ok=True)
-        if self.histogram is not None:
-            buffer = io.BytesIO()
-            np.savez_compressed(
-                buffer,
-                edges=self.histogram.edges,
-                counts=self.histogram.counts,
-                domains=np.array(self.histogram.domains),
-            )
-            write_atomic(folder / "histogram.npz", buffer.getvalue())
-        else:
-            (folder / "histogram.npz").unlink(missing_ok=True)
-        if self.documents is not None:
-            self.documents.write(folder / "documents.npz")
-        else:
-            (folder / "documents.npz").unlink(missing_ok=True)
-        summary = {
+        for name, part in (("histogram", self.histogram), ("documents", self.documents)):
+            if part is not None:
+                part.write(folder / f"{name}.npz")
+            else:
+                (folder / f"{name}.npz").unlink(missing_ok=True)
+        own = {
             "name": self.name,
             "tau": self.tau,
             "window": self.window,
@@ -273,8 +257,7 @@ class DensityTable:
             "mean_density": round(self.mean, 4),
             "std_density": round(self.std, 4),
         }
-        content = yaml.dump({**self.metadata, **summary}, Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
-        write_atomic(folder / "probe.yaml", content)
+        write_yaml(folder / "probe.yaml", {**self.metadata, **own})
 
     def _need_histogram(self) -> LogitHistogram:
         if self.histogram is None:
@@ -284,30 +267,20 @@ class DensityTable:
             )
         return self.histogram
 
-    def _grid(self, rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
-        grid = np.full((self.num_layers, self.num_kv_heads), np.nan)
+    def _on_grid(self, rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
+        grid = np.full(self.grid, np.nan)
         grid[rows["layer"].to_numpy(), rows["kv_head"].to_numpy()] = rows[column].to_numpy()
         return grid
 
     def _combine(self, column: str, reduce: Any) -> NDArray[np.float64]:
         parts = [self.rows[self.rows["domain"] == domain] for domain in self.domains]
-        tokens = np.stack([self._grid(part, "num_tokens") for part in parts])
-        values = np.stack([self._grid(part, column) for part in parts])
+        tokens = np.stack([self._on_grid(part, "num_tokens") for part in parts])
+        values = np.stack([self._on_grid(part, column) for part in parts])
         return np.asarray(reduce(values, tokens / tokens.sum(0)))
 
 
-def _read_histogram(path: Path) -> LogitHistogram | None:
-    if not path.is_file():
-        return None
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return LogitHistogram(arrays["edges"], arrays["counts"], tuple(str(d) for d in arrays["domains"]))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged: {error}\nprobe again, or remove it: only --tau needs it") from error
-
-
 def _read_documents(path: Path, table: DensityTable) -> DocumentCounts | None:
-    counts = DocumentCounts.read(path, table.domains, (table.num_layers, table.num_kv_heads))
+    counts = DocumentCounts.read(path, table.domains, table.grid)
     if counts is not None:
         density = np.stack([table.domain_density(domain) for domain in table.domains])
         if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
@@ -319,38 +292,21 @@ def _read_documents(path: Path, table: DensityTable) -> DocumentCounts | None:
 
 
 def _read_positions(path: Path) -> pd.DataFrame | None:
-    if not path.is_file():
-        return None
-    cells = read_cells(path, "density table", POSITION_COLUMNS, POSITION_COLUMNS)
-    parsed = pd.DataFrame(index=cells.index)
-    for column in POSITION_COLUMNS:
-        whole = column != "density"
-        values = numbers(cells[column], f"positions {path}", whole=whole, high=math.inf if whole else 1.0)
-        parsed[column] = values.astype(int) if whole else values
-    return parsed.reset_index(drop=True)
+    return read_table(path, "positions", _POSITION_COLUMNS).reset_index(drop=True) if path.is_file() else None
 
 
 def _read_rows(file: Path) -> pd.DataFrame:
     """The rows of a density CSV, complete with default columns. Raises ``UserError`` naming file and line."""
     where = f"density table {file}"
-    rows = read_cells(file, "density table", COLUMNS[:3], COLUMNS)
-    for column, fallback in (("domain", "all"), ("num_tokens", "1"), ("num_documents", "0"), ("standard_error", "")):
-        if column not in rows:
-            rows[column] = fallback
-    parsed = pd.DataFrame({"domain": rows["domain"]})
-    for column, low in (("layer", 0), ("kv_head", 0), ("num_tokens", 1), ("num_documents", 0)):
-        parsed[column] = numbers(rows[column], where, whole=True, low=low).astype(int)
-    parsed["density"] = numbers(rows["density"], where, high=1.0)
-    known = rows["standard_error"] != ""
-    parsed["standard_error"] = np.nan
-    parsed.loc[known, "standard_error"] = numbers(rows["standard_error"][known], where)
-    duplicate = parsed.duplicated(["layer", "kv_head", "domain"])
+    rows = read_table(file, "density table", _COLUMNS)
+    duplicate = rows.duplicated(["layer", "kv_head", "domain"])
     if duplicate.any():
-        line = parsed.index[int(duplicate.to_numpy().argmax())]
-        layer, head = parsed["layer"][line], parsed["kv_head"][line]
-        raise UserError(f"{where}, line {line}: layer {layer}, KV head {head} is there twice")
-    _check_complete(parsed, where)
-    return parsed[list(COLUMNS)].reset_index(drop=True)
+        line = rows.index[int(duplicate.to_numpy().argmax())]
+        raise UserError(
+            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} is there twice"
+        )
+    _check_complete(rows, where)
+    return rows.reset_index(drop=True)
 
 
 def _check_complete(rows: pd.DataFrame, where: str) -> None:

@@ -6,9 +6,7 @@ coarse histogram of utility logits, so that another threshold needs no second pa
 
 from __future__ import annotations
 
-import io
 import math
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import read_npz, write_npz
 
+_ARRAYS = ("kept", "tokens", "domain", "domains", "bins", "edges")
 MAX_DOCUMENTS = 256  # of a probe; beyond it, documents are pooled into as many groups, domain by domain
 
 
@@ -84,33 +84,28 @@ class DocumentCounts:
         )
 
     @classmethod
-    def read(cls, path: Path, domains: tuple[str, ...], shape: tuple[int, int]) -> DocumentCounts | None:
+    def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> DocumentCounts | None:
         """The counts in a file, or None where there is none.
 
         Raises:
-            UserError: the file is damaged, or is for other ``domains`` or another grid ``shape`` (L, Hkv).
+            UserError: the file is damaged, or is for other ``domains`` or another ``grid``.
         """
         if not path.is_file():
             return None
         remedy = "probe again, or remove it: only intervals need it"
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                names = tuple(str(name) for name in arrays["domains"])
-                kept, tokens, domain = (arrays[key] for key in ("kept", "tokens", "domain"))
-                bins, edges = arrays["bins"], arrays["edges"]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} is damaged: {error}\n{remedy}") from error
-        grid = (len(tokens), *shape)
-        fits = kept.shape == grid and bins.shape == (*grid, len(edges) + 1) and domain.shape == tokens.shape
+        arrays = read_npz(path, remedy, _ARRAYS)
+        names = tuple(str(name) for name in arrays["domains"])
+        kept, tokens, domain, bins, edges = (arrays[name] for name in _ARRAYS if name != "domains")
+        cells = (len(tokens), *grid)
+        fits = kept.shape == cells and bins.shape == (*cells, len(edges) + 1) and domain.shape == tokens.shape
         if names != domains or not fits or not (tokens > 0).all() or not (domain < len(names)).all():
             raise UserError(f"{path} is not of the table beside it: other domains or another grid\n{remedy}")
         return cls(kept.astype(np.float64), tokens.astype(np.int64), domain.astype(np.int64), names, bins, edges)
 
     def write(self, path: Path) -> None:
         """Write the file atomically, whole numbers in the smallest type that holds them."""
-        buffer = io.BytesIO()
-        np.savez_compressed(
-            buffer,
+        write_npz(
+            path,
             kept=_smallest(self.kept),
             tokens=_smallest(self.tokens),
             domain=_smallest(self.domain),
@@ -118,7 +113,6 @@ class DocumentCounts:
             bins=_smallest(self.bins),
             edges=self.edges,
         )
-        write_atomic(path, buffer.getvalue())
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:

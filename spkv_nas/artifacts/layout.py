@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
+from spkv_nas.artifacts.grid import Grid, check_grid
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import add_float_resolver, read_yaml, write_atomic
+from spkv_nas.base.files import read_yaml, write_atomic, yaml_line
 from spkv_nas.base.schema import validate
 
 FORMAT = "spkv-nas/layout/1"
@@ -46,8 +46,9 @@ class Layout:
 
     ``heads`` has one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local. ``window`` is the
     number of recent keys a local head sees, the query's own included. ``provenance`` says where the layout comes
-    from and changes nothing about it. Raises ``UserError`` for an empty or ragged grid, another letter, or a
-    window below 1.
+    from; it changes neither the layout nor its coverage of a density table. One entry is read again: the threshold
+    ``tau`` of the densities that the layout was chosen by, by ``Proposal.read``, so that the coverage of layouts in
+    files is counted at it. Raises ``UserError`` for an empty or ragged grid, another letter, or a window below 1.
     """
 
     heads: tuple[str, ...]
@@ -78,6 +79,11 @@ class Layout:
     def num_kv_heads(self) -> int:
         """Number of KV heads per layer, Hkv."""
         return len(self.heads[0])
+
+    @property
+    def grid(self) -> Grid:
+        """(L, Hkv)."""
+        return self.num_layers, self.num_kv_heads
 
     @property
     def num_heads(self) -> int:
@@ -177,8 +183,8 @@ class Layout:
             format=FORMAT,
             window=self.window,
             rows="\n".join(f"  - {row}" for row in self.heads),
-            strategy=_inline(self.strategy),
-            provenance=_inline({**self.provenance, "hash": self.hash}),
+            strategy=yaml_line(self.strategy),
+            provenance=yaml_line({**self.provenance, "hash": self.hash}),
         )
         write_atomic(path, content)
 
@@ -196,9 +202,7 @@ class Difference:
     @classmethod
     def of(cls, first: Layout, second: Layout) -> Difference:
         """The difference of two layouts. Raises ``UserError`` if they are for different numbers of layers or heads."""
-        shapes = [f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads" for layout in (first, second)]
-        if shapes[0] != shapes[1]:
-            raise UserError(f"the layouts are for different models: {shapes[0]} and {shapes[1]}")
+        check_grid("the first layout", first.grid, "the second", second.grid)
         marks = {"GG": "G", "LL": ".", "GL": "-", "LG": "+"}
         pairs = (zip(*rows, strict=True) for rows in zip(first.heads, second.heads, strict=True))
         return cls(tuple("".join(marks[a + b] for a, b in row) for row in pairs))
@@ -233,24 +237,3 @@ class _LayoutFile(BaseModel):
     )
     strategy: str = Field("custom", description="how the layout was made; its name in comparisons")
     provenance: dict[str, Any] = Field({}, description="where it comes from, and the hash of window and heads")
-
-
-class _InlineDumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # the strict reader refuses aliases
-
-
-add_float_resolver(_InlineDumper)  # quotes text that the strict reader would take for a number, such as 1234e567
-
-
-def _inline(value: object) -> str:
-    """``value`` as YAML on one line."""
-    text: str = yaml.dump(
-        value,
-        Dumper=_InlineDumper,
-        default_flow_style=True,
-        sort_keys=False,
-        allow_unicode=True,
-        width=float("inf"),
-    )
-    return text.removesuffix("\n").removesuffix("\n...")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spkv_nas.artifacts.grid import Grid
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -14,6 +16,11 @@ class Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    @property
+    def grid(self) -> Grid:
+        """(L, Hkv)."""
+        return self.num_layers, self.num_kv_heads
 
     @property
     def attention_width(self) -> int:

@@ -1,4 +1,4 @@
-"""Reading and writing the project's files: atomic writes, strict YAML, strict schemas.
+"""Reading and writing the project's files: atomic writes, strict YAML, arrays.
 
 Every file is written to a temporary name in the same folder, flushed to disk, then renamed: a killed run leaves the
 old file or the new one, never half of one. YAML is parsed strictly, because the default parser lets a duplicate key
@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
 import tempfile
-from collections.abc import Hashable, Mapping
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
 
@@ -57,6 +63,64 @@ def read_text(path: Path, what: str) -> str:
         raise UserError(f"cannot read {what} {path}: {error}") from error
 
 
+class _PlainDumper(yaml.SafeDumper):
+    """YAML as the strict reader takes it: without aliases, and with quotes around text such as ``1234e567``."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
+    """Write plain values (text, numbers, lists, mappings) as YAML, keys in their order, as ``write_atomic`` does."""
+    write_atomic(path, yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True))
+
+
+def yaml_line(value: object) -> str:
+    """A plain value as YAML on one line, keys in their order."""
+    text: str = yaml.dump(
+        value,
+        Dumper=_PlainDumper,
+        default_flow_style=True,
+        sort_keys=False,
+        allow_unicode=True,
+        width=float("inf"),
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write plain values as JSON, keys in their order, as ``write_atomic`` does."""
+    write_atomic(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_npz(path: Path, *, compressed: bool = True, **arrays: NDArray[Any]) -> None:
+    """Write named arrays in their order, as ``write_atomic`` does."""
+    buffer = io.BytesIO()
+    save: Any = np.savez_compressed if compressed else np.savez
+    save(buffer, **arrays)
+    write_atomic(path, buffer.getvalue())
+
+
+_NPZ_ERRORS = (  # what numpy, zipfile, zlib and the parser of array headers raise for damaged files
+    OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError,
+    zipfile.BadZipFile, zlib.error, tokenize.TokenError,
+)  # fmt: skip
+
+
+def read_npz(path: Path, remedy: str, names: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
+    """The arrays of an ``.npz`` file called ``names``, or all.
+
+    Raises:
+        UserError: the file is damaged or lacks one of them; ``remedy`` says what to do.
+    """
+    try:
+        # opened here, because ``np.load`` leaves a file open that it fails on
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names or arrays.files}
+    except _NPZ_ERRORS as error:
+        raise UserError(f"{path} is damaged: {error}\n{remedy}") from error
+
+
 def sha256_file(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
@@ -87,31 +151,10 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def add_float_resolver(yaml_class: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
-    """Make a loader read ``2e-5`` as a number, or a dumper quote text of that form."""
-    pattern = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-    yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
-
-
-add_float_resolver(_StrictLoader)
-
-
-class _PlainDumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True  # the strict reader refuses aliases
-
-
-add_float_resolver(_PlainDumper)  # text that the strict reader would take for a number, such as a commit 1234e567
-
-
-def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values (text, numbers, lists, mappings) as YAML, keys in their order, as ``write_atomic`` does."""
-    write_atomic(path, yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True))
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values as JSON, keys in their order, as ``write_atomic`` does."""
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
+for _yaml_class in (_StrictLoader, _PlainDumper):
+    _yaml_class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    )
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -19,17 +19,20 @@ import pandas as pd
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text, write_atomic
 
+_LARGEST_WHOLE = 2**53  # beyond it float64, in which numbers are read, skips some
+
 
 @dataclass(frozen=True)
 class Column:
     """What the cells of a column hold.
 
     Attributes:
-        kind: "text", "number" (finite), or "whole" (a number without a fraction).
+        name: of the column, as in the header.
+        kind: "text", "number" (finite), or "whole" (a number without a fraction, up to 2^53).
         low, high: bounds of a number, both allowed.
-        above: a number must be more than this.
+        above: a number must be more than this, whatever ``low``.
         default: text of every cell where the table has no such column; None: the table must have it.
-        gaps: whether a cell may be empty; a number is then NaN.
+        gaps: whether the cell of a number may be empty, NaN then; text may always be.
         choices: the texts that are allowed; empty: any.
     """
 
@@ -45,17 +48,20 @@ class Column:
     @property
     def expected(self) -> str:
         """What a cell must be, for people."""
+        if self.kind == "text":
+            return " or ".join(self.choices) if self.choices else "text"
+        number = "a whole number" if self.kind == "whole" else "a number"
         if self.above is not None:
-            return f"a number above {self.above:g}"
-        if self.kind == "whole":
-            return f"a whole number from {self.low:g}"
+            return f"{number} above {self.above:g}"
         if self.low == -math.inf and self.high == math.inf:
-            return "a number"
-        return f"a number from {self.low:g}" if self.high == math.inf else f"a number in [{self.low:g}, {self.high:g}]"
+            return number
+        return f"{number} from {self.low:g}" if self.high == math.inf else f"{number} in [{self.low:g}, {self.high:g}]"
 
 
 def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None:
-    """Write a table with a header, numbers to ``digits`` significant digits (None: all), as ``write_atomic`` does."""
+    """Write a table with a header, as ``write_atomic`` does; numbers with a fraction to ``digits`` significant digits
+    (None: as many as tell them apart).
+    """
     write_atomic(path, csv_text(rows, digits=digits))
 
 
@@ -66,31 +72,36 @@ def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
 
 
 def read_table(file: Path, what: str, columns: Sequence[Column], *, others: bool = False) -> pd.DataFrame:
-    """A CSV file as ``columns`` in their order, indexed by line number; whole numbers without gaps are int64.
+    """A CSV file as ``columns`` in their order, indexed by line number: text as str, whole numbers as int64 unless
+    they may be missing, others as float64.
 
     Args:
+        file: UTF-8, with a header; a byte order mark, empty lines, and blanks around cells are left out.
         what: names the kind of file in errors ("density table").
-        others: whether columns that are not in ``columns`` may be there; they are left out.
+        columns: what the table may have.
+        others: whether columns beside these may be there too; they are left out.
 
     Raises:
         UserError: naming file, line and column; a column that is missing, unknown or repeated, a cell that is not what
-            its column holds, a short line, no rows.
+            its column holds, a line of another length than the header, no rows.
     """
     required = tuple(column.name for column in columns if column.default is None)
-    cells = read_cells(file, what, required, None if others else tuple(column.name for column in columns))
-    parsed = pd.DataFrame(index=cells.index)
+    cells = read_cells(file, what, required, tuple(column.name for column in columns), others=others)
+    parsed = {}
     for column in columns:
-        texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index, dtype=object)
-        parsed[column.name] = _parse(texts.rename(column.name), column, f"{what} {file}")
-    return parsed
+        texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
+        parsed[column.name] = _parse(texts, column, f"{what} {file}")
+    return pd.DataFrame(parsed)
 
 
-def read_cells(file: Path, what: str, required: tuple[str, ...], known: tuple[str, ...] | None) -> pd.DataFrame:
+def read_cells(
+    file: Path, what: str, required: tuple[str, ...], names: tuple[str, ...], *, others: bool = False
+) -> pd.DataFrame:
     """The cells of a CSV file as text, indexed by line number; ``what`` names the kind of file in errors.
 
     Raises:
-        UserError: naming file and line; a column that is missing, unknown (unless ``known`` is None) or repeated, a
-            short line, no rows.
+        UserError: naming file and line; a column of ``required`` that is missing, one that is not in ``names`` (unless
+            ``others`` may be there) or is there twice, a line of another length than the header, no rows.
     """
     where = f"{what} {file}"
     reader = csv.reader(io.StringIO(read_text(file, what).removeprefix("\ufeff")))
@@ -101,46 +112,49 @@ def read_cells(file: Path, what: str, required: tuple[str, ...], known: tuple[st
     if not lines:
         raise UserError(f"{where}: the file is empty; a table has the columns {', '.join(required)}")
     _, header = lines.pop(0)
-    missing = [column for column in required if column not in header]
+    missing = [name for name in required if name not in header]
     if missing:
-        raise UserError(f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}")
-    unknown = [name for name in header if (known is not None and name not in known) or header.count(name) > 1]
-    if unknown:
-        hint = "" if known is None else f"; known are {', '.join(known)}"
-        raise UserError(f"{where}: unknown or repeated column '{unknown[0]}'{hint}")
+        raise UserError(
+            f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}, "
+            f"this one {', '.join(header)}"
+        )
+    wrong = [name for name in header if (header.count(name) > 1 if name in names else not others)]
+    if wrong:
+        raise UserError(f"{where}: unknown or repeated column '{wrong[0]}'; known are {', '.join(names)}")
     if not lines:
         raise UserError(f"{where}: there are no rows below the header")
     for line, cells in lines:
         if len(cells) != len(header):
             raise UserError(f"{where}, line {line}: {len(cells)} values for {len(header)} columns")
-    return pd.DataFrame([cells for _, cells in lines], columns=header, index=[line for line, _ in lines])
+    index = [line for line, _ in lines]
+    columns = {name: [cells[header.index(name)] for _, cells in lines] for name in names if name in header}
+    return pd.DataFrame(columns, index=index, dtype="str")
 
 
 def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
     """The cells of one column as what it holds. Raises ``UserError``."""
     if column.kind == "text":
-        wrong = ~texts.isin(column.choices) if column.choices else pd.Series(False, texts.index)
-        if wrong.any():
-            line = texts.index[int(wrong.to_numpy().argmax())]
-            raise UserError(
-                f"{where}, line {line}: column '{column.name}' must be {' or '.join(column.choices)}; "
-                f"found '{texts[line]}'"
-            )
-        return texts
-    known = texts != "" if column.gaps else pd.Series(True, texts.index)
-    values = pd.to_numeric(texts[known], errors="coerce").astype(np.float64)
-    wrong = ~(np.isfinite(values) & (values >= column.low) & (values <= column.high))
-    if column.above is not None:
-        wrong |= ~(values > column.above)
-    if column.kind == "whole":
-        wrong |= values != values.round()
-    if wrong.any():
-        line = values.index[int(wrong.to_numpy().argmax())]
+        right = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
+        values = texts
+    else:
+        filled = texts != "" if column.gaps else pd.Series(True, texts.index)
+        values = pd.to_numeric(texts.where(filled, "nan"), errors="coerce").astype(np.float64)
+        right = ~filled | _is_right(values, column)
+    if not right.all():
+        line = texts.index[int(right.to_numpy().argmin())]
         raise UserError(
             f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line]}'"
         )
-    numbers = values.reindex(texts.index)
-    return numbers.astype(np.int64) if column.kind == "whole" and not column.gaps else numbers
+    return values.astype(np.int64) if column.kind == "whole" and not column.gaps else values
+
+
+def _is_right(values: pd.Series[float], column: Column) -> pd.Series[bool]:
+    """Which numbers are what the column holds."""
+    right = np.isfinite(values) & (values <= column.high)
+    right &= values >= column.low if column.above is None else values > column.above
+    if column.kind == "whole":
+        right &= (values == values.round()) & (values.abs() <= _LARGEST_WHOLE)
+    return right
 
 
 def numbers(

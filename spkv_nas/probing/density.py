@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import DocumentCounts, group_documents
+from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import gate_config
