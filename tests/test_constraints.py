@@ -22,10 +22,11 @@ from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.cost.formulas import kv_cache_bytes
 from spkv_nas.proposal import strategies
 from spkv_nas.proposal.budget import parse_budgets
+from spkv_nas.proposal.budget_curve import budget_curve, curve_for, find_knee
 from spkv_nas.proposal.constraints import Constraints, parse_layers, read_weights, solve
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.integer_program import Problem
-from spkv_nas.proposal.requirements import Demand, budget_table, knee_row
+from spkv_nas.proposal.requirements import Requirements
 
 Mask = np.ndarray
 
@@ -244,7 +245,7 @@ class TestWeights:
             ("0,0,1\n", "1 rows up to layer 0, KV head 0; the density table 'p' has 1 layers x 2 KV heads"),
             ("0,0,1\n1,0,1\n", "up to layer 1"),
             ("0,0,1\n0,0,1\n", "there twice"),
-            ("0,0,1\n0,1,0\n", "line 3: a weight must be above 0"),
+            ("0,0,1\n0,1,0\n", "line 3: column 'weight' must be a number above 0; found '0'"),
             ("0,0,1\n0,1,x\n", "line 3: column 'weight' must be a number"),
         ],
     )
@@ -311,24 +312,35 @@ def test_ranges() -> None:
 
 def test_every_budget_is_as_good_as_its_own_proposal() -> None:
     table = make_domain_table(("code", "docs"))
-    rows, layouts = budget_table(table, [1, 3, 8], Demand(context=1024, head_dim=8, dtype="float16"))
-    assert list(layouts) == ["densest-1", "densest-3", "densest-8"]
+    curve = budget_curve(table, Requirements(context=1024, head_dim=8, dtype="float16"), [1, 3, 8])
+    rows = curve.rows
+    assert list(curve.layouts) == ["densest-1", "densest-3", "densest-8"]
     assert rows["coverage"].tolist() == pytest.approx([1 / 3.4, 2.3 / 3.4, 1.0])
     assert rows["random"].tolist() == [1 / 8, 3 / 8, 1.0]
     assert rows["kv_bytes"].iloc[-1] == 8 * 2 * 1024 * 8 * 2
     assert rows["coverage_low"].isna().all()
-    solved, _ = budget_table(table, [2, 4, 6], Demand(Constraints(granularity="layer")))
-    assert solved["coverage"].tolist() == pytest.approx([1.2 / 3.4, 2.2 / 3.4, 3.0 / 3.4])
+    solved = budget_curve(table, Requirements(Constraints(granularity="layer")), [2, 4, 6])
+    assert solved.rows["coverage"].tolist() == pytest.approx([1.2 / 3.4, 2.2 / 3.4, 3.0 / 3.4])
 
 
 def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
     table = make_domain_table(("code",))
-    rows, _ = budget_table(table, list(range(1, 9)), Demand())
+    curve = curve_for(table, None, "1..8")
+    rows = curve.rows
     best = rows.loc[(rows["coverage"] - rows["random"]).idxmax(), "budget"]
-    assert knee_row(table, rows, Demand())[0] == best == (table.density > table.density.mean()).sum()
-    inner = Demand(Constraints(max_per_layer=2))
-    assert knee_row(table, rows, inner)[0] == best
-    assert "may lie beyond" in knee_row(table, rows.iloc[:2], inner)[1]
+    assert curve.knee.budget == best == (table.density > table.density.mean()).sum()
+    assert "no denser than the average" in curve.knee.meaning
+    inner = Requirements(Constraints(max_per_layer=2))
+    assert find_knee(table, inner, rows).budget == best
+    assert "may lie beyond" in find_knee(table, inner, rows.iloc[:2]).meaning
+
+
+def test_requirements_from_the_texts_of_options() -> None:
+    requirements = Requirements.of(context="8k", global_layers="0,2-3", min_per_layer=1, weights=None)
+    assert requirements == Requirements(Constraints(min_per_layer=1, global_layers=(0, 2, 3)), context=8192)
+    assert Requirements.of() == Requirements()
+    assert not Requirements.of(context="8k").is_solved
+    assert Requirements.of(robust=True).is_solved
 
 
 class TestCommand:

@@ -9,19 +9,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.errors import UserError
+from spkv_nas.proposal.answer import propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve
-from spkv_nas.proposal.propose import (
-    at_layouts_tau,
-    propose,
-    random_spread,
-    resolve_tau,
-    tau_advice,
-    write_proposal,
-)
+from spkv_nas.proposal.propose import propose, resolve_tau, tau_advice
+from spkv_nas.proposal.requirements import Requirements
 
 STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "random-2", "densest", "sparsest"]
 
@@ -70,11 +68,11 @@ def test_layer_patterns_for_every_budget(num_layers: int, num_kv_heads: int) -> 
             assert layouts["interleaved-last"].global_layers[0] > 0
 
 
-def test_budget_that_whole_layers_cannot_give_is_said(table: DensityTable, tmp_path: Path) -> None:
-    layouts = propose(table, 17)
-    assert layouts["interleaved-first"].num_global == 18
-    assert layouts["densest"].num_global == 17
-    notes = write_proposal(tmp_path, table, layouts, 17).set_index("strategy")["note"]
+def test_budget_that_whole_layers_cannot_give_is_said(table: DensityTable) -> None:
+    answer = propose_for(table, budget=17)
+    assert answer.layouts["interleaved-first"].num_global == 18
+    assert answer.layouts["densest"].num_global == 17
+    notes = answer.rows.set_index("strategy")["note"]
     assert "17" in notes["interleaved-first"]
     assert "18" in notes["interleaved-first"]
     assert notes["densest"] == ""
@@ -142,7 +140,7 @@ def test_coverage() -> None:
 
 
 def test_coverage_needs_one_shape(table: DensityTable) -> None:
-    with pytest.raises(UserError, match=r"4 layers x 2 KV heads.*21 x 3"):
+    with pytest.raises(UserError, match=r"4 layers x 2 KV heads.*21 layers x 3"):
         coverage(table, Layout(("GL",) * 4, 8))
 
 
@@ -174,15 +172,65 @@ def test_thresholds() -> None:
     assert resolve_tau(table, "match-budget", "50%").mean == pytest.approx(0.5, abs=1e-4)
 
 
-def test_later_stages_count_at_the_threshold_of_the_proposal() -> None:
-    """Coverage once was counted at the probe's tau, though the layouts came from another."""
-    table = histogram_table()
-    chosen = resolve_tau(table, "match-budget", 2)
-    layouts = propose(chosen, 2)
-    np.testing.assert_allclose(at_layouts_tau(table, layouts).density, chosen.density)
-    assert at_layouts_tau(table, propose(table, 2)) is table
-    assert at_layouts_tau(table, {**layouts, "other": propose(table, 2)["densest"]}) is table
-    assert at_layouts_tau(table, {"mine": Layout(("GL", "LL", "LL"), 32)}) is table
+def write_layouts(folder: Path, layouts: dict[str, Layout]) -> list[Path]:
+    """The files of layouts, by name."""
+    for name, layout in layouts.items():
+        layout.write(folder / f"{name}.yaml")
+    return [folder / f"{name}.yaml" for name in layouts]
+
+
+class TestProposal:
+    def test_later_stages_count_at_its_threshold(self, tmp_path: Path) -> None:
+        """Coverage once was counted at the probe's tau, though the layouts came from another."""
+        table = histogram_table()
+        chosen = resolve_tau(table, "match-budget", 2)
+        write_layouts(tmp_path, propose(chosen, 2))
+        proposal = Proposal.read_folder(tmp_path)
+        assert proposal.tau == round(chosen.tau, 4)
+        assert sorted(proposal.layouts) == sorted(STRATEGIES)
+        np.testing.assert_allclose(proposal.table(table).density, chosen.density)
+        Layout(("GL", "LL", "LL"), 32, "mine").write(tmp_path / "mine.yaml")  # says no threshold
+        assert Proposal.read_folder(tmp_path).tau == proposal.tau
+
+    def test_the_table_as_it_is(self, tmp_path: Path) -> None:
+        table = histogram_table()
+        own = Proposal.read(write_layouts(tmp_path / "own", propose(table, 2)))
+        assert own.tau == 0.5
+        assert own.table(table) is table
+        mine = Proposal.read(write_layouts(tmp_path / "mine", {"mine": Layout(("GL", "LL", "LL"), 32)}))
+        assert mine.tau is None
+        assert mine.table(table) is table
+        other = Proposal.read(write_layouts(tmp_path / "other", propose(table.at_tau(0.7), 2)))
+        bare = make_table(np.full((3, 2), 0.5))
+        assert other.table(bare) is bare  # knows no other threshold
+
+    def test_different_thresholds_are_warned_of(self, tmp_path: Path) -> None:
+        """They were counted at the probe's own threshold, and nothing said so."""
+        table = histogram_table()
+        mine = Layout(("GL", "LL", "LL"), 32, "mine", {"tau": 0.8})
+        proposal = Proposal.read(write_layouts(tmp_path, {**propose(table.at_tau(0.7), 2), "mine": mine}))
+        assert proposal.taus == (0.7, 0.8)
+        assert proposal.tau is None
+        with pytest.warns(UserWarning, match=r"tau 0\.7, 0\.8: their coverage is counted at that of 'p', tau 0\.5"):
+            assert proposal.table(table) is table
+
+    def test_names(self, tmp_path: Path) -> None:
+        layout = Layout(("GL",), 8, "mine")
+        for folder in ("a", "b"):
+            layout.write(tmp_path / folder / "x.yaml")
+        layout.write(tmp_path / "a" / "y.yaml")
+        assert list(Proposal.read_folder(tmp_path / "a").layouts) == ["mine", "y"]
+        files = [tmp_path / "a" / "x.yaml", tmp_path / "a" / "y.yaml", tmp_path / "b" / "x.yaml"]
+        assert list(Proposal.read(files).layouts) == ["mine", "y", "x"]
+        with pytest.raises(UserError, match="two layouts are called 'x': give them different names"):
+            Proposal.read([*files, tmp_path / "b" / "x.yaml"])
+        with pytest.raises(UserError, match=r"no layouts in .*none\nrun spkv-nas propose first"):
+            Proposal.read_folder(tmp_path / "none")
+
+    def test_coverage_of_a_layout_in_memory_does_not_depend_on_its_provenance(self) -> None:
+        table = histogram_table()
+        layout = propose(table.at_tau(0.7), 2)["densest"]
+        assert coverage(table, layout) == coverage(table, Layout(layout.heads, layout.window))
 
 
 def test_advice_when_the_densest_heads_tie() -> None:
@@ -200,19 +248,35 @@ def test_thresholds_that_make_no_sense(tau: str) -> None:
 
 
 def test_files(table: DensityTable, tmp_path: Path) -> None:
-    layouts = propose(table, 18)
-    rows = write_proposal(tmp_path / "p", table, layouts, 18)
-    for name, layout in layouts.items():
+    answer = propose_for(table, budget=18)
+    write_proposal(tmp_path / "p", answer)
+    for name, layout in answer.layouts.items():
         assert Layout.read(tmp_path / "p" / f"{name}.yaml") == layout
     written = pd.read_csv(tmp_path / "p" / "coverage.csv", keep_default_na=False).set_index("strategy")
     assert sorted(written.index) == sorted(STRATEGIES)
-    for name, layout in layouts.items():
+    for name, layout in answer.layouts.items():
         assert written.loc[name, "num_global"] == 18
         assert written.loc[name, "coverage"] == pytest.approx(coverage(table, layout), abs=1e-4)
-    mean, spread = random_spread(rows) or (0.0, 0.0)
-    values = [coverage(table, layouts[f"random-{i}"]) for i in range(3)]
-    assert mean == pytest.approx(np.mean(values), abs=1e-4)
-    assert spread == pytest.approx(np.std(values, ddof=1), abs=1e-4)
+    spread = random_spread(answer.rows)
+    assert spread is not None
+    values = [coverage(table, answer.layouts[f"random-{i}"]) for i in range(3)]
+    assert spread.mean == pytest.approx(np.mean(values), abs=1e-4)
+    assert spread.standard_deviation == pytest.approx(np.std(values, ddof=1), abs=1e-4)
+
+
+def test_nothing_of_an_earlier_proposal_is_left(table: DensityTable, tmp_path: Path) -> None:
+    write_proposal(tmp_path, propose_for(table, Requirements(Constraints(max_per_layer=2)), 18))
+    assert (tmp_path / "constrained.yaml").exists()
+    (tmp_path / "heads.csv").write_text("")  # of a probe with counts by document
+    (tmp_path / "mine.yaml").write_text("")
+    answer = propose_for(table, Requirements(robust=True), 18, num_random=1)
+    write_proposal(tmp_path, answer)
+    written = {path.stem for path in tmp_path.glob("*.yaml")}
+    assert written == {*answer.layouts, "mine"}
+    assert {"robust", "random-0"} <= written
+    assert not {"constrained", "random-1"} & written
+    assert not (tmp_path / "heads.csv").exists()
+    assert random_spread(propose_for(table, budget=18, num_random=0).rows) is None
 
 
 @pytest.mark.parametrize(

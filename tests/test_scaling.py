@@ -326,6 +326,27 @@ class TestScalingCommand:
         legend = [mark.label for mark in legend_marks(scaling_chart(runs, laws))]
         assert sorted(entry.split(":")[0] for entry in legend) == ["95% interval of one run", "dense", "sp-kv"]
 
+    def test_what_a_file_leaves_out(self, tmp_path: Path) -> None:
+        """Runs are named by their rows, blank lines count as lines, and columns of one's own are left out."""
+        path = tmp_path / "runs.csv"
+        path.write_text("nll,gpu,train_flops\n\n2.5,a,1e19\n3.0,b,1e18\n")
+        runs = read_runs(path)
+        assert runs.to_dict("list") == {
+            "name": ["2", "1"],
+            "variant": ["", ""],
+            "train_flops": [1e18, 1e19],
+            "nll": [3.0, 2.5],
+            "held_out": [False, False],
+        }
+        assert (runs["held_out"].dtype, runs["nll"].dtype) == (np.bool_, np.float64)
+
+    def test_a_ragged_line_is_an_error(self, tmp_path: Path) -> None:
+        """A line that was too short was read as empty cells, and longer lines moved every cell to the next column."""
+        path = tmp_path / "runs.csv"
+        path.write_text("name,train_flops,nll\na,1e18,3.0,0\nb,1e19,2.7,0\n")
+        with pytest.raises(UserError, match=r"runs\.csv, line 2: 4 values for 3 columns"):
+            read_runs(path)
+
     def test_four_runs_are_enough(self, tmp_path: Path) -> None:
         """One degree of freedom: intervals as wide as can be, the last run predicted by the exact law of three."""
         path = self.runs(tmp_path / "four.csv", held_out=[0, 0, 0, 0, 1])
@@ -338,16 +359,22 @@ class TestScalingCommand:
     @pytest.mark.parametrize(
         ("columns", "message"),
         [
-            ({"nll": None}, "no column nll; found: train_flops"),
-            ({"train_flops": None, "nll": None, "loss": [1.0]}, "no column train_flops and nll; found: loss"),
+            ({"nll": None}, "column 'nll' is missing; a table has train_flops, nll, this one"),
+            (
+                {"train_flops": None, "nll": None, "loss": [1.0]},
+                "column 'train_flops' is missing",
+            ),
             ({"held_out": [0, 0, 0, 1, 1]}, "3 different computes to fit; a law of three parameters needs at least 4"),
             ({"train_flops": [1e18, 1e18, 1e19, 1e19, 1e20]}, "3 different computes"),
             ({"variant": ["a", "a", "a", "a", "b"]}, "variant 'b': 1 different computes"),
-            ({"nll": [3.0, 2.7, float("nan"), 2.4, 2.3]}, "line 4: nll is ''; expected a positive number"),
-            ({"nll": [3.0, 2.7, "inf", 2.4, 2.3]}, "line 4: nll is 'inf'"),
-            ({"nll": [3.0, 2.7, "x", 2.4, 2.3]}, "line 4: nll is 'x'"),
-            ({"train_flops": [-1e18, 1e19, 1e20, 1e21, 1e22]}, "line 2: train_flops is '-1e+18'"),
-            ({"held_out": [0, 0, 0, 0, "yes"]}, "line 6: held_out is 'yes'; expected 0 or 1"),
+            ({"nll": [3.0, 2.7, float("nan"), 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found ''"),
+            ({"nll": [3.0, 2.7, "inf", 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found 'inf'"),
+            ({"nll": [3.0, 2.7, "x", 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found 'x'"),
+            (
+                {"train_flops": [-1e18, 1e19, 1e20, 1e21, 1e22]},
+                "line 2: column 'train_flops' must be a number above 0",
+            ),
+            ({"held_out": [0, 0, 0, 0, "yes"]}, "line 6: column 'held_out' must be 0 or 1; found 'yes'"),
             ({"nll": [2.0, 2.1, 2.2, 2.3, 2.4]}, "does not fall"),
         ],
     )
@@ -362,7 +389,7 @@ class TestScalingCommand:
     def test_no_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "runs not found" in fails(capsys, "scaling", tmp_path / "none.csv", "--workspace", tmp_path)
         (tmp_path / "empty.csv").write_text("")
-        assert "cannot read runs" in fails(capsys, "scaling", tmp_path / "empty.csv", "--workspace", tmp_path)
+        assert "the file is empty" in fails(capsys, "scaling", tmp_path / "empty.csv", "--workspace", tmp_path)
 
 
 class TestCostCommand:
@@ -397,7 +424,7 @@ class TestCostCommand:
             (["level-8", "--context", "0"], "at least 1 token; found 0"),
             (["level-8", "--density", "1.5"], "in [0, 1]; found 1.5"),
             (["level-8", "--density", "nan"], "in [0, 1]; found nan"),
-            (["level-8", "--layout", "LAYOUT"], "is for 2 layers x 2 KV heads, the model has 21 x 3"),
+            (["level-8", "--layout", "LAYOUT"], "is for 2 layers x 2 KV heads, the model has 21 layers x 3 KV heads"),
             (["level-8", "--layout", "none.yaml"], "layout not found"),
         ],
     )

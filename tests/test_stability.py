@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_model
 
-from spkv_nas.artifacts.density import DensityTable, LogitHistogram
+from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import MAX_DOCUMENTS, DocumentCounts, group_documents
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -21,7 +22,7 @@ from spkv_nas.model.hook import attach_gates
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.requirements import Demand, Limit
+from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Certainty, beyond_doubt, bootstrap, caution, knee
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.page import write_report
@@ -187,7 +188,7 @@ class TestBootstrap:
         found = resampled.probability(3)
         assert found.sum() == pytest.approx(3)
         assert 0 < sum(beyond_doubt(found)[:2]) < 8
-        solved = Demand(Constraints(max_per_layer=2)).probability(resampled, Limit(3))
+        solved = Requirements(Constraints(max_per_layer=2)).probability(resampled, Limit(3))
         np.testing.assert_allclose(solved, found)  # two is all that a layer has
 
     def test_what_resampling_cannot_show_is_said(self) -> None:
@@ -247,9 +248,17 @@ class TestAgreement:
         pd.testing.assert_frame_equal(
             read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5
         )  # fmt: skip
-        (tmp_path / "agreement.csv").write_text("first,second\na,b\n")
-        with pytest.raises(UserError, match="column 'budget' is missing"):
-            read_agreement(tmp_path / "agreement.csv")
+        header = ",".join(rows.columns)
+        for text, message in [
+            ("first,second\na,b\n", "agreement.csv: column 'budget' is missing"),
+            (
+                f"{header}\na,b,4,0.5,0.3,x,0.9,0.1\n",
+                "agreement.csv, line 2: column 'spearman' must be a number",
+            ),
+        ]:
+            (tmp_path / "agreement.csv").write_text(text)
+            with pytest.raises(UserError, match=message):
+                read_agreement(tmp_path / "agreement.csv")
 
 
 class TestCommands:
@@ -288,7 +297,7 @@ class TestCommands:
             (["p"], "only one probe to compare"),
             (["p", "p"], "'p' is named twice"),
             (["p", "none"], "no density table 'none'"),
-            (["p", "other"], "'p' has 4 layers x 2 KV heads, 'other' has 3 x 2"),
+            (["p", "other"], "the probe 'other' is for 3 layers x 2 KV heads, 'p' has 4 layers x 2 KV heads"),
             (["p", "p@x"], "must be a number in [0, 1]"),
             (["p", "p@2"], "[0, 1]"),
             (["p", "q", "--by=layer"], "--by must be domain or half; found 'layer'"),

@@ -157,26 +157,27 @@ def propose(
     With a range of budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
     """
     from spkv_nas.proposal.propose import tau_advice
-    from spkv_nas.proposal.requirements import check_range
+    from spkv_nas.proposal.requirements import Requirements
     from spkv_nas.stages import all as stages
 
     place = _workspace(workspace)
-    demand = search.make_demand(
+    requirements = Requirements.of(
         kv_bytes=kv_bytes, context=context, batch=batch, head_dim=head_dim, dtype=dtype, robust=robust,
         min_per_layer=min_per_layer, max_per_layer=max_per_layer, global_layers=global_layers,
         local_layers=local_layers, granularity=granularity, uniform=uniform, weights=weights,
     )  # fmt: skip
-    if budget is not None and check_range(demand, budget, tau):
+    if budget is not None and requirements.asks_for_curve(budget, tau):
         from spkv_nas.stages.search import budgets_stage
 
-        curve = budgets_stage(place, probe, budget, tau=tau, window=window, demand=demand)
-        search.show_budgets(*curve, place.layout_dir(curve[0].name))
+        curve = budgets_stage(place, probe, budget, tau=tau, window=window, requirements=requirements)
+        search.show_budgets(curve, place.layout_dir(curve.table.name))
         return
-    table, layouts, rows, certainty = stages.propose_stage(
-        place, probe, budget, tau=tau, window=window, num_random=num_random, seed=seed, demand=demand
+    answer = stages.propose_stage(
+        place, probe, budget, tau=tau, window=window, num_random=num_random, seed=seed, requirements=requirements
     )
-    show.proposal(table, layouts, rows, place)
-    search.show_answers(table, layouts, rows, certainty, demand, window)
+    table, layouts = answer.table, answer.layouts
+    show.proposal(table, layouts, answer.rows, place)
+    search.show_answers(table, layouts, answer.rows, answer.certainty, requirements, window)
     if tau is None and (advice := tau_advice(table, layouts["densest"].num_global)) is not None:
         err.print(f"[yellow]{_escaped(advice)}[/yellow]")
 
@@ -457,8 +458,8 @@ def demo(budget: BudgetOption = "18", workspace: WorkspaceOption = Path()) -> No
     place = _workspace(workspace)
     table = stages.probe_stage(place, announce=_announce)
     show.probe(table)
-    table, layouts, rows, _ = stages.propose_stage(place, DEFAULT_NAME, budget, tau="match-budget", num_random=1)
-    show.proposal(table, layouts, rows, place)
+    answer = stages.propose_stage(place, DEFAULT_NAME, budget, tau="match-budget", num_random=1)
+    show.proposal(answer.table, answer.layouts, answer.rows, place)
     show.comparison(*stages.train_hybrid_stage(place, DEFAULT_NAME, announce=_announce))
     page = stages.report_stage(place, DEFAULT_NAME)
     out.print(f"\nreport: [bold]{page}[/bold]  ({time.perf_counter() - start:.0f} s in all)")
@@ -491,7 +492,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _show_warning(usual: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *at: Any) -> None:
     """Our own warnings as their text alone, all others in Python's way."""
-    if kind is UserWarning and Path(file).is_relative_to(Path(__file__).parent):
+    if kind is UserWarning and Path(file).is_relative_to(Path(__file__).parents[1]):
         err.print(f"[yellow]warning:[/yellow] {_escaped(str(message))}")
     else:
         usual(message, kind, file, *at)

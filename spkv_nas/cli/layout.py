@@ -14,6 +14,7 @@ from spkv_nas.base.errors import UserError
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.artifacts.proposal import Proposal
 
 app = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
 out = Console(highlight=False, soft_wrap=True)
@@ -34,15 +35,15 @@ def show(
     """Print the grids: G global, L local, and the number of global heads of every layer."""
     from spkv_nas.base.workspace import Workspace
     from spkv_nas.proposal.coverage import coverage
-    from spkv_nas.proposal.propose import at_layouts_tau
     from spkv_nas.stages.all import find_table
 
     table = None if probe is None else find_table(Workspace(workspace), probe)
     for file in files:
-        layout = _read(file)
+        proposal = _read(file)
+        (layout,) = proposal.layouts.values()
         covered = ""
         if table is not None:
-            covered = f", coverage {100 * coverage(at_layouts_tau(table, {layout.strategy: layout}), layout):.2f} %"
+            covered = f", coverage {100 * coverage(proposal.table(table), layout):.2f} %"
         out.print(Text(f"{file}: {_summary(layout)}{covered}"))
         _grid(layout.heads, [str(row.count("G")) for row in layout.heads])
 
@@ -59,7 +60,7 @@ def diff(
     """
     from spkv_nas.artifacts.layout import Difference
 
-    one, other = _read(a), _read(b)
+    (one,), (other,) = (_read(file).layouts.values() for file in (a, b))
     difference = Difference.of(one, other)
     if one.hash == other.hash:
         out.print(f"the same layout: {_summary(one)}")
@@ -103,7 +104,7 @@ def convert(
 
     A file of scores becomes a layout by --budget, --sparsity or --threshold; one of zeros and ones is a layout.
     """
-    from spkv_nas.proposal.foreign_formats import convert as convert_file
+    from spkv_nas.proposal.convert import convert as convert_file
 
     lines = convert_file(source, target, budget=budget, sparsity=sparsity, threshold=threshold, window=window)
     out.print(Text("\n".join(lines)))
@@ -122,12 +123,12 @@ def schema(
     print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[of]()}, indent=2))
 
 
-def _read(file: Path) -> Layout:
-    from spkv_nas.artifacts.layout import Layout
+def _read(file: Path) -> Proposal:
+    from spkv_nas.artifacts.proposal import Proposal
 
     if file.suffix in (".tsv", ".csv") or file.is_dir():
         raise UserError(f"{file} is no layout file; spkv-nas layout convert {file} NEW.yaml makes one of it")
-    return Layout.read(file)
+    return Proposal.read([file])
 
 
 def _summary(layout: Layout) -> str:

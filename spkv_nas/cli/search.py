@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from spkv_nas.artifacts.density import DensityTable
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.proposal.requirements import Demand
+    from spkv_nas.proposal.budget_curve import BudgetCurve
+    from spkv_nas.proposal.requirements import Requirements
     from spkv_nas.proposal.stability import Certainty
 
 out = Console(highlight=False)
@@ -134,52 +135,19 @@ def compare(
     out.print(f"figure: [bold]{escape(str(folder / 'agreement.png'))}[/bold]", soft_wrap=True)
 
 
-def make_demand(
-    *,
-    kv_bytes: str | None,
-    context: str | None,
-    batch: int,
-    head_dim: int | None,
-    dtype: str | None,
-    robust: bool,
-    min_per_layer: int | None,
-    max_per_layer: int | None,
-    global_layers: str | None,
-    local_layers: str | None,
-    granularity: str,
-    uniform: bool,
-    weights: Path | None,
-) -> Demand:
-    """The options above as one value. Raises ``UserError`` for one that makes no sense."""
-    from spkv_nas.base.units import parse_context
-    from spkv_nas.proposal.constraints import Constraints, parse_layers
-    from spkv_nas.proposal.requirements import Demand
-
-    tokens = None if context is None else parse_context(context)
-    constraints = Constraints(
-        min_per_layer,
-        max_per_layer,
-        parse_layers(global_layers, "--global-layers"),
-        parse_layers(local_layers, "--local-layers"),
-        granularity,
-        uniform,
-    )
-    return Demand(constraints, robust, weights, kv_bytes, tokens, batch, head_dim, dtype)
-
-
 def show_answers(
     table: DensityTable,
     layouts: Mapping[str, Layout],
     rows: pd.DataFrame,
     certainty: Certainty | None,
-    demand: Demand,
+    requirements: Requirements,
     window: int | None,
 ) -> None:
     """Print what a proposal answers beside its table: memory, the worst domain, and how sure it is."""
     from spkv_nas.proposal.stability import caution
 
-    said = [demand.memory(table, layouts["densest"].num_global, window)]
-    if demand.robust:
+    said = [requirements.memory(table, layouts["densest"].num_global, window)]
+    if requirements.robust:
         worst = 100 * rows.set_index("strategy")["worst_domain"]
         said += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
     for sentence in (*said, *(certainty.sentences() if certainty else []), caution(table)):
@@ -187,11 +155,12 @@ def show_answers(
             out.print(escape(sentence))
 
 
-def show_budgets(table: DensityTable, rows: pd.DataFrame, knee: tuple[int, str], folder: Path) -> None:
+def show_budgets(curve: BudgetCurve, folder: Path) -> None:
     """Print a budget curve, thinned, with its knee."""
     from spkv_nas.base.units import format_bytes
     from spkv_nas.proposal.stability import LEVEL, caution
 
+    table, rows, knee = curve.table, curve.rows, curve.knee
     known, memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
     columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]
     columns += [*(["from", "to"] if known else []), "worst domain %", *(["memory"] if memory else [])]
@@ -199,10 +168,10 @@ def show_budgets(table: DensityTable, rows: pd.DataFrame, knee: tuple[int, str],
     shown = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval}")
     step = -(-len(rows) // _ROWS)
     for row in rows.itertuples():
-        if row.Index % step and row.budget != knee[0] and row.Index != len(rows) - 1:
+        if row.Index % step and row.budget != knee.budget and row.Index != len(rows) - 1:
             continue
         cells = {
-            "budget": f"{row.budget}{' knee' if row.budget == knee[0] else ''}",
+            "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
             "heads": str(row.num_global),
             "coverage %": f"{100 * row.coverage:.2f}",
             "from": f"{100 * row.coverage_low:.2f}",
@@ -212,7 +181,7 @@ def show_budgets(table: DensityTable, rows: pd.DataFrame, knee: tuple[int, str],
         }
         shown.add_row(*(cells[column] for column in columns))
     out.print(shown)
-    out.print(f"knee: {knee[0]} global heads: {knee[1]}")
+    out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if (said := caution(table)) is not None:
         out.print(escape(said))
     places = f"curve: [bold]{escape(str(folder / 'budgets.png'))}[/bold]; layouts: {escape(str(folder / 'budgets'))}"

@@ -41,7 +41,7 @@ def probe(table: DensityTable) -> None:
 
 def proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame, place: Workspace) -> None:
     """Layouts by coverage."""
-    from spkv_nas.proposal.propose import random_spread
+    from spkv_nas.proposal.answer import random_spread
 
     measure = f"density coverage at tau {table.tau:g}" if table.signal == "density" else f"coverage of {table.signal}"
     shown = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
@@ -51,9 +51,10 @@ def proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame
         )
     out.print(shown)
     spread = random_spread(rows)
-    if spread is not None and spread[1] > 0:
+    if spread is not None and spread.standard_deviation > 0:
         out.print(
-            f"random layouts: coverage {100 * spread[0]:.2f} % on average, standard deviation {100 * spread[1]:.2f}"
+            f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
+            f"standard deviation {100 * spread.standard_deviation:.2f}"
         )
     out.print(f"layouts: {place.layout_dir(table.name)}")
 

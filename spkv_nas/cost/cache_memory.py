@@ -1,4 +1,6 @@
-"""Bytes of keys and values that a serving engine holds for a layout."""
+"""Memory for keys and values when a model with a layout is served: what a number of global heads takes, and the
+largest number that a given memory holds. Whole bytes, of one context and batch; ``formulas`` has the cost per token.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention costs: FLOPs in Kaplan's accounting, bytes of the KV cache, and what says its time; needs no torch.
+"""What attention costs by formula: FLOPs in Kaplan's accounting and bytes of the KV cache; needs no torch.
 
 SP-KV paper, appendix "Inference efficiency". In both, all that matters is how many keys a KV head sees on average::
 
@@ -11,8 +11,7 @@ equations, which leave the window out. Kaplan's attention term is the mean over 
 ``context`` tokens (queries by keys and scores by values, 4 L d_attn per key, over half the keys on average); a token
 decoded at the end of the context costs twice that term. The predictors, some 4 % of 2 N, are not counted.
 
-Time is either measured (``spkv_nas.cost.calibration``) or a bound from below (``spkv_nas.cost.roofline``); both are an
-``AttentionTimes``.
+No formula gives the time that attention takes: see ``spkv_nas.cost.times``.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
@@ -79,7 +79,8 @@ def training_flops(shape: Shape, num_tokens: float, block_size: int) -> float:
 class Cost:
     """What attention with ``density`` beyond the window costs; FLOPs are forward, per token.
 
-    ``decode_seconds`` and ``prefill_seconds`` are those of the attention of all layers, per token; None: unknown.
+    ``decode_seconds`` and ``prefill_seconds`` are those of the attention of all layers, per token, from an
+    ``AttentionTimes``; None: unknown.
     """
 
     name: str
@@ -129,9 +130,5 @@ def kv_cache_bytes(
 
 def layout_density(shape: Shape, layout: Layout) -> float:
     """Share of the layout's KV heads that are global. Raises ``UserError`` if it is for another shape."""
-    if (layout.num_layers, layout.num_kv_heads) != (shape.num_layers, shape.num_kv_heads):
-        raise UserError(
-            f"layout '{layout.strategy}' is for {layout.num_layers} layers x {layout.num_kv_heads} KV heads, "
-            f"the model has {shape.num_layers} x {shape.num_kv_heads}"
-        )
+    check_grid(f"layout '{layout.strategy}'", layout.grid, "the model", shape.grid)
     return layout.num_global / layout.num_heads

@@ -23,9 +23,17 @@ from scipy.optimize import least_squares, minimize_scalar
 from scipy.stats import t as student
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_yaml
+from spkv_nas.base.tables import Column, read_table
+from spkv_nas.base.version import environment
 
-REQUIRED = ("train_flops", "nll")
-OPTIONAL = ("name", "variant", "held_out")
+_RUNS = (
+    Column("name", default=""),
+    Column("variant", default=""),
+    Column("train_flops", "number", above=0),
+    Column("nll", "number", above=0),
+    Column("held_out", default="0", choices=("0", "1")),
+)
 MIN_RUNS = 4
 CONFIDENCE = 0.95
 _EXPONENTS = np.geomspace(1e-3, 3.0, 60)  # outside, the law cannot be told from a logarithm or from a step
@@ -110,7 +118,7 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
     start = _start(x, loss)
-    found = least_squares(
+    solution = least_squares(
         lambda p: _law(p, x) - loss,
         start,
         jac=lambda p: _jacobian(p, x),
@@ -120,12 +128,12 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
         ftol=1e-14,
         gtol=1e-14,
     )
-    errors = float(found.fun @ found.fun)
+    errors = float(solution.fun @ solution.fun)
     freedom = len(flops) - 3
     variance = errors / freedom if freedom else np.nan
-    inverse = np.linalg.inv(np.linalg.qr(found.jac, mode="r"))
+    inverse = np.linalg.inv(np.linalg.qr(solution.jac, mode="r"))
     return ScalingLaw(
-        parameters=found.x,
+        parameters=solution.x,
         covariance=variance * (inverse @ inverse.T),
         reference=reference,
         residual=float(np.sqrt(variance)),
@@ -144,35 +152,22 @@ def leave_last_out(compute: ArrayLike, nll: ArrayLike) -> float:
 def read_runs(path: Path) -> pd.DataFrame:
     """Runs from a CSV: ``train_flops`` and ``nll``; where it has them ``name``, ``variant`` and ``held_out`` (0 or 1).
 
-    A variant is a ladder of its own, ``""`` where the file names none. Held-out runs are predicted, not fitted.
+    Runs are called by the numbers of their rows where the file has no names. A variant is a ladder of its own, ``""``
+    where the file has none. Held-out runs are predicted, not fitted. Other columns are left out.
 
     Returns:
         Columns name, variant, train_flops, nll, held_out; by variant as in the file, then by compute.
 
     Raises:
-        UserError: the file cannot be read, lacks a column, or holds what is no positive number.
+        UserError: naming file, line and column; the file cannot be read, lacks a column, or holds what is no positive
+            number.
     """
-    try:
-        table = pd.read_csv(path, dtype=str, keep_default_na=False, skipinitialspace=True)
-    except FileNotFoundError as error:
-        raise UserError(f"runs not found: {path}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read runs {path}: {error}") from error
-    missing = [name for name in REQUIRED if name not in table.columns]
-    if missing:
-        raise UserError(f"runs {path}: no column {' and '.join(missing)}; found: {', '.join(table.columns)}")
-    runs = pd.DataFrame(
-        {
-            "name": table.get("name", [str(number) for number in range(1, len(table) + 1)]),
-            "variant": table.get("variant", ""),
-            **{column: _numbers(table[column], path) for column in REQUIRED},
-            "held_out": _flags(table["held_out"], path) if "held_out" in table.columns else False,
-        }
-    )
+    runs = read_table(path, "runs", _RUNS, others=True)
+    if (runs["name"] == "").all():
+        runs["name"] = [str(number) for number in range(1, len(runs) + 1)]
     order = {variant: number for number, variant in enumerate(runs["variant"].unique())}
-    keys = runs["variant"].map(order)
     return (
-        runs.assign(_key=keys)
+        runs.assign(held_out=runs["held_out"] == "1", _key=runs["variant"].map(order))
         .sort_values(["_key", "train_flops"], kind="stable")
         .drop(columns="_key")
         .reset_index(drop=True)
@@ -204,10 +199,15 @@ def predictions(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> pd.DataFrame
     return table.assign(error_percent=100.0 * (table["predicted"] / table["nll"] - 1.0))
 
 
-def summary(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[str, Any]]:
+def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[str, Any]]:
     """One mapping of plain values per variant: parameters with intervals, goodness of fit, predictions."""
     table = predictions(runs, laws)
     return [_describe(variant, law, table[table["variant"] == variant]) for variant, law in laws.items()]
+
+
+def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
+    """Write ``scaling.yaml`` from ``describe_laws``; ``source`` says where the runs are from."""
+    write_yaml(folder / "scaling.yaml", {"source": source, "fits": laws, "environment": environment()})
 
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:
@@ -275,25 +275,6 @@ def _start(x: Array, loss: Array) -> Array:
     exponent = float(minimize_scalar(lambda e: solve(e)[0], bounds=around, method="bounded").x)
     irreducible, amplitude = solve(exponent)[1]
     return np.array([irreducible, np.log(amplitude), exponent])
-
-
-def _numbers(column: pd.Series, path: Path) -> pd.Series:
-    numbers = pd.to_numeric(column, errors="coerce")
-    bad = ~(np.isfinite(numbers) & (numbers > 0))
-    if bad.any():
-        line = int(np.argmax(bad)) + 2
-        raise UserError(
-            f"runs {path}, line {line}: {column.name} is '{column[bad].iloc[0]}'; expected a positive number"
-        )
-    return numbers.astype(np.float64)
-
-
-def _flags(column: pd.Series, path: Path) -> pd.Series:
-    bad = ~column.isin(["0", "1"])
-    if bad.any():
-        line = int(np.argmax(bad)) + 2
-        raise UserError(f"runs {path}, line {line}: held_out is '{column[bad].iloc[0]}'; expected 0 or 1")
-    return column == "1"
 
 
 def _plain(value: float, digits: int = 6) -> float:

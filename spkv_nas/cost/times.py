@@ -1,4 +1,8 @@
-"""How long attention takes, whether measured or bounded from below: what both kinds of times can tell."""
+"""How long attention takes: what can be asked of times, whoever says them; needs no torch.
+
+Two do: ``calibration``, which holds what was measured on one machine, and ``roofline``, a bound from below for a GPU
+where nothing was measured. The time of a layout is the sum over its layers, each at its own number of global heads.
+"""
 
 from __future__ import annotations
 

@@ -13,12 +13,18 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
-from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.proposal.strategies import densest
 
-COLUMNS = ("first", "second", "budget", "jaccard", "chance", "spearman", "transfer", "mean_difference")
+_COLUMNS = (
+    Column("first"),
+    Column("second"),
+    Column("budget", "whole", low=1),
+    *(Column(name, "number", low=-1, gaps=True) for name in ("jaccard", "chance", "spearman", "transfer")),
+    Column("mean_difference", "number", gaps=True),
+)
 PARTS = ("domain", "half")
 
 
@@ -65,11 +71,8 @@ def agreement(tables: Mapping[str, DensityTable], budget: int) -> pd.DataFrame:
     """
     (name, first), *others = tables.items()
     for other, table in others:
-        if table.density.shape != first.density.shape:
-            raise UserError(
-                f"heads can be compared on one grid only: '{name}' has {first.num_layers} layers x "
-                f"{first.num_kv_heads} KV heads, '{other}' has {table.num_layers} x {table.num_kv_heads}"
-            )
+        remedy = "heads can be compared on one grid only"
+        check_grid(f"the probe '{other}'", table.grid, f"'{name}'", first.grid, remedy)
     for label, table in tables.items():
         if table.mean == 0.0:
             raise UserError(f"no head of '{label}' keeps anything at tau = {table.tau:g}: choose a smaller tau")
@@ -103,16 +106,12 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
 
 def write_agreement(folder: Path, rows: pd.DataFrame) -> None:
     """Write ``agreement.csv``."""
-    write_atomic(folder / "agreement.csv", rows.to_csv(index=False, float_format="%.6g"))
+    write_csv(folder / "agreement.csv", rows)
 
 
 def read_agreement(path: Path) -> pd.DataFrame:
     """The table in an ``agreement.csv``. Raises ``UserError`` naming file, line and column."""
-    cells = read_cells(path, "agreement", COLUMNS, COLUMNS)
-    for column in COLUMNS[2:]:
-        known = cells[column] != ""
-        cells[column] = numbers(cells[column].where(known, "0"), f"agreement {path}", low=-1).where(known)
-    return cells.reset_index(drop=True)
+    return read_table(path, "agreement", _COLUMNS).reset_index(drop=True)
 
 
 def _domains(table: DensityTable) -> Iterator[tuple[str, DensityTable]]:

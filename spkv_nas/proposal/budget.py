@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from spkv_nas.base.errors import UserError
 
+DEFAULT_BUDGET = 18  # global heads, the paper's
+
 
 def parse_budget(budget: int | str, num_heads: int) -> int:
     """Number of global KV heads from ``18``, ``"18"`` or ``"25%"`` (rounded to the nearest head).

@@ -9,18 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.tables import numbers, read_cells
+from spkv_nas.base.tables import Column, read_table
 from spkv_nas.proposal.coverage import domain_coverage, provenance
 from spkv_nas.proposal.integer_program import Problem
 
 Float = NDArray[np.float64]
+CONSTRAINED, ROBUST = "constrained", "robust"  # strategies of the layouts that ``solve`` makes
+_WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0))
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What an engine or an architect demands of a layout. Layers count from 0.
+    """What an engine or an architect requires of a layout. Layers count from 0.
 
     Attributes:
         min_per_layer: least number of global heads in every layer that the next two do not name.
@@ -45,7 +48,7 @@ class Constraints:
         for name in ("min_per_layer", "max_per_layer"):
             value = getattr(self, name)
             if value is not None and value < 0:
-                raise UserError(f"{_option(name)} must be at least 0; found {value}")
+                raise UserError(f"{option_name(name)} must be at least 0; found {value}")
         low, high = self.min_per_layer, self.max_per_layer
         if low is not None and high is not None and low > high:
             raise UserError(f"--min-per-layer {low} is more than --max-per-layer {high}")
@@ -63,12 +66,13 @@ class Constraints:
             if value != default
         }  # fmt: skip
 
-    def check(self, num_layers: int, num_kv_heads: int) -> None:
+    def check(self, grid: Grid) -> None:
         """Raises ``UserError`` if a layer or a number of heads is beyond the grid."""
+        num_layers, num_kv_heads = grid
         for name in ("global_layers", "local_layers"):
             beyond = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
             if beyond:
-                raise UserError(f"{_option(name)}: there is no layer {beyond[0]}; layers are 0 to {num_layers - 1}")
+                raise UserError(f"{option_name(name)}: there is no layer {beyond[0]}; layers are 0 to {num_layers - 1}")
         if (self.min_per_layer or 0) > num_kv_heads:
             raise UserError(f"--min-per-layer {self.min_per_layer}: a layer has {num_kv_heads} KV heads")
 
@@ -89,28 +93,25 @@ def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
 
 
 def read_weights(path: Path, table: DensityTable) -> Float:
-    """[L, Hkv], what one global head costs (bytes, seconds, ...), from a CSV file: layer, kv_head, weight.
+    """[L, Hkv], what one global head weighs (in bytes, seconds, ...), from a CSV file: layer, kv_head, weight.
 
     Raises:
         UserError: naming the file and line, or the table's grid if it is another one; a weight must be above 0.
     """
-    columns = ("layer", "kv_head", "weight")
-    cells = read_cells(path, "weights", columns, columns)
-    where = f"weights {path}"
-    layer, head = (numbers(cells[column], where, whole=True).astype(int).to_numpy() for column in columns[:2])
-    weight = numbers(cells["weight"], where).to_numpy()
-    grid = np.full((table.num_layers, table.num_kv_heads), np.nan)
-    if len(cells) != grid.size or layer.max() >= grid.shape[0] or head.max() >= grid.shape[1]:
+    rows = read_table(path, "weights", _WEIGHTS)
+    layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
+    last = (int(layer.max()), int(head.max()))
+    if len(rows) != table.num_heads or last[0] >= table.num_layers or last[1] >= table.num_kv_heads:
         raise UserError(
-            f"{where}: {len(cells)} rows up to layer {layer.max()}, KV head {head.max()}; "
-            f"the density table '{table.name}' has {grid.shape[0]} layers x {grid.shape[1]} KV heads"
+            f"weights {path}: {len(rows)} rows up to layer {last[0]}, KV head {last[1]}; "
+            f"the density table '{table.name}' has {grid_words(table.grid)}"
         )
-    grid[layer, head] = weight
-    if np.isnan(grid).any():
-        raise UserError(f"{where}: a head is there twice, and layer {np.argwhere(np.isnan(grid))[0][0]} lacks one")
-    if not (grid > 0).all():
-        raise UserError(f"{where}, line {cells.index[int((weight <= 0).argmax())]}: a weight must be above 0")
-    return grid
+    weights = np.full(table.grid, np.nan)
+    weights[layer, head] = weight
+    if np.isnan(weights).any():
+        lacking = np.argwhere(np.isnan(weights))[0][0]
+        raise UserError(f"weights {path}: a head is there twice, and layer {lacking} lacks one")
+    return weights
 
 
 def solve(
@@ -141,46 +142,46 @@ def solve(
             a domain keeps nothing, or ``weights`` are of another shape than the table.
     """
     constraints = constraints or Constraints()
-    shape = (table.num_layers, table.num_kv_heads)
-    constraints.check(*shape)
-    if weights is not None and (weights.shape != shape or not (weights > 0).all()):
-        raise UserError(f"weights must be above 0 and of shape {list(shape)}; found {list(weights.shape)}")
+    constraints.check(table.grid)
+    if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
+        raise UserError(f"weights must be above 0 and of shape {list(table.grid)}; found {list(weights.shape)}")
     density = np.stack([table.domain_density(domain) for domain in table.domains]) if robust else table.density[None]
     for domain, kept in zip(table.domains, density, strict=False):
         if not kept.any():
             of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
             raise UserError(f"no head keeps anything in {of} at tau = {table.tau:g}: choose a smaller tau")
-    problem = Problem(shape, constraints.named, budget, weights)
-    found = problem.optimum(density)
-    if found is None:
+    problem = Problem(table.grid, constraints.named, budget, weights)
+    best = problem.optimum(density)
+    if best is None:
         raise UserError(_conflict(problem, constraints, budget))
-    if not found.mask.any():
+    if not best.mask.any():
         least = problem.least(nonempty=True)
         need = "no head may be global" if least is None else f"a global head needs at least {least:g}"
         raise UserError(f"budget {budget:g} buys no global KV head under these constraints: {need}")
-    name = "robust" if robust else "constrained"
-    layout = Layout.from_mask(found.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)
+    name = ROBUST if robust else CONSTRAINED
+    layout = Layout.from_mask(best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)
     origin = {**provenance(table, layout, budget), "constraints": constraints.named}
     if robust:
         origin["worst_domain"] = round(min(domain_coverage(table, layout).values()), 4)
     if weights is not None:
-        origin["weight"] = float(weights[found.mask].sum())
-    if found.gap > 1e-9:
-        origin["gap"] = float(f"{found.gap:.2g}")
+        origin["weight"] = float(weights[best.mask].sum())
+    if best.gap > 1e-9:
+        origin["gap"] = float(f"{best.gap:.2g}")
     return Layout(layout.heads, layout.window, name, origin)
 
 
 def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:
-    """Names the constraints that exclude each other, and the budget that the others would need."""
-    guilty = problem.conflict()
+    """Names constraints that exclude each other, and the budget that all of them would need."""
+    culprits = problem.conflict()
     words = {"budget": f"the budget of {budget:g}"}
     for name, value in constraints.named.items():
         shown = ",".join(map(str, value)) if isinstance(value, list) else value
-        words[name] = _option(name) if value is True else f"{_option(name)} {shown}"
-    message = f"no layout meets {' and '.join(words[name] for name in guilty)}"
-    least = problem.least() if "budget" in guilty else None
+        words[name] = option_name(name) if value is True else f"{option_name(name)} {shown}"
+    message = f"no layout meets {' and '.join(words[name] for name in culprits)}"
+    least = problem.least() if "budget" in culprits else None
     return message + (f": the constraints need a budget of at least {least:g}" if least is not None else "")
 
 
-def _option(name: str) -> str:
+def option_name(name: str) -> str:
+    """The command line's option for a field, such as "--kv-bytes"."""
     return "--" + name.replace("_", "-")

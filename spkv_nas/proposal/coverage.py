@@ -13,22 +13,22 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.version import __version__
 
 
 def coverage(table: DensityTable, layout: Layout) -> float:
-    """Sum of density over the layout's global heads / sum over all heads, in [0, 1].
+    """Sum of density over the layout's global heads / sum over all heads, in [0, 1], at the table's threshold.
+
+    The layout's provenance plays no part: ``Proposal.table`` gives the table at the threshold that layouts in files
+    were chosen at.
 
     Raises:
-        UserError: the layout has another shape than the table, or no head keeps anything.
+        UserError: the layout has another grid than the table, or no head keeps anything.
     """
-    if (layout.num_layers, layout.num_kv_heads) != (table.num_layers, table.num_kv_heads):
-        raise UserError(
-            f"layout '{layout.strategy}' is for {layout.num_layers} layers x {layout.num_kv_heads} KV heads, "
-            f"the density table '{table.name}' has {table.num_layers} x {table.num_kv_heads}"
-        )
+    check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
     return float(table.density[layout.global_mask].sum() / _total(table))
 
 
@@ -67,14 +67,14 @@ def _total(table: DensityTable) -> float:
 
 def provenance(table: DensityTable, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
     """What a layout file says about where the layout comes from."""
-    found = {
+    origin = {
         "probe": table.name,
         "budget": budget,
         "coverage": round(coverage(table, layout), 4),
-        "tau": round(table.tau, 4) if table.signal == "density" else None,
+        "tau": round(table.tau, 4) if table.is_density else None,
         "seed": seed,
         "created_by": f"spkv-nas {__version__}",
     }
-    if table.signal != "density":
-        found |= {"signal": table.signal, "source": table.metadata.get("source")}
-    return found
+    if not table.is_density:
+        origin |= {"signal": table.signal, "source": table.metadata.get("source")}
+    return origin

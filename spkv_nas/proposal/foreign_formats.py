@@ -1,4 +1,4 @@
-"""Exchange with DuoAttention and PruLong: their files as per-head scores, as layouts, and written from layouts.
+"""The formats of DuoAttention and PruLong: what their files hold, and how scores per KV head are read from them.
 
 Both hold one value per KV head in a text file without a header: one line per layer from layer 0, values separated by
 tabs, 1 for full attention and 0 for streaming (some first keys, "sinks", and a window). Neither averages over query
@@ -26,33 +26,31 @@ Its evaluation reads both projects' files, takes sinks and window from flags, an
 where the file is a mask already (``eval/model_utils.py``).
 
 Here a sparsity means that quantile, without the noise: among equal scores the earlier layer and head stays global, as
-in every strategy. ``hash`` and strategy of a layout go into DuoAttention's ``config.json``, which has room for them.
+in every strategy. ``spkv_nas.proposal.convert`` writes both projects' files.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import COLUMNS, DensityTable
-from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, write_atomic
-from spkv_nas.base.version import __version__
+from spkv_nas.base.files import read_text
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategies import densest
 
 DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
-_TSV, _CONFIG = "full_attention_heads.tsv", "config.json"
-_CREATED_BY = f"spkv-nas {__version__}"
+TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # of DuoAttention's folder
+_SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
+_SIZE_KEYS = {"sink_size": 0, "recent_size": 1, "local_window_size": 1, **dict.fromkeys(_SHAPE_KEYS, 1)}
 _OVERSHOOT = 0.01  # outside [0, 1] by at most this is clipped: the last step, at DuoAttention's default rate
 
 
@@ -127,11 +125,6 @@ def num_local(sparsity: float, num_heads: int) -> int:
     return math.ceil(sparsity * (num_heads - 1) - 1e-9)  # a quantile that falls on a score keeps its head global
 
 
-def is_layout(path: Path) -> bool:
-    """Whether the name is a layout file's."""
-    return path.suffix in (".yaml", ".yml")
-
-
 def read_scores(path: Path) -> HeadScores:
     """Scores from a DuoAttention folder, a ``.tsv`` of either project, or a density table (``.csv``).
 
@@ -139,22 +132,20 @@ def read_scores(path: Path) -> HeadScores:
     ``recent_size`` or the name starts with ``full_attention_heads``, else PruLong's.
 
     Raises:
-        UserError: naming the file, and line and column where there are; also for a shape other than the config's.
+        UserError: naming the file, and line and column where there are; also for another grid than the config's.
     """
     if path.suffix == ".csv":
         table = DensityTable.read(path)
         return HeadScores(table.density, "density", str(path), table.window, sink_size=0)
-    file = path / _TSV if path.is_dir() else path
+    file = path / TSV_NAME if path.is_dir() else path
     if file.suffix != ".tsv":
-        raise UserError(f"{path} is none of: a layout (.yaml), head scores (.tsv, .csv), a folder with {_TSV}")
+        raise UserError(f"{path} is none of: a layout (.yaml), head scores (.tsv, .csv), a folder with {TSV_NAME}")
     values = _read_values(file)
-    config = _read_config(file.parent / _CONFIG)
-    expected = tuple(config.get(key, size) for key, size in zip(_SHAPE_KEYS, values.shape, strict=True))
-    if expected != values.shape:
-        raise UserError(
-            f"head scores {file}: {values.shape[0]} layers x {values.shape[1]} KV heads, but {_CONFIG} beside it says "
-            f"{expected[0]} x {expected[1]}\none value per KV head, not per query head"
-        )
+    config = _read_config(file.parent / CONFIG_NAME)
+    grid = (len(values), len(values[0]))
+    expected = (config.get(_SHAPE_KEYS[0], grid[0]), config.get(_SHAPE_KEYS[1], grid[1]))
+    remedy = "one value per KV head, not per query head"
+    check_grid(f"the file of head scores {file}", grid, f"{CONFIG_NAME} beside it", expected, remedy)
     duo = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))
     return HeadScores(values, DUO_ATTENTION if duo else PRULONG, str(path), window, config.get("sink_size"))
@@ -164,119 +155,6 @@ def read_score_table(path: Path) -> DensityTable:
     """A ``.tsv`` as a density table, called after the file, or its folder where that is ``full_attention_heads``."""
     folder = path.stem.startswith("full_attention_heads")
     return read_scores(path).table(path.resolve().parent.name if folder else path.stem)
-
-
-def convert(
-    source: Path,
-    target: Path,
-    *,
-    budget: int | str | None = None,
-    sparsity: float | None = None,
-    threshold: float | None = None,
-    window: int | None = None,
-) -> list[str]:
-    """Write a layout or scores in another form; sentences that say what was written and what could not be carried.
-
-    The target's name decides its form: ``.yaml`` a layout, ``.tsv`` a PruLong mask, ``full_attention_heads.tsv`` or a
-    folder DuoAttention's two files. Scores stay scores from one project to DuoAttention unless an option of
-    ``HeadScores.choose`` cuts them. ``window`` replaces that of the source.
-
-    Raises:
-        UserError: a form is unknown or damaged, the target exists, or the options do not fit the source.
-    """
-    files = _target_files(target)
-    options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    if window is not None and window < 1:
-        raise UserError(f"--window is {window}; it counts the query's own key: at least 1")
-    layout = Layout.read(source) if is_layout(source) else None
-    if layout is None:
-        scores, notes = _with_sizes(read_scores(source), window)
-    elif chosen:
-        raise UserError(f"{source} is a layout, which has chosen its heads: --{next(iter(chosen))} is for scores")
-    else:
-        layout, notes = replace(layout, window=window or layout.window), []
-        mask = layout.global_mask.astype(np.float64)
-        scores = HeadScores(mask, layout.strategy, f"{layout.strategy} {layout.hash}", layout.window, sink_size=0)
-    duo = files[0].name == _TSV
-    if layout is None and (chosen or not duo):
-        layout, ties = _chosen_layout(scores, chosen)
-        scores, notes = replace(scores, values=layout.global_mask.astype(np.float64)), notes + ties
-    if duo:
-        return [*notes, _write_duo_attention(files, scores)]
-    assert layout is not None
-    return notes + (_write_layout if is_layout(target) else _write_prulong)(target, layout, scores.sink_size or 0)
-
-
-def _with_sizes(scores: HeadScores, window: int | None) -> tuple[HeadScores, list[str]]:
-    """The scores with a window (the one given, their own, or the default) and sinks, and a sentence on a guess."""
-    window = window or scores.window
-    guesses = []
-    if window is None:
-        guesses.append(f"the window as {DEFAULT_WINDOW} (--window W sets it)")
-    if scores.sink_size is None:
-        guesses.append("the sinks as none")
-    notes = [f"{scores.source} comes without sizes: took {' and '.join(guesses)}"] if guesses else []
-    return replace(scores, window=window or DEFAULT_WINDOW, sink_size=scores.sink_size or 0), notes
-
-
-def _chosen_layout(scores: HeadScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
-    """The layout of the chosen heads, and a sentence if the cut falls among equal scores."""
-    assert scores.window is not None
-    mask = scores.choose(**chosen)
-    provenance = {"source": scores.source, **chosen, "budget": int(mask.sum()), "created_by": _CREATED_BY}
-    layout = Layout.from_mask(mask, window=scores.window, strategy=scores.origin, provenance=provenance)
-    if mask.all() or not mask.any() or scores.values[mask].min() > scores.values[~mask].max():
-        return layout, []
-    tied = scores.values == scores.values[mask].min()
-    return layout, [
-        f"{tied.sum()} heads score {scores.values[mask].min():g} and {(tied & mask).sum()} of them are global: "
-        "among equals the earlier layer and head"
-    ]
-
-
-def _target_files(target: Path) -> list[Path]:
-    """The files that a conversion writes. Raises ``UserError`` where one exists or the form is unknown."""
-    if is_layout(target) or (target.suffix == ".tsv" and target.name != _TSV):
-        files = [target]
-    elif target.name == _TSV:
-        files = [target, target.parent / _CONFIG]
-    elif target.suffix[1:].isalpha() and not target.is_dir():
-        raise UserError(f"{target}: write .yaml (a layout), .tsv (a PruLong mask), or a folder (DuoAttention)")
-    else:
-        files = [target / _TSV, target / _CONFIG]
-    for file in files:
-        if file.exists():
-            raise UserError(f"{file} exists: choose another name")
-    return files
-
-
-def _write_duo_attention(files: Sequence[Path], scores: HeadScores) -> str:
-    sizes = {"sink_size": scores.sink_size, "recent_size": scores.window}
-    config = {**sizes, "source": scores.source, "created_by": _CREATED_BY}
-    write_atomic(files[1], json.dumps(config, indent=2) + "\n")
-    write_atomic(files[0], _lines(scores.values, "{:.18e}"))
-    what = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
-    return f"{files[0]}: {what}, {scores.sink_size} sinks, window {scores.window}"
-
-
-def _write_layout(target: Path, layout: Layout, sinks: int) -> list[str]:
-    layout.write(target)
-    lost = f"not carried: {sinks} sinks; a layout's local heads see their window of {layout.window} alone"
-    written = f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, hash {layout.hash}"
-    return [written, lost] if sinks else [written]
-
-
-def _write_prulong(target: Path, layout: Layout, sinks: int) -> list[str]:
-    write_atomic(target, _lines(layout.global_mask.astype(np.float64), "{:.1f}"))
-    return [
-        f"{target}: {layout.num_global} of {layout.num_heads} KV heads global",
-        f"not carried: the sizes; evaluate with --duoattn_sliding {layout.window} --duoattn_sink {sinks}",
-    ]
-
-
-def _lines(values: NDArray[np.float64], number: str) -> str:
-    return "".join("\t".join(number.format(value) for value in row) + "\n" for row in values)
 
 
 def _read_values(file: Path) -> NDArray[np.float64]:
@@ -302,10 +180,6 @@ def _number(cell: str, where: str) -> float:
         found = cell if len(cell) <= 20 else cell[:20] + "..."
         raise UserError(f"{where}: expected a number in [0, 1], tabs between; found {found!r}")
     return min(max(value, 0.0), 1.0)
-
-
-_SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
-_SIZE_KEYS = {"sink_size": 0, "recent_size": 1, "local_window_size": 1, **dict.fromkeys(_SHAPE_KEYS, 1)}
 
 
 def _read_config(file: Path) -> dict[str, int]:

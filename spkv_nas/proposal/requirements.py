@@ -1,40 +1,42 @@
-"""What an architect asks of a proposal beside its budget: constraints, weights, a memory limit; and every budget."""
+"""What an architect requires of a proposal beside its budget: constraints, weights, a memory limit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
-from spkv_nas.base.units import format_bytes, parse_bytes
+from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.proposal.budget import is_range, parse_budget
-from spkv_nas.proposal.constraints import Constraints, read_weights, solve
-from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.budget import DEFAULT_BUDGET, is_range, parse_budget
+from spkv_nas.proposal.constraints import Constraints, option_name, parse_layers, read_weights, solve
 from spkv_nas.proposal.integer_program import Problem
-from spkv_nas.proposal.propose import propose
-from spkv_nas.proposal.stability import Bootstrap, knee
+from spkv_nas.proposal.propose import MATCH_BUDGET
+from spkv_nas.proposal.stability import Bootstrap
 
 Float = NDArray[np.float64]
-SOLVED = ("constrained", "robust")  # strategies of layouts that ``solve`` makes
 _RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # share of the best within which a resample is solved; if robust, and large
 _LARGE = 200  # heads
 
 
 @dataclass(frozen=True)
-class Demand:
+class Requirements:
     """The options of ``propose`` that go beyond its budget; see ``spkv-nas propose --help``.
 
-    ``weights`` is a file. ``kv_bytes`` (such as "2GiB") stands in place of a budget and needs ``context``; ``head_dim``
-    and ``dtype`` are the probe's by default.
+    Attributes:
+        constraints: what the layout has to meet.
+        robust: maximise the coverage of the domain whose coverage is lowest.
+        weights: file of what every global head weighs, in place of 1.
+        kv_bytes: memory for keys and values such as "2GiB", in place of a budget; needs ``context``.
+        context: tokens per sequence.
+        batch: sequences held at once.
+        head_dim, dtype: of the cache; the probe's by default.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -46,12 +48,61 @@ class Demand:
     head_dim: int | None = None
     dtype: str | None = None
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        kv_bytes: str | None = None,
+        context: str | None = None,
+        batch: int = 1,
+        head_dim: int | None = None,
+        dtype: str | None = None,
+        robust: bool = False,
+        min_per_layer: int | None = None,
+        max_per_layer: int | None = None,
+        global_layers: str | None = None,
+        local_layers: str | None = None,
+        granularity: str = "head",
+        uniform: bool = False,
+        weights: Path | None = None,
+    ) -> Requirements:
+        """From the values of the command line's options: a context such as "128k", layers such as "0,20" or "3-5".
+
+        Raises:
+            UserError: an option that makes no sense, or two that contradict each other.
+        """
+        tokens = None if context is None else parse_context(context)
+        constraints = Constraints(
+            min_per_layer,
+            max_per_layer,
+            parse_layers(global_layers, "--global-layers"),
+            parse_layers(local_layers, "--local-layers"),
+            granularity,
+            uniform,
+        )
+        return cls(constraints, robust, weights, kv_bytes, tokens, batch, head_dim, dtype)
+
     @property
     def is_solved(self) -> bool:
         """Whether the densest heads are not the answer, so that a layout has to be solved for."""
         return bool(self.constraints.named) or self.robust or self.weights is not None
 
-    def cost(self, table: DensityTable, window: int | None) -> CacheCost | None:
+    def asks_for_curve(self, budget: int | str | None, tau: str | None) -> bool:
+        """Whether ``budget`` is a range, so that the answer is a curve over budgets (``budget_curve``).
+
+        Raises:
+            UserError: a range with weights, a memory limit or the threshold "match-budget", which need one budget.
+        """
+        if budget is None or not is_range(budget):
+            return False
+        if self.weights is not None or self.kv_bytes is not None:
+            option = "--weights" if self.weights is not None else "--kv-bytes"
+            raise UserError(f"a range counts global heads, so it does not go with {option}: give one budget")
+        if tau == MATCH_BUDGET:
+            raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not a range: give the threshold as a number")
+        return True
+
+    def cache_cost(self, table: DensityTable, window: int | None) -> CacheCost | None:
         """Bytes of a head at ``context``; None without one.
 
         Raises:
@@ -59,13 +110,13 @@ class Demand:
         """
         if self.context is None:
             return None
-        found = {}
+        own = {}
         for name in ("head_dim", "dtype"):
             value = getattr(self, name) or table.metadata.get(name)
             if value is None:
-                raise UserError(f"the probe '{table.name}' does not say the model's {name}: give --{_dashed(name)}")
-            found[name] = value
-        return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **found)
+                raise UserError(f"the probe '{table.name}' does not say the model's {name}: give {option_name(name)}")
+            own[name] = value
+        return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **own)
 
     def limit(self, table: DensityTable, budget: int | str | None, window: int | None) -> Limit:
         """The budget in what it counts: heads, or the unit of the weights.
@@ -76,18 +127,22 @@ class Demand:
         if self.kv_bytes is not None:
             if budget is not None or self.weights is not None:
                 raise UserError(f"give --kv-bytes or {'--budget' if budget is not None else '--weights'}, not both")
-            cost = self.cost(table, window)
+            cost = self.cache_cost(table, window)
             if cost is None:
                 raise UserError("--kv-bytes needs --context: the tokens per sequence that it has to hold")
             return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
         if self.weights is None:
-            return Limit(parse_budget(18 if budget is None else budget, table.num_heads))
+            return Limit(parse_budget(DEFAULT_BUDGET if budget is None else budget, table.num_heads))
         weights = read_weights(self.weights, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
+    def solve(self, table: DensityTable, limit: Limit, window: int | None) -> Layout:
+        """The best layout that meets the constraints within the limit. Raises ``UserError`` as ``solve``."""
+        return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
+
     def memory(self, table: DensityTable, num_global: int, window: int | None) -> str | None:
         """Says what the caches take with ``num_global`` global heads, beside all and none; None without a context."""
-        cost = self.cost(table, window)
+        cost = self.cache_cost(table, window)
         if cost is None:
             return None
         takes, full, local = (format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_heads, 0))
@@ -102,16 +157,13 @@ class Demand:
     ) -> Float:
         """[L, Hkv], share of resamples in which the solution takes a head."""
         table = resampled.table
-        problem = Problem(
-            (table.num_layers, table.num_kv_heads), self.constraints.named, limit.budget, limit.weights
-        )  # fmt: skip
-
+        problem = Problem(table.grid, self.constraints.named, limit.budget, limit.weights)
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
         def choose(density: Float) -> NDArray[np.bool_]:
-            found = problem.optimum(density, gap=gap)
-            assert found is not None  # what is feasible does not depend on the densities
-            return found.mask
+            best = problem.optimum(density, gap=gap)
+            assert best is not None  # what is feasible does not depend on the densities
+            return best.mask
 
         return resampled.probability_of(choose, robust=self.robust, progress=progress)
 
@@ -129,93 +181,6 @@ class Limit:
         return max(1, round(share * table.num_heads))
 
 
-def budget_table(
-    table: DensityTable,
-    budgets: list[int],
-    demand: Demand,
-    *,
-    resampled: Bootstrap | None = None,
-    window: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[pd.DataFrame, dict[str, Layout]]:
-    """The best layout at every budget.
-
-    Returns:
-        One row per budget: budget, num_global, coverage, worst_domain (the lowest of a domain), coverage_low and
-        coverage_high (95 % interval), random (expected of as many random heads), kv_bytes; NaN where unknown. And
-        the layouts by name, such as "densest-18".
-
-    Raises:
-        UserError: a budget is not feasible under the constraints.
-    """
-    cost = demand.cost(table, window)
-    rows, layouts = [], {}
-    for number, (budget, layout) in enumerate(_layouts(table, budgets, demand, window), 1):
-        low, high = (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
-        rows.append(
-            {
-                "budget": budget,
-                "num_global": layout.num_global,
-                "coverage": coverage(table, layout),
-                "worst_domain": min(domain_coverage(table, layout).values()),
-                "coverage_low": low,
-                "coverage_high": high,
-                "random": layout.num_global / table.num_heads,
-                "kv_bytes": np.nan if cost is None else cost.total(layout.num_global, table.num_heads),
-            }
-        )
-        layouts[layout.strategy] = layout
-        if progress is not None:
-            progress(number, len(budgets))
-    return pd.DataFrame(rows), layouts
-
-
-def knee_row(table: DensityTable, rows: pd.DataFrame, demand: Demand) -> tuple[int, str]:
-    """(budget, what it is): the knee of ``rows``.
-
-    Of the densest heads it is ``knee``, in the range or not; of solved layouts the budget of the range at which
-    coverage lies farthest above that of as many random heads.
-    """
-    if not demand.is_solved:
-        return knee(table), "the next head is no denser than the average"
-    best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
-    beyond = "; it is an end of the range, so the knee may lie beyond" if best.name in (0, len(rows) - 1) else ""
-    return int(best["budget"]), f"coverage lies farthest above that of random heads there{beyond}"
-
-
-def write_budgets(folder: Path, rows: pd.DataFrame, layouts: dict[str, Layout]) -> None:
-    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``; layouts of an earlier range are removed."""
-    write_atomic(folder / "budgets.csv", rows.to_csv(index=False, float_format="%.10g"))
-    for name, layout in layouts.items():
-        layout.write(folder / "budgets" / f"{name}.yaml")
-    for stale in (folder / "budgets").glob("*.yaml"):
-        if stale.stem not in layouts:
-            stale.unlink()
-
-
-def check_range(demand: Demand, budget: int | str | None, tau: str | None) -> bool:
-    """Whether ``budget`` is a range. Raises ``UserError`` for what does not go with one."""
-    if budget is None or not is_range(budget):
-        return False
-    if demand.weights is not None or demand.kv_bytes is not None:
-        option = "--weights" if demand.weights is not None else "--kv-bytes"
-        raise UserError(f"a range counts global heads, so it does not go with {option}: give one budget")
-    if tau == "match-budget":
-        raise UserError("--tau match-budget needs one budget, not a range: give the threshold as a number")
-    return True
-
-
-def _layouts(
-    table: DensityTable, budgets: list[int], demand: Demand, window: int | None
-) -> Iterator[tuple[int, Layout]]:
-    for budget in budgets:
-        if demand.is_solved:
-            layout = solve(table, budget, demand.constraints, robust=demand.robust, window=window)
-        else:
-            layout = propose(table, budget, window=window, num_random=0)["densest"]
-        yield budget, Layout(layout.heads, layout.window, f"{layout.strategy}-{budget}", layout.provenance)
-
-
 def _parse_weight(budget: int | str | None, total: float) -> float:
     """A budget of weights: a number, or a share of all."""
     text = str(budget).strip()
@@ -226,7 +191,3 @@ def _parse_weight(budget: int | str | None, total: float) -> float:
     if not 0 < limit <= total * (1 + 1e-9):
         raise UserError(f"budget {budget} means a weight of {limit:g}; all heads together weigh {total:g}")
     return limit
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")

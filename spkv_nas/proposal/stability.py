@@ -58,8 +58,8 @@ class Bootstrap:
         low, high = np.quantile(covered / covered[:, -1:], _TAILS, axis=0)
         return pd.DataFrame({"budget": np.arange(1, low.size + 1), "low": low, "high": high})
 
-    def knee(self) -> tuple[int, int]:
-        """95 % interval of the knee."""
+    def knee_interval(self) -> tuple[int, int]:
+        """95 % interval of ``knee``."""
         low, high = np.quantile([_knee(density) for density in self.density], _TAILS, method="nearest")
         return int(low), int(high)
 
@@ -159,15 +159,24 @@ class Certainty:
     knee_interval: tuple[int, int]
 
     @classmethod
-    def of(cls, resampled: Bootstrap, layouts: Mapping[str, Layout], budget: int) -> Certainty:
-        """Of the ``budget`` densest heads, and of the coverage of ``layouts``."""
+    def of(
+        cls,
+        resampled: Bootstrap,
+        layouts: Mapping[str, Layout],
+        budget: int,
+        solved: Mapping[str, Float] | None = None,
+    ) -> Certainty:
+        """Of the ``budget`` densest heads, and of the coverage of ``layouts``.
+
+        ``solved`` holds the probabilities [L, Hkv] of layouts that were solved for, by name.
+        """
         return cls(
             budget,
-            {"densest": resampled.probability(budget)},
+            {"densest": resampled.probability(budget), **(solved or {})},
             {name: resampled.coverage(layout.global_mask) for name, layout in layouts.items()},
             resampled.curve(),
             knee(resampled.table),
-            resampled.knee(),
+            resampled.knee_interval(),
         )
 
     def heads(self, table: DensityTable) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Exchange with DuoAttention and PruLong, and the commands that show, compare and convert layouts.
+"""The formats of DuoAttention and PruLong, and the commands that show, compare and convert layouts.
 
 The files are made in the form in which both projects write them (``numpy.savetxt``, ``csv.writer``).
 """
@@ -19,7 +19,8 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.proposal.foreign_formats import HeadScores, convert, num_local, read_score_table, read_scores
+from spkv_nas.proposal.convert import convert
+from spkv_nas.proposal.foreign_formats import HeadScores, num_local, read_score_table, read_scores
 from spkv_nas.proposal.propose import propose
 
 COMMITTED = Path(__file__).parents[1] / "layouts" / "stdlib-21x3"
@@ -116,8 +117,11 @@ class TestReading:
             ("[1]", "expected keys and values, found list"),
             ('{"recent_size": 0}', "'recent_size' must be a whole number from 1; found 0"),
             ('{"sink_size": true}', "'sink_size' must be a whole number from 0; found True"),
-            ('{"num_key_value_heads": 8}', "4 layers x 3 KV heads, but config.json beside it says 4 x 8"),
-            ('{"num_hidden_layers": 32, "num_key_value_heads": 3}', "says 32 x 3"),
+            (
+                '{"num_key_value_heads": 8}',
+                "4 layers x 3 KV heads, config.json beside it has 4 layers x 8",
+            ),
+            ('{"num_hidden_layers": 32, "num_key_value_heads": 3}', "has 32 layers x 3 KV heads"),
         ],
     )
     def test_configs_that_do_not_fit(self, prulong: Path, config: str, message: str) -> None:
@@ -315,8 +319,11 @@ class TestCommands:
         Layout(("GL",), 8).write(tmp_path / "a.yaml")
         ours, scores = COMMITTED / "densest.yaml", duo / "full_attention_heads.tsv"
         for arguments, message in [
-            (("layout", "diff", tmp_path / "a.yaml", ours), "1 layers x 2 KV heads, the second has 21 layers x 3"),
-            (("layout", "show", tmp_path / "a.yaml", "-p", scores), "has 4 x 3"),
+            (
+                ("layout", "diff", tmp_path / "a.yaml", ours),
+                "1 layers x 2 KV heads, the second has 21 layers x 3",
+            ),
+            (("layout", "show", tmp_path / "a.yaml", "-p", scores), "has 4 layers x 3 KV heads"),
             (("layout", "show", duo), f"spkv-nas layout convert {duo} NEW.yaml makes one of it"),
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
             (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),

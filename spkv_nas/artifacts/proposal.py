@@ -1,0 +1,81 @@
+"""The layouts that one proposal made, as later stages read them, with the threshold that their densities were cut at.
+
+Coverage is a share of the density, and density depends on the threshold tau; so layouts that were chosen at one
+threshold must be counted at it, whatever the probe's own. It is read once, here, from the provenance in the files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """Layouts by name, and what their files say about the densities that they were chosen by.
+
+    Attributes:
+        layouts: by strategy, or by the name of the file where two have one strategy.
+        taus: every threshold that a file names, ascending; none where nothing was said, as for layouts made by hand.
+    """
+
+    layouts: dict[str, Layout]
+    taus: tuple[float, ...] = ()
+
+    @property
+    def tau(self) -> float | None:
+        """The one threshold of all layouts that name one; None where none does, or where they differ."""
+        return self.taus[0] if len(self.taus) == 1 else None
+
+    def table(self, table: DensityTable) -> DensityTable:
+        """The densities at the threshold of the proposal, for the coverage of its layouts.
+
+        The table as it is where the proposal has no threshold, or the table knows no other than its own.
+
+        Warns:
+            UserWarning: the layouts name different thresholds, so their coverage is counted at the table's own.
+        """
+        if len(self.taus) > 1:
+            warnings.warn(
+                f"the layouts were chosen at different thresholds, tau {', '.join(f'{tau:g}' for tau in self.taus)}: "
+                f"their coverage is counted at that of '{table.name}', tau {table.tau:g}\n"
+                "propose them anew at one threshold to compare their coverage",
+                stacklevel=2,
+            )
+        if self.tau is None or self.tau == round(table.tau, 4) or table.histogram is None:
+            return table
+        return table.at_tau(self.tau)
+
+    @classmethod
+    def read(cls, files: Iterable[Path]) -> Proposal:
+        """The layouts in ``files``.
+
+        Raises:
+            UserError: a file is not a layout, or two have one strategy and one name.
+        """
+        layouts: dict[str, Layout] = {}
+        taus = set()
+        for file in files:
+            layout = Layout.read(file)
+            name = layout.strategy if layout.strategy not in layouts else file.stem
+            if name in layouts:
+                raise UserError(f"two layouts are called '{name}': give them different names (the key 'strategy')")
+            layouts[name] = layout
+            tau = layout.provenance.get("tau")
+            if isinstance(tau, float | int) and not isinstance(tau, bool):
+                taus.add(float(tau))
+        return cls(layouts, tuple(sorted(taus)))
+
+    @classmethod
+    def read_folder(cls, folder: Path) -> Proposal:
+        """The layouts that ``propose`` left in ``layouts/<name>/``. Raises ``UserError`` as ``read``, or for none."""
+        files = sorted(folder.glob("*.yaml"))
+        if not files:
+            raise UserError(f"no layouts in {folder}\nrun spkv-nas propose first, or name layout files")
+        return cls.read(files)

@@ -1,0 +1,153 @@
+"""What ``propose`` answers for one budget: the layouts, their density coverage and how sure it is, and their files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.tables import write_csv
+from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
+from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
+from spkv_nas.proposal.propose import RANDOM_PREFIX, propose, resolve_tau
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The layouts of one budget.
+
+    Attributes:
+        table: the densities, at the threshold that the layouts were chosen at.
+        layouts: by name.
+        rows: of ``coverage_table``.
+        certainty: how sure the choice is; None where it cannot be told (``stability.caution`` says why).
+    """
+
+    table: DensityTable
+    layouts: dict[str, Layout]
+    rows: pd.DataFrame
+    certainty: Certainty | None
+
+
+@dataclass(frozen=True)
+class RandomSpread:
+    """Coverage of random layouts, in [0, 1]; the deviation of a single one is 0."""
+
+    mean: float
+    standard_deviation: float
+
+
+def propose_for(
+    table: DensityTable,
+    requirements: Requirements | None = None,
+    budget: int | str | None = None,
+    *,
+    tau: str | None = None,
+    window: int | None = None,
+    seed: int = 0,
+    num_random: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> Answer:
+    """Layouts by every strategy for a budget, and among them the one that meets the requirements, if there are any.
+
+    Args:
+        table: densities.
+        requirements: none by default.
+        budget: number of global heads, a share such as "25%", or with weights what the heads may weigh; 18 by default.
+        tau: threshold to compare the heads at, see ``resolve_tau``; the table's own by default.
+        window: of the local heads; the table's by default, or 128.
+        seed, num_random: of the random layouts, see ``propose``.
+        progress: called with (resamples solved, resamples in all) where requirements have to be met in each.
+
+    Raises:
+        UserError: as ``Requirements.limit``, ``resolve_tau``, ``constraints.solve`` and ``propose``.
+    """
+    requirements = requirements or Requirements()
+    limit = requirements.limit(table, budget, window)
+    table = resolve_tau(table, tau, limit.heads(table))
+    solved: dict[str, Layout] = {}
+    if requirements.is_solved:
+        layout = requirements.solve(table, limit, window)
+        solved[layout.strategy] = layout
+    heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
+    layouts = propose(table, heads, window=window, seed=seed, num_random=num_random) | solved
+    resampled = bootstrap(table)
+    certainty = None
+    if resampled is not None:
+        taken = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
+        certainty = Certainty.of(resampled, layouts, heads, taken)
+    return Answer(table, layouts, coverage_table(table, layouts, heads, resampled), certainty)
+
+
+def coverage_table(
+    table: DensityTable, layouts: Mapping[str, Layout], heads: int, resampled: Bootstrap | None = None
+) -> pd.DataFrame:
+    """One row per layout, best coverage first: strategy, num_global, density_percent, coverage, worst_domain (the
+    lowest coverage of a domain), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why
+    it has other than ``heads`` global heads, or may not be the best).
+    """
+    rows = []
+    for name, layout in layouts.items():
+        low, high = (math.nan, math.nan) if resampled is None else resampled.coverage(layout.global_mask)
+        rows.append(
+            {
+                "strategy": name,
+                "num_global": layout.num_global,
+                "density_percent": round(100 * layout.num_global / layout.num_heads, 2),
+                "coverage": round(coverage(table, layout), 4),
+                "worst_domain": round(min(domain_coverage(table, layout).values()), 4),
+                "coverage_low": round(low, 4),
+                "coverage_high": round(high, 4),
+                "note": _note(layout, heads),
+            }
+        )
+    return pd.DataFrame(rows).sort_values("coverage", ascending=False, kind="stable").reset_index(drop=True)
+
+
+def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
+    """Of the random layouts of a ``coverage_table``; None without any."""
+    values = rows.loc[rows["strategy"].str.startswith(RANDOM_PREFIX), "coverage"]
+    if values.empty:
+        return None
+    return RandomSpread(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
+
+
+def write_proposal(folder: Path, answer: Answer) -> None:
+    """Write every ``<strategy>.yaml``, ``coverage.csv``, ``coverage-curve.csv`` and, where known, ``heads.csv``.
+
+    What an earlier proposal left and this one does not have is removed: random layouts, the solved one, ``heads.csv``.
+    """
+    for name, layout in answer.layouts.items():
+        layout.write(folder / f"{name}.yaml")
+    write_csv(folder / "coverage.csv", answer.rows, digits=None)
+    write_csv(folder / "coverage-curve.csv", coverage_curve(answer.table))
+    if answer.certainty is not None:
+        write_csv(folder / "heads.csv", answer.certainty.heads(answer.table))
+    else:
+        (folder / "heads.csv").unlink(missing_ok=True)
+    solved = (folder / f"{name}.yaml" for name in (CONSTRAINED, ROBUST))
+    for stale in (*folder.glob(f"{RANDOM_PREFIX}*.yaml"), *solved):
+        if stale.stem not in answer.layouts:
+            stale.unlink(missing_ok=True)
+
+
+def _note(layout: Layout, heads: int) -> str:
+    """What a layout does not reach: the whole budget, or the proof that it is the best."""
+    if "constraints" not in layout.provenance:
+        if layout.num_global == heads:
+            return ""
+        return (
+            f"whole layers cannot give {heads} heads; the nearest is {layout.num_global} "
+            f"({layout.num_global // layout.num_kv_heads} layers)"
+        )
+    notes = [] if layout.num_global == heads else [f"the constraints leave {layout.num_global} of {heads} heads"]
+    if (gap := layout.provenance.get("gap")) is not None:
+        notes.append(f"not proven the best, but within {100 * float(str(gap)):.2g} % of it")
+    return "; ".join(notes)

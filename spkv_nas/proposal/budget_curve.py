@@ -1,0 +1,143 @@
+"""The best layout at every budget of a range, the curve of their coverage, and the knee beyond which heads pay less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.tables import write_csv
+from spkv_nas.proposal.budget import parse_budgets
+from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.propose import propose, resolve_tau
+from spkv_nas.proposal.requirements import Limit, Requirements
+from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Knee:
+    """A budget, in global heads, and in words why it is the knee."""
+
+    budget: int
+    meaning: str
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetCurve:
+    """The best layout at every budget of a range.
+
+    Attributes:
+        table: the densities, at the threshold that the layouts were chosen at.
+        rows: one per budget: budget, num_global, coverage, worst_domain (the lowest of a domain), coverage_low and
+            coverage_high (95 % interval), random (expected of as many random heads), kv_bytes; NaN where unknown.
+        layouts: by name, such as "densest-18".
+        knee: of the curve.
+    """
+
+    table: DensityTable
+    rows: pd.DataFrame
+    layouts: dict[str, Layout]
+    knee: Knee
+
+
+def curve_for(
+    table: DensityTable,
+    requirements: Requirements | None,
+    budget: str,
+    *,
+    tau: str | None = None,
+    window: int | None = None,
+    progress: Progress | None = None,
+) -> BudgetCurve:
+    """The curve of a range of budgets such as "6..40".
+
+    Args:
+        table: densities.
+        requirements: none by default.
+        budget: see ``parse_budgets``.
+        tau: threshold to compare the heads at; the table's own by default.
+        window: of the local heads; the table's by default, or 128.
+        progress: called with (budgets solved, budgets in all).
+
+    Raises:
+        UserError: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
+    """
+    budgets = parse_budgets(budget, table.num_heads)
+    table = resolve_tau(table, tau, budgets[0])
+    return budget_curve(
+        table, requirements or Requirements(), budgets, resampled=bootstrap(table), window=window, progress=progress
+    )
+
+
+def budget_curve(
+    table: DensityTable,
+    requirements: Requirements,
+    budgets: Sequence[int],
+    *,
+    resampled: Bootstrap | None = None,
+    window: int | None = None,
+    progress: Progress | None = None,
+) -> BudgetCurve:
+    """The curve over ``budgets``, in global heads, ascending. Raises ``UserError`` if one is not feasible."""
+    cost = requirements.cache_cost(table, window)
+    rows, layouts = [], {}
+    for number, (budget, layout) in enumerate(_layouts(table, requirements, budgets, window), 1):
+        low, high = (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
+        rows.append(
+            {
+                "budget": budget,
+                "num_global": layout.num_global,
+                "coverage": coverage(table, layout),
+                "worst_domain": min(domain_coverage(table, layout).values()),
+                "coverage_low": low,
+                "coverage_high": high,
+                "random": layout.num_global / table.num_heads,
+                "kv_bytes": np.nan if cost is None else cost.total(layout.num_global, table.num_heads),
+            }
+        )
+        layouts[layout.strategy] = layout
+        if progress is not None:
+            progress(number, len(budgets))
+    curve = pd.DataFrame(rows)
+    return BudgetCurve(table, curve, layouts, find_knee(table, requirements, curve))
+
+
+def find_knee(table: DensityTable, requirements: Requirements, rows: pd.DataFrame) -> Knee:
+    """The knee of ``BudgetCurve.rows``.
+
+    Of the densest heads it is ``stability.knee``, in the range or not; of solved layouts the budget of the range at
+    which coverage lies farthest above that of as many random heads.
+    """
+    if not requirements.is_solved:
+        return Knee(knee(table), "the next head is no denser than the average")
+    best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
+    beyond = "; it is an end of the range, so the knee may lie beyond" if best.name in (0, len(rows) - 1) else ""
+    return Knee(int(best["budget"]), f"coverage lies farthest above that of random heads there{beyond}")
+
+
+def write_budgets(folder: Path, curve: BudgetCurve) -> None:
+    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``; layouts of an earlier range are removed."""
+    write_csv(folder / "budgets.csv", curve.rows, digits=10)
+    for name, layout in curve.layouts.items():
+        layout.write(folder / "budgets" / f"{name}.yaml")
+    for stale in (folder / "budgets").glob("*.yaml"):
+        if stale.stem not in curve.layouts:
+            stale.unlink()
+
+
+def _layouts(
+    table: DensityTable, requirements: Requirements, budgets: Sequence[int], window: int | None
+) -> Iterator[tuple[int, Layout]]:
+    for budget in budgets:
+        if requirements.is_solved:
+            layout = requirements.solve(table, Limit(budget), window)
+        else:
+            layout = propose(table, budget, window=window, num_random=0)["densest"]
+        yield budget, replace(layout, strategy=f"{layout.strategy}-{budget}")
