@@ -81,6 +81,7 @@ def test_forms_of_a_file(tmp_path: Path, text: str) -> None:
         (Column("x", "number"), "True", "a number from 0"),
         (Column("x", "number", gaps=True), "nan", "a number from 0"),
         (Column("x", "number", low=-1, high=1), "-1.01", "a number in [-1, 1]"),
+        (Column("x", "number", low=-math.inf), "-", "a number"),
         (Column("x", "number", above=0), "0", "a number above 0"),
         (Column("x", "number", above=0), "-1e18", "a number above 0"),
         (Column("x", choices=("0", "1")), "yes", "0 or 1"),

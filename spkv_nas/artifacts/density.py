@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml, write_yaml
-from spkv_nas.base.schema import validate
+from spkv_nas.base.schema import Section, validate
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 _COLUMNS = (
@@ -48,8 +48,8 @@ _NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1
 _UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
 
 
-class _ProbeFile(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+class _ProbeFile(Section):
+    model_config = ConfigDict(extra="allow")
 
     name: str | None = None
     tau: float = Field(default=0.5, ge=0, le=1)

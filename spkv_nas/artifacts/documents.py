@@ -93,7 +93,7 @@ class DocumentCounts:
         if not path.is_file():
             return None
         remedy = "probe again, or remove it: only intervals need it"
-        arrays = read_npz(path, remedy, _ARRAYS)
+        arrays = read_npz(path, _ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
         kept, tokens, domain, bins, edges = (arrays[name] for name in _ARRAYS if name != "domains")
         cells = (len(tokens), *grid)
@@ -104,15 +104,15 @@ class DocumentCounts:
 
     def write(self, path: Path) -> None:
         """Write the file atomically, whole numbers in the smallest type that holds them."""
-        write_npz(
-            path,
-            kept=_smallest(self.kept),
-            tokens=_smallest(self.tokens),
-            domain=_smallest(self.domain),
-            domains=np.array(self.domains),
-            bins=_smallest(self.bins),
-            edges=self.edges,
-        )
+        arrays = {
+            "kept": _smallest(self.kept),
+            "tokens": _smallest(self.tokens),
+            "domain": _smallest(self.domain),
+            "domains": np.array(self.domains),
+            "bins": _smallest(self.bins),
+            "edges": self.edges,
+        }
+        write_npz(path, arrays)
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:

@@ -51,9 +51,9 @@ class LogitHistogram:
         if not path.is_file():
             return None
         remedy = "probe again, or remove it: only --tau needs it"
-        arrays = read_npz(path, remedy, ("edges", "counts", "domains"))
+        arrays = read_npz(path, ("edges", "counts", "domains"), remedy)
         return cls(arrays["edges"], arrays["counts"], tuple(str(name) for name in arrays["domains"]))
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""
-        write_npz(path, edges=self.edges, counts=self.counts, domains=np.array(self.domains))
+        write_npz(path, {"edges": self.edges, "counts": self.counts, "domains": np.array(self.domains)})

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, check_grid
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml, write_atomic, yaml_line
-from spkv_nas.base.schema import validate
+from spkv_nas.base.schema import Section, validate
 
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
@@ -152,8 +152,8 @@ class Layout:
         where = f"layout {path}"
         data = read_yaml(path, "layout")
         if data.get("format") != FORMAT:
-            found = f"the format is {data['format']!r}" if "format" in data else "the key 'format' is missing"
-            raise UserError(f"{where}: {found}; this version reads 'format: {FORMAT}'")
+            format_said = f"the format is {data['format']!r}" if "format" in data else "the key 'format' is missing"
+            raise UserError(f"{where}: {format_said}; this version reads 'format: {FORMAT}'")
         content = validate(_LayoutFile, data, where)
         provenance = {key: value for key, value in content.provenance.items() if key != "hash"}
         try:
@@ -219,11 +219,11 @@ class Difference:
         return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0
 
 
-class _LayoutFile(BaseModel):
+class _LayoutFile(Section):
     """What the file holds; ``Layout`` checks the values, in words of its own."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, title="spkv-nas layout",
+        title="spkv-nas layout",
         json_schema_extra={"description": "For every KV head of a decoder: global attention or a local window."},
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ import tempfile
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
-def write_npz(path: Path, *, compressed: bool = True, **arrays: NDArray[Any]) -> None:
-    """Write named arrays in their order, as ``write_atomic`` does."""
+def write_npz(path: Path, arrays: Mapping[str, NDArray[Any]], *, compressed: bool = True) -> None:
+    """Write arrays by name as ``.npz``, in their order, as ``write_atomic`` does."""
     buffer = io.BytesIO()
-    save: Any = np.savez_compressed if compressed else np.savez
-    save(buffer, **arrays)
+    by_name: dict[str, Any] = dict(arrays)
+    (np.savez_compressed if compressed else np.savez)(buffer, **by_name)
     write_atomic(path, buffer.getvalue())
 
 
@@ -107,8 +107,8 @@ _NPZ_ERRORS = (  # what numpy, zipfile, zlib and the parser of array headers rai
 )  # fmt: skip
 
 
-def read_npz(path: Path, remedy: str, names: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
-    """The arrays of an ``.npz`` file called ``names``, or all.
+def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray[Any]]:
+    """The arrays ``names`` of an ``.npz`` file.
 
     Raises:
         UserError: the file is damaged or lacks one of them; ``remedy`` says what to do.
@@ -116,7 +116,7 @@ def read_npz(path: Path, remedy: str, names: Sequence[str] = ()) -> dict[str, ND
     try:
         # opened here, because ``np.load`` leaves a file open that it fails on
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names or arrays.files}
+            return {name: arrays[name] for name in names}
     except _NPZ_ERRORS as error:
         raise UserError(f"{path} is damaged: {error}\n{remedy}") from error
 

@@ -26,7 +26,7 @@ class Constraints:
     """What an engine or an architect requires of a layout. Layers count from 0.
 
     Attributes:
-        min_per_layer: least number of global heads in every layer that the next two do not name.
+        min_per_layer: least number of global heads in every layer that is named neither all global nor all local.
         max_per_layer: largest number of global heads in the same layers.
         global_layers: layers whose heads are all global.
         local_layers: layers whose heads are all local.
