@@ -3,13 +3,13 @@ from .artifacts.gate_config import GateConfig as GateConfig
 from .artifacts.layout import Layout as Layout
 from .base.errors import UserError as UserError
 from .base.version import __version__ as __version__
+from .model.attach import attach_gates as attach_gates
+from .model.attach import detach as detach
 from .model.cache import SPKVCache as SPKVCache
 from .model.checkpoint import load as load
 from .model.checkpoint import save as save
-from .model.hook import apply_layout as apply_layout
-from .model.hook import attach_gates as attach_gates
-from .model.hook import detach as detach
-from .model.hook import set_gate_mode as set_gate_mode
+from .model.modes import set_gate_mode as set_gate_mode
+from .model.windows import apply_layout as apply_layout
 from .probing.density import probe as probe
 from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose

@@ -11,9 +11,10 @@ import pytest
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
-from spkv_nas.data.blocks import build_blocks, load_heldout, load_split, train_tokenizer
+from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.sources import Document, documents, heldout
+from spkv_nas.data.splits import cache_split, load_heldout, read_split, train_tokenizer
 from spkv_nas.data.tokenizer import END_OF_TEXT, train_bpe
 from spkv_nas.training.recipe import Recipe
 
@@ -94,7 +95,8 @@ class TestSplit:
 
     def test_held_out_documents_do_not_leak(self, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
-        train, kept_out = load_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
+        folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
+        train, kept_out = read_split(folder, recipe.data)
         assert not {d.id for d in train.documents} & {d.id for d in kept_out.documents}
         assert train.domains == kept_out.domains == ("code", "prose")
         again = load_heldout(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
@@ -104,7 +106,7 @@ class TestSplit:
         self, recipe: Recipe, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         seen: list[str] = []
-        monkeypatch.setattr("spkv_nas.data.blocks.train_bpe", lambda texts, size: seen.extend(texts))
+        monkeypatch.setattr("spkv_nas.data.splits.train_bpe", lambda texts, size: seen.extend(texts))
         train_tokenizer(recipe.data, 280, recipe_file.parent)
         kept_out = [d for d in documents(recipe.data.sources, recipe_file.parent) if heldout(d, recipe.data.heldout)]
         assert kept_out

@@ -24,8 +24,10 @@ from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.sweep import COLUMNS, evaluate, parse_taus, sweep_table, tau_sweep
+from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.hook import apply_layout, attention_layers, layer_state, set_gate_mode
+from spkv_nas.model.modes import set_gate_mode
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.report.plot import draw
 from spkv_nas.report.result_charts import tau_sweep_chart
@@ -72,7 +74,7 @@ class TestSweep:
             tau_sweep(model, blocks, [0.1, tau])
         except UserError:
             assert tau > 1.0
-        states = {(s.mode, s.tau, s.anneal) for s in map(layer_state, attention_layers(model).values())}
+        states = {(s.mode, s.tau, s.anneal) for s in (state.settings for state in layer_states(model))}
         assert states == {("soft", 0.3, 0.25)}
 
     def test_progress_counts_all_passes(self, blocks: TokenBlocks) -> None:

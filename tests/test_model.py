@@ -14,9 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.attach import attach_gates, detach
+from spkv_nas.model.attention import attention_layers, layer_state
 from spkv_nas.model.checkpoint import MANIFEST, load, save
 from spkv_nas.model.gates import gate_from_logits, predictors
-from spkv_nas.model.hook import apply_layout, attach_gates, attention_layers, detach, layer_state, set_gate_mode
+from spkv_nas.model.modes import set_gate_mode
+from spkv_nas.model.windows import apply_layout
 
 CONFIG = GateConfig(window=6, hidden_size=16)
 

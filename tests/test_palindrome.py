@@ -17,7 +17,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.model.gates import predictors
-from spkv_nas.model.hook import set_gate_mode
+from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.training import trainer
 from spkv_nas.training.palindrome import run as palindrome
 from spkv_nas.training.palindrome.measures import output_nll, take_measures

@@ -18,7 +18,7 @@ from spkv_nas.artifacts.checkpoints import read_checkpoints
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.hook import apply_layout
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.recipe import Recipe
 
 

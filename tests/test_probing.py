@@ -16,8 +16,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.gates import threshold_logit
-from spkv_nas.model.hook import attach_gates
 from spkv_nas.probing.density import probe
 
 

@@ -33,8 +33,9 @@ from spkv_nas.cost.formulas import (
 )
 from spkv_nas.cost.ladder import TPP, ladder
 from spkv_nas.cost.scaling_law import fit, fit_runs, leave_last_out, read_runs
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, read_shape, save
-from spkv_nas.model.hook import apply_layout, attach_gates
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.report.chart import legend_marks
 from spkv_nas.report.cost_charts import scaling_chart
 from spkv_nas.training.recipe import Recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.hook import apply_layout, attention_layers, full_attention, layer_state
+from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing import heads
 from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import Mixture, distillation_loss, duo
 from spkv_nas.probing.retrieval import needles, retrieval
-from spkv_nas.probing.signals import SIGNALS, check, measure
+from spkv_nas.probing.signals import SIGNALS, check_options, measure_signal
 
 WINDOW, LENGTH = 6, 40
 RIVALS = SIGNALS[1:]
@@ -89,10 +91,10 @@ class TestAttentionMass:
         hybrid = tiny_model(vocab_size=300)
         apply_layout(hybrid, Layout(("LL",) * 4, window=3))
         for model in (gated(), hybrid):
-            before = [(s.mode, s.windows) for s in map(layer_state, attention_layers(model).values())]
+            before = copy.deepcopy([(s.settings, s.windows) for s in layer_states(model)])
             assert attention_mass(model, blocks, WINDOW).density == pytest.approx(expected, abs=1e-6)
-            states = [layer_state(layer) for layer in attention_layers(model).values()]
-            assert [(s.mode, s.windows) for s in states] == before
+            states = layer_states(model)
+            assert [(s.settings, s.windows) for s in states] == before
             assert all(s.observer is None for s in states)
 
 
@@ -243,7 +245,7 @@ class TestMeasure:
         options: dict[str, Any] = {"steps": 2} if signal == "duo" else {}
         if signal == "retrieval":
             blocks = TokenBlocks(*(x.reshape(3, 80) for x in (blocks.tokens, blocks.document)), blocks.documents)
-        table = measure(signal, gated(), blocks, name="mine", metadata=metadata, **options)
+        table = measure_signal(signal, gated(), blocks, name="mine", metadata=metadata, **options)
         assert table.window == 6
         assert 0.0 <= table.density.min() < table.density.max() <= 1.0
         table.write(tmp_path / "mine")
@@ -256,15 +258,15 @@ class TestMeasure:
         model = tiny_model(vocab_size=300)
         for signal in RIVALS:
             with pytest.raises(UserError, match="no text"):
-                measure(signal, model, blocks.take(0))
+                measure_signal(signal, model, blocks.take(0))
             with pytest.raises(UserError, match="at least 1"):
-                measure(signal, model, blocks, window=0)
+                measure_signal(signal, model, blocks, window=0)
             with pytest.raises(UserError, match="window of 128 keys"):
-                measure(signal, model, blocks)
+                measure_signal(signal, model, blocks)
         with pytest.raises(UserError, match="at least one step"):
-            measure("duo", model, blocks, window=6, steps=0)
+            measure_signal("duo", model, blocks, window=6, steps=0)
         with pytest.raises(UserError, match="--steps is not for --signal retrieval; it goes with duo"):
-            check("retrieval", steps=3)
+            check_options("retrieval", steps=3)
         assert not attention_layers(model)
 
 

@@ -17,8 +17,8 @@ from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.gates import threshold_logit
-from spkv_nas.model.hook import attach_gates
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.agreement import agreement, parse_probe, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import Constraints
@@ -103,7 +103,7 @@ class TestDocumentCounts:
         blocks = TokenBlocks(tokens, 0 * tokens, (DocumentInfo("0", "a", "0"),))
         widths = []
         for limit in (10**6, 4 * 2 * 100, 1):
-            monkeypatch.setattr("spkv_nas.probing.density.DOCUMENT_CELLS", limit)
+            monkeypatch.setattr("spkv_nas.probing.counting.DOCUMENT_CELLS", limit)
             counts = probe(model, blocks).documents
             assert counts is not None
             assert counts.bins.shape[-1] == len(counts.edges) + 1

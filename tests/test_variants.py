@@ -20,9 +20,11 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import gate_from_logits, predictors, regularised
-from spkv_nas.model.hook import apply_layout, attach_gates, set_density_weight, set_gate_mode
+from spkv_nas.model.modes import set_density_weight, set_gate_mode
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.report.chart import Line
 from spkv_nas.report.plot import save_chart
@@ -226,7 +228,7 @@ class TestHeads:
 
     @pytest.mark.parametrize(
         ("rows", "message"),
-        [(["SSS"] * 4, "are for 4 layers x 3 KV heads, the model has 4 layers x 2"), (["SS"], "are for 1 layers")],
+        [(["SSS"] * 4, "is for 4 layers x 3 KV heads, the model has 4 layers x 2"), (["SS"], "is for 1 layers")],
     )
     def test_another_grid(self, rows: list[str], message: str) -> None:
         model = tiny_model()

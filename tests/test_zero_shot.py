@@ -26,8 +26,10 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.ranking import NUM_RESAMPLES, rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
+from spkv_nas.model.attach import detach
+from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import MANIFEST, load, save
-from spkv_nas.model.hook import apply_layout, attention_layers, detach, full_attention, layer_state
+from spkv_nas.model.windows import apply_layout, full_attention
 
 GRIDS = ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL", "GL LL LG LL", "GL GG LG LL", "GL LL LL LL")
 LAYOUTS = [Layout(tuple(grid.split()), window) for window in (6, 3) for grid in GRIDS]
@@ -78,12 +80,12 @@ class TestScores:
 
     def test_the_model_is_left_as_it_was(self, blocks: TokenBlocks) -> None:
         model = gated().train()
-        states = [copy.copy(layer_state(layer)) for layer in attention_layers(model).values()]
+        states = copy.deepcopy(layer_states(model))
         with pytest.raises(UserError, match=r"the layout is for 3 layers x 2 KV heads, the model has 4 layers x 2"):
             zero_shot(model, [LAYOUTS[0], Layout(("GL",) * 3, 6)], blocks)
         zero_shot(model, LAYOUTS[:2], blocks)
         assert model.training
-        assert [layer_state(layer) for layer in attention_layers(model).values()] == states
+        assert layer_states(model) == states
         assert not any("forward" in vars(module) for module in model.modules())
         dense = tiny_model()
         zero_shot(dense, LAYOUTS[:2], blocks)

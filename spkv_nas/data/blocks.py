@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
@@ -16,19 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import read_npz, write_npz
 from spkv_nas.data.sources import Document
-from spkv_nas.data.sources import documents as read_documents
-from spkv_nas.data.sources import heldout as is_heldout
-from spkv_nas.data.tokenizer import train_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from spkv_nas.data.config import DataConfig
-
 TOKENIZE_BATCH = 64  # documents
-BPE_SAMPLE_CHARACTERS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -87,6 +79,19 @@ class TokenBlocks:
         )
         return first, second
 
+    def save(self, path: Path) -> None:
+        """Write the blocks and their documents as ``.npz``, atomically."""
+        infos = json.dumps([asdict(info) for info in self.documents])
+        arrays = {"tokens": self.tokens, "document": self.document, "documents": np.array(infos)}
+        write_npz(path, arrays, compressed=False)
+
+    @classmethod
+    def read(cls, path: Path) -> TokenBlocks:
+        """What ``save`` wrote. Raises ``UserError`` if the file is not there or damaged."""
+        arrays = read_npz(path, ("tokens", "document", "documents"), "remove it: the text is then tokenised again")
+        infos = tuple(DocumentInfo(**info) for info in json.loads(str(arrays["documents"])))
+        return cls(arrays["tokens"], arrays["document"], infos)
+
 
 def build_blocks(
     documents: Iterable[Document],
@@ -140,93 +145,3 @@ def _cut(
         owner[:whole].reshape(-1, block_size).astype(np.int32),
         infos,
     )
-
-
-# ---------------------------------------------------------------- the split of a recipe, cached
-
-
-def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrainedTokenizerBase:
-    """A BPE of ``vocab_size`` from the training documents alone (the first 20 million characters, spread evenly)."""
-
-    def sample() -> Iterator[str]:
-        texts = (d.text for d in read_documents(config.sources, base) if not is_heldout(d, config.heldout))
-        budget = BPE_SAMPLE_CHARACTERS
-        for text in texts:
-            if budget <= 0:
-                return
-            budget -= len(text)
-            yield text
-
-    return train_bpe(sample(), vocab_size)
-
-
-def load_split(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path
-) -> tuple[TokenBlocks, TokenBlocks]:
-    """(training, held-out) blocks of a recipe's text. Tokenised once: the result is kept under ``cache``."""
-    return read_split(cache_split(config, tokenizer, cache, base), config)
-
-
-def cache_split(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> Path:
-    """The folder under ``cache`` with the blocks of ``load_split``, tokenised if they are not there yet."""
-    corpus = list(read_documents(config.sources, base))
-    folder = cache / _key(corpus, config, tokenizer)
-    if not (folder / "train.npz").is_file():
-        rest = (d for d in corpus if not is_heldout(d, config.heldout))
-        _write(folder / "train.npz", build_blocks(rest, tokenizer, config.block_size, None, "training text"))
-    _cache_heldout(corpus, config, tokenizer, folder)
-    return folder
-
-
-def read_split(folder: Path, config: DataConfig) -> tuple[TokenBlocks, TokenBlocks]:
-    """The blocks of a folder that ``cache_split`` gave."""
-    return _read(folder / "train.npz"), _read(_heldout_file(folder, config))
-
-
-def load_heldout(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> TokenBlocks:
-    """The held-out blocks of ``load_split`` alone."""
-    corpus = list(read_documents(config.sources, base))
-    folder = cache / _key(corpus, config, tokenizer)
-    _cache_heldout(corpus, config, tokenizer, folder)
-    return _read(_heldout_file(folder, config))
-
-
-def _cache_heldout(
-    corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """Documents come in the order of their content hash, so that a limit takes an even sample."""
-    file = _heldout_file(folder, config)
-    if not file.is_file():
-        kept_out = sorted((d for d in corpus if is_heldout(d, config.heldout)), key=lambda d: d.id)
-        _write(file, build_blocks(kept_out, tokenizer, config.block_size, config.max_heldout_tokens, "held-out text"))
-
-
-def _heldout_file(folder: Path, config: DataConfig) -> Path:
-    return folder / f"heldout-{config.max_heldout_tokens}.npz"
-
-
-def _key(corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Names the cache folder: everything that decides the training blocks."""
-    key = hashlib.sha256()
-    settings = f"{config.block_size} {config.heldout}"
-    for part in (*(d.id + d.domain for d in corpus), _fingerprint(tokenizer), settings):
-        key.update(part.encode())
-    return key.hexdigest()[:16]
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-
-
-def _write(path: Path, blocks: TokenBlocks) -> None:
-    buffer = io.BytesIO()
-    infos = json.dumps([asdict(info) for info in blocks.documents])
-    np.savez(buffer, tokens=blocks.tokens, document=blocks.document, documents=np.array(infos))
-    write_atomic(path, buffer.getvalue())
-
-
-def _read(path: Path) -> TokenBlocks:
-    with np.load(path) as arrays:
-        infos = tuple(DocumentInfo(**info) for info in json.loads(str(arrays["documents"])))
-        return TokenBlocks(arrays["tokens"], arrays["document"], infos)

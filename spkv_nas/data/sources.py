@@ -18,6 +18,7 @@ from typing import Any
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
+from spkv_nas.data.config import SourceConfig
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 TABLE_SUFFIXES = {".jsonl": "json", ".parquet": "parquet"}
@@ -42,11 +43,11 @@ def heldout(document: Document, share: float) -> bool:
     return int(document.id[:8], 16) < share * 2**32
 
 
-def documents(sources: Iterable[Any], base: Path) -> Iterator[Document]:
+def documents(sources: Iterable[str | SourceConfig], base: Path) -> Iterator[Document]:
     """The documents of all sources in order; empty ones and exact duplicates are left out.
 
     Args:
-        sources: ``"stdlib"``, paths (relative ones from ``base``), or ``SourceConfig`` objects of a recipe.
+        sources: ``"stdlib"``, paths (relative ones from ``base``), or sources with options.
         base: folder that relative paths start from.
 
     Raises:
@@ -60,7 +61,7 @@ def documents(sources: Iterable[Any], base: Path) -> Iterator[Document]:
                 yield document
 
 
-def _read(source: Any, base: Path) -> Iterator[Document]:
+def _read(source: str | SourceConfig, base: Path) -> Iterator[Document]:
     if source == "stdlib":
         yield from (Document(text, domain, name) for text, domain, name in stdlib.texts())
         return
@@ -68,8 +69,8 @@ def _read(source: Any, base: Path) -> Iterator[Document]:
         yield from _read_path(Path(source), base, {})
         return
     options = {key: value for key, value in source.model_dump().items() if value is not None}
-    found = _read_path(Path(options["path"]), base, options) if "path" in options else _read_dataset(options)
-    yield from islice(found, options.get("max_documents"))
+    texts = _read_path(Path(options["path"]), base, options) if "path" in options else _read_dataset(options)
+    yield from islice(texts, options.get("max_documents"))
 
 
 def _read_path(path: Path, base: Path, options: Mapping[str, Any]) -> Iterator[Document]:
@@ -77,13 +78,13 @@ def _read_path(path: Path, base: Path, options: Mapping[str, Any]) -> Iterator[D
     path = path if path.is_absolute() else base / path
     if not path.exists():
         raise UserError(f"text source not found: {path}")
-    known = (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
+    readable = (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
     if path.is_file():
         files = [path]
     else:
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in known)
+        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in readable)
     if not files:
-        raise UserError(f"no {' '.join(known)} files in {path}")
+        raise UserError(f"no {' '.join(readable)} files in {path}")
     unreadable = 0
     for file in files:
         domain = options.get("domain") or file.parent.name or "text"

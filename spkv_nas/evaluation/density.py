@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import ExitStack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.gates import keeps
-from spkv_nas.model.hook import attention_layers, layer_predictor, layer_state
+from spkv_nas.model.modes import gate_settings
+from spkv_nas.model.watch import watch_logits
 
 
 class DensityWatch:
@@ -21,35 +23,29 @@ class DensityWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._handles: list[Any] = []
+        self._watch = ExitStack()
+        self._tau = 0.0
         self._kept: dict[int, list[Tensor]] = {}  # by layer: counts of each forward pass [Hkv], left on the device
-        self._seen: dict[int, int] = {}  # by layer: tokens
+        self._num_tokens: dict[int, int] = {}  # by layer
 
     def start(self) -> None:
-        """Count from now on, at the thresholds that the gates have now."""
+        """Count from now on, at the threshold that the gates have now."""
         self.stop()
-        for index, layer in enumerate(attention_layers(self._model).values()):
-            predictor = layer_predictor(layer)
-            if predictor is not None:
-                self._handles.append(predictor.register_forward_hook(self._counter(index, layer_state(layer).tau)))
+        self._tau = gate_settings(self._model).tau
+        self._watch = watch_logits(self._model, self._count)
 
-    def _counter(self, layer: int, tau: float) -> Any:
-        def count(_module: nn.Module, _args: Any, logits: Tensor) -> None:
-            kept = keeps(logits.detach(), tau).sum((0, 2))
-            self._kept.setdefault(layer, []).append(kept)
-            self._seen[layer] = self._seen.get(layer, 0) + logits.shape[0] * logits.shape[2]
-
-        return count
+    def _count(self, layer: int, logits: Tensor) -> None:
+        self._kept.setdefault(layer, []).append(keeps(logits.detach(), self._tau).sum((0, 2)))
+        self._num_tokens[layer] = self._num_tokens.get(layer, 0) + logits.shape[0] * logits.shape[2]
 
     def stop(self) -> NDArray[np.float64] | None:
-        """Remove the hooks; densities [layers, KV heads], NaN where gates pass by, or None if no gate ran."""
-        for handle in self._handles:
-            handle.remove()
-        kept, seen, self._kept, self._seen, self._handles = self._kept, self._seen, {}, {}, []
+        """Count no more; densities [layers, KV heads], NaN where gates pass by, or None if no gate ran."""
+        self._watch.close()
+        kept, num_tokens, self._kept, self._num_tokens = self._kept, self._num_tokens, {}, {}
         if not kept:
             return None
         layers = attention_layers(self._model)
         density = np.full((len(layers), len(next(iter(kept.values()))[0])), np.nan)
         for layer, counts in kept.items():
-            density[layer] = torch.stack(counts).sum(0).cpu().numpy() / seen[layer]
+            density[layer] = torch.stack(counts).sum(0).cpu().numpy() / num_tokens[layer]
         return density

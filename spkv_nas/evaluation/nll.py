@@ -1,8 +1,4 @@
-"""Next-token negative log-likelihood (NLL, nats per token) by document, and paired differences of it.
-
-Two models are compared on the same tokens, so the standard error is that of the *paired* difference with documents
-as clusters: far smaller than that of either NLL, and honest about tokens of one document being alike.
-"""
+"""Next-token negative log-likelihood (NLL, nats per token) of a model on token blocks, by document."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from transformers import PreTrainedModel
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.model.modes import evaluation_mode
 
 
 class DocumentSums:
@@ -34,8 +31,8 @@ class DocumentSums:
         """
         losses = torch.stack(
             [
-                F.cross_entropy(some[:-1].float(), ids[1:], reduction="none")
-                for some, ids in zip(logits, tokens, strict=True)
+                F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
+                for block, ids in zip(logits, tokens, strict=True)
             ]
         )
         owner = self._blocks.document[start : start + len(tokens), 1:].ravel()
@@ -59,13 +56,11 @@ def document_nll(
 
     ``progress`` is called with (blocks done, blocks in all).
     """
-    was_training = model.training
-    model.eval()
     sums = DocumentSums(blocks)
-    for start in range(0, blocks.num_blocks, batch_size):
-        tokens = block_tokens(blocks, start, batch_size, model.device)
-        sums.add(start, tokens, model(input_ids=tokens, use_cache=False).logits)
-        if progress is not None:
-            progress(start + len(tokens), blocks.num_blocks)
-    model.train(was_training)
+    with evaluation_mode(model):
+        for start in range(0, blocks.num_blocks, batch_size):
+            tokens = block_tokens(blocks, start, batch_size, model.device)
+            sums.add(start, tokens, model(input_ids=tokens, use_cache=False).logits)
+            if progress is not None:
+                progress(start + len(tokens), blocks.num_blocks)
     return sums.result()

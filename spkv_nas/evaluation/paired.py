@@ -1,4 +1,4 @@
-"""NLL by document, and the paired difference of two models: what comparisons are made of; needs no torch.
+"""NLL (negative log-likelihood) by document, and the paired difference of two models; needs no torch.
 
 Two models are compared on the same tokens, so the standard error is that of the *paired* difference with documents
 as clusters: far smaller than that of either NLL, and honest about tokens of one document being alike.
@@ -6,7 +6,6 @@ as clusters: far smaller than that of either NLL, and honest about tokens of one
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import read_npz, write_npz
+from spkv_nas.base.statistics import clustered_error
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,13 @@ class DocumentNLL:
 
     def save(self, path: Path) -> None:
         """Write both arrays as ``.npz``, atomically."""
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, total=self.total, num_tokens=self.num_tokens)
-        write_atomic(path, buffer.getvalue())
+        write_npz(path, {"total": self.total, "num_tokens": self.num_tokens})
 
     @classmethod
     def read(cls, path: Path) -> DocumentNLL:
-        """What ``save`` wrote."""
-        with np.load(path) as arrays:
-            return cls(arrays["total"], arrays["num_tokens"])
+        """What ``save`` wrote. Raises ``UserError`` if the file is not there or damaged."""
+        arrays = read_npz(path, ("total", "num_tokens"), "remove its folder and run the command again")
+        return cls(arrays["total"], arrays["num_tokens"])
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDi
     tokens = baseline.num_tokens[seen]
     mean = difference.sum() / tokens.sum()
     residual = difference - mean * tokens
-    clusters = len(tokens)
-    error = np.sqrt((residual**2).sum() * clusters / max(1, clusters - 1)) / tokens.sum()
+    error = clustered_error((residual**2).sum(), len(tokens), tokens.sum())
     scale = 100.0 / baseline.mean
     return PairedDifference(float(mean * scale), float(error * scale))

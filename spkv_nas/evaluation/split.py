@@ -17,21 +17,21 @@ from spkv_nas.evaluation.sweep import Evaluation
 
 
 def split_evaluation(
-    model: PreTrainedModel, blocks: TokenBlocks, batch_size: int, measure: Callable[[TokenBlocks], Evaluation]
+    model: PreTrainedModel, blocks: TokenBlocks, batch_size: int, evaluate_blocks: Callable[[TokenBlocks], Evaluation]
 ) -> Evaluation:
-    """``measure(blocks)``, each process measuring its share of them; all get the whole result. Collective.
+    """``evaluate_blocks(blocks)``, each process taking its share of them; all get the whole result. Collective.
 
     A forward pass of a sharded model is collective, so all processes make the same number of them: those with a
     shorter share end with one that counts for nothing.
 
     Args:
-        batch_size: blocks per forward pass of ``measure``.
+        batch_size: blocks per forward pass of ``evaluate_blocks``.
     """
     processes = num_processes()
     if processes == 1:
-        return measure(blocks)
+        return evaluate_blocks(blocks)
     mine = blocks.every(processes, process_index())
-    own = measure(mine)
+    own = evaluate_blocks(mine)
     passes = math.ceil(math.ceil(blocks.num_blocks / processes) / batch_size)
     for _ in range(passes - math.ceil(mine.num_blocks / batch_size)):
         document_nll(model, blocks.take(1))

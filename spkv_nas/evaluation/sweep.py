@@ -8,20 +8,24 @@ changes the utilities in all later ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_yaml
+from spkv_nas.base.tables import write_csv
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.model.checkpoint import gate_config
-from spkv_nas.model.hook import gate_mode
+from spkv_nas.model.modes import gate_mode
+from spkv_nas.model.section import gate_config
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 DEFAULT_POINTS = 13
@@ -115,6 +119,12 @@ def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
         for evaluation, change in zip(sweep, changes, strict=True)
     ]
     return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def write_sweep(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
+    """Write the table of ``sweep_table`` to ``tau-sweep.csv``, and where it comes from to ``tau-sweep.yaml``."""
+    write_csv(folder / "tau-sweep.csv", rows)
+    write_yaml(folder / "tau-sweep.yaml", origin)
 
 
 def parse_taus(text: str, points: int | None = None) -> list[float]:

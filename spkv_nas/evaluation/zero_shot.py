@@ -8,7 +8,6 @@ layers before it alone. Finished scores are kept on disk by the layout's content
 from __future__ import annotations
 
 import hashlib
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,12 +24,15 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import write_yaml
+from spkv_nas.base.tables import write_csv
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.model.attention import LayerState, attention_layers
 from spkv_nas.model.checkpoint import checkpoint_hash
-from spkv_nas.model.hook import LayerState, attention_layers, full_attention, layout_windows
+from spkv_nas.model.windows import full_attention, layout_windows
 
 COLUMNS = (
     "strategy",
@@ -44,7 +46,7 @@ COLUMNS = (
 )
 _GROUP = 64  # layouts that run together; a killed run loses at most these
 
-Plan = tuple[tuple[int, ...], ...]  # the window of every KV head, by layer
+Windows = tuple[tuple[int, ...], ...]  # of every KV head, by layer
 
 
 @torch.inference_mode()
@@ -73,13 +75,12 @@ def zero_shot(
     if blocks.num_blocks == 0:
         raise UserError("there is no text to score layouts on")
     with full_attention(model) as states:
-        full = tuple(state.windows or () for state in states)
-        plans = [full if x is None else tuple(layout_windows(model, x, x.window)) for x in layouts]
+        full = tuple(state.head_windows(gated=False) for state in states)
+        wanted = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
         names = [FULL_ATTENTION if x is None else x.content_hash for x in layouts]
-        files = {plan: cache / f"{name}.npz" if cache else None for plan, name in zip(plans, names, strict=True)}
-        scores = {
-            plan: score for plan, file in files.items() if (score := _read(file, len(blocks.documents))) is not None
-        }
+        files = {windows: cache / f"{name}.npz" if cache else None for windows, name in zip(wanted, names, strict=True)}
+        kept = {windows: _read(file, len(blocks.documents)) for windows, file in files.items()}
+        scores = {windows: score for windows, score in kept.items() if score is not None}
         missing = sorted(files.keys() - scores.keys())
         done = 0
 
@@ -91,11 +92,11 @@ def zero_shot(
 
         for start in range(0, len(missing), _GROUP):
             group = missing[start : start + _GROUP]
-            for plan, score in zip(group, _run(model, states, group, blocks, batch_size, step), strict=True):
-                scores[plan] = score
-                if (file := files[plan]) is not None:
+            for windows, score in zip(group, _run(model, states, group, blocks, batch_size, step), strict=True):
+                scores[windows] = score
+                if (file := files[windows]) is not None:
                     score.save(file)
-    return [scores[plan] for plan in plans]
+    return [scores[windows] for windows in wanted]
 
 
 def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
@@ -124,6 +125,12 @@ def score_table(
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
+def write_scores(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
+    """Write the table of ``score_table`` to ``zero-shot.csv``, and where it comes from to ``zero-shot.yaml``."""
+    write_csv(folder / "zero-shot.csv", rows)
+    write_yaml(folder / "zero-shot.yaml", origin)
+
+
 def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:
     """A finished score; None if it is not there or cannot be read, and so must be computed.
 
@@ -132,35 +139,34 @@ def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:
     if file is None or not file.is_file():
         return None
     try:
-        found = DocumentNLL.read(file)
-        missing = (0, max(0, num_documents - len(found.total)))
-        total, num_tokens = np.pad(found.total, missing), np.pad(found.num_tokens, missing)
-        return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        score = DocumentNLL.read(file)
+    except UserError:
         return None
+    missing = (0, max(0, num_documents - len(score.total)))
+    total, num_tokens = np.pad(score.total, missing), np.pad(score.num_tokens, missing)
+    return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
 
 
 def _run(
     model: PreTrainedModel,
     states: Sequence[LayerState],
-    plans: Sequence[Plan],
+    ordered: Sequence[Windows],
     blocks: TokenBlocks,
     batch_size: int,
     step: Callable[[int], None],
 ) -> list[DocumentNLL]:
-    """The NLL under each of ``plans``, which are sorted, so that neighbours share the most layers."""
-    sums = [DocumentSums(blocks) for _ in plans]
+    """The NLL under each of ``ordered``, which are sorted, so that neighbours share the most layers."""
+    sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
-        starts = [0, *(decoder.shared(*pair) for pair in pairwise(plans))]
+        starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
         for first in range(0, blocks.num_blocks, batch_size):
             tokens = block_tokens(blocks, first, batch_size, model.device)
-            for i, plan in enumerate(plans):
-                for state, windows in zip(states, plan, strict=True):
-                    if state.windows != windows:
-                        state.set_windows(windows)
+            for i, windows in enumerate(ordered):
+                for state, own in zip(states, windows, strict=True):
+                    state.windows = own
                 sums[i].add(first, tokens, decoder.logits(tokens, starts[i], _falling(starts[i + 1 :])))
                 step(len(tokens))
-    return [some.result() for some in sums]
+    return [each.result() for each in sums]
 
 
 def _falling(starts: Sequence[int]) -> set[int]:
@@ -202,11 +208,11 @@ class _Resumable:
                 if forward is not None:
                     layer.forward = forward
 
-    def shared(self, plan: Plan, other: Plan) -> int:
-        """Number of decoder layers from the first on that do the same under both plans."""
+    def shared(self, one: Windows, other: Windows) -> int:
+        """Number of decoder layers from the first on that do the same with both windows."""
         if not self._depth:
             return 0
-        return next(d for d, mine, its in zip(self._depth, plan, other, strict=True) if mine != its)
+        return next(depth for depth, *pair in zip(self._depth, one, other, strict=True) if pair[0] != pair[1])
 
     def logits(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
         """[B, T, V] of ``tokens`` [B, T]; layers before ``first`` are left out, on the state that was kept for it.

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.hook import GLOBAL_WINDOW, LayerState, attention_layers, layer_state
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 
 _RING = 128  # ring of a model in which no head is local
 _SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim")
@@ -38,10 +38,9 @@ class SPKVCacheLayer(CacheLayerMixin):
         """``window`` is the ring's if the layer has none of its own, because its heads keep everything."""
         super().__init__()
         self.page_size, self._max_pages = page_size, max_pages
-        self.window = _window(state) or window
-        keeps_all = state.gate_window is not None or state.native_window is None
-        keep = [w >= GLOBAL_WINDOW for w in state.windows or ()] or [keeps_all] * state.num_kv_heads
-        self._keep = torch.tensor(keep)[:, None]  # of a layout, [Hkv, 1]
+        self.window = _local_window(state) or window
+        keep = [beyond > self.window for beyond in state.head_windows(gated=False)]
+        self._keep = torch.tensor(keep)[:, None]  # where no gate says, [Hkv, 1]
         self._sinks = torch.tensor(state.sinks)[:, None] if any(state.sinks) else None
         self.paged: PagedKVCache | None = None
         self.tokens = 0  # of the longest sequence, padding included
@@ -160,11 +159,10 @@ class SPKVCache(Cache):
         Raises:
             UserError: the model has neither gates nor a layout: its own cache serves it.
         """
-        layers = attention_layers(model)
-        if not layers:
+        states = layer_states(model)
+        if not states:
             raise UserError("this model has neither gates nor a layout: generate with transformers' own cache")
-        states = [layer_state(layer) for layer in layers.values()]
-        shared = min((w for state in states if (w := _window(state)) is not None), default=_RING)
+        shared = min((w for state in states if (w := _local_window(state)) is not None), default=_RING)
         super().__init__([SPKVCacheLayer(state, shared, page_size, max_pages) for state in states])
         if model.generation_config is not None:
             model.generation_config.use_cache = True
@@ -236,11 +234,9 @@ class SPKVCache(Cache):
         return cache
 
 
-def _window(state: LayerState) -> int | None:
-    """Of the layer's local heads, or of its gates; None: every head is global."""
-    if state.windows is not None:
-        return min((w for w in state.windows if w < GLOBAL_WINDOW), default=None)
-    return state.gate_window or state.native_window
+def _local_window(state: LayerState) -> int | None:
+    """Recent keys that the layer's ring holds: the window of its local heads or gates; None: every head is global."""
+    return min((window for window in state.head_windows(gated=True) if window < GLOBAL_WINDOW), default=None)
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:

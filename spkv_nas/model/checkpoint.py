@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,20 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
-from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text, sha256_file, write_atomic
-from spkv_nas.model.hook import (
-    LayerState,
-    apply_layout,
-    attention_layers,
-    dry_run,
-    gate_rows,
-    install,
-    install_gates,
-    layer_state,
-    prepare,
-)
+from spkv_nas.model.attach import dry_run, gate_rows, install_gates, prepare
+from spkv_nas.model.attention import GateSettings, LayerState, install
+from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
+from spkv_nas.model.shape import config_shape
+from spkv_nas.model.windows import apply_layout
 
 MANIFEST = "spkv-manifest.json"
 
@@ -126,17 +120,15 @@ def load(
     options: dict[str, Any] = {"trust_remote_code": False}
     with _as_user_error(f"model {source}"):
         config = AutoConfig.from_pretrained(source, **options)
-        section = getattr(config, "spkv", None)
         weights: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, **options}
-        if section is None:
+        if saved_layers(config) is None:
             return AutoModelForCausalLM.from_pretrained(source, config=config, **weights), load_tokenizer(source)
-        model = _restoring_class(config, section).from_pretrained(
-            source, config=config, attn_implementation="spkv", **weights
-        )
+        model = _restoring_class(config).from_pretrained(source, config=config, attn_implementation="spkv", **weights)
     tokenizer = load_tokenizer(source)
     prepare(model, "sdpa")
-    if section.get("layout"):
-        apply_layout(model, Layout(heads=tuple(section["layout"]["heads"]), window=section["layout"]["window"]))
+    layout = checkpoint_layout(model)
+    if layout is not None:
+        apply_layout(model, layout)
     dry_run(model)
     return model, tokenizer
 
@@ -156,8 +148,8 @@ def resolve(path_or_id: str | Path) -> Path:
         return Path(text)
     folder = EMBEDDED / text.removeprefix("embedded:")
     if not folder.is_dir():
-        known = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file())
-        raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in known)}")
+        names = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file())
+        raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in names)}")
     return folder
 
 
@@ -173,10 +165,10 @@ def _as_user_error(what: str) -> Iterator[None]:
         raise UserError(f"cannot load {what}: {text.splitlines()[0] if text else type(error).__name__}") from error
 
 
-def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedModel]:
+def _restoring_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The model's own class, with hooks and empty predictors put in place before the weights are read."""
     base: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
-    gates = GateConfig(**section["gates"]) if section.get("gates") else None
+    gates, saved = saved_gates(config), saved_layers(config) or {}
 
     class Restored(base):
         _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
@@ -184,13 +176,13 @@ def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedMod
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
             # in the model's order: config.json sorts its keys, layer 10 before layer 2
-            names = [name for name, _ in self.named_modules() if name in section["layers"]]
+            names = [name for name, _ in self.named_modules() if name in saved]
             layers = [self.get_submodule(name) for name in names]
+            settings = GateSettings()
             for name, layer in zip(names, layers, strict=True):
-                saved = section["layers"][name]
-                install(layer, LayerState(saved["num_kv_heads"], saved["native_window"]))
+                install(layer, LayerState(saved[name]["num_kv_heads"], saved[name]["native_window"], settings))
             if gates is not None:
-                rows = gate_rows(self, gates, [section["layers"][name]["num_kv_heads"] for name in names])
+                rows = gate_rows(self, gates, [saved[name]["num_kv_heads"] for name in names])
                 for layer, row in zip(layers, rows, strict=True):
                     if row is not None:
                         install_gates(layer, row, gates, config.get_text_config().hidden_size)
@@ -199,12 +191,6 @@ def _restoring_class(config: Any, section: dict[str, Any]) -> type[PreTrainedMod
     Restored.__qualname__ = base.__qualname__
     Restored.__module__ = base.__module__
     return Restored
-
-
-def gate_config(model: PreTrainedModel) -> GateConfig | None:
-    """The gates' configuration of a model, or None if it has no gates."""
-    section = getattr(model.config, "spkv", None) or {}
-    return GateConfig(**section["gates"]) if section.get("gates") else None
 
 
 def read_shape(path_or_id: str | Path) -> Shape:
@@ -224,18 +210,6 @@ def read_shape(path_or_id: str | Path) -> Shape:
         raise UserError(f"model {source} is a mixture of experts; cost is known for dense decoders")
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
-    text = config.get_text_config()
-    heads = text.num_attention_heads
     return Shape(
-        num_parameters=sum(p.numel() for p in model.parameters() if p not in outside),
-        num_layers=text.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        num_parameters=sum(p.numel() for p in model.parameters() if p not in outside), **asdict(config_shape(config))
     )
-
-
-def grid(model: PreTrainedModel) -> tuple[int, int]:
-    """(number of attention layers, KV heads per layer) of a hooked model."""
-    states = [layer_state(layer) for layer in attention_layers(model).values()]
-    return len(states), states[0].num_kv_heads

@@ -17,9 +17,10 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import Cache
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.cache import SPKVCache
-from spkv_nas.model.checkpoint import gate_config
-from spkv_nas.model.hook import attention_layers, gate_mode
+from spkv_nas.model.modes import evaluation_mode, gate_mode
+from spkv_nas.model.section import gate_config
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def generate(
         pad_token_id=eos[0] if isinstance(eos, list) else eos, **options,
     )  # fmt: skip
     streamer = _TimedStreamer(tokenizer, stream)
-    model.eval()
-    with torch.random.fork_rng(), gate_mode(model, "hard", tau) if gates else nullcontext():
+    as_hard = gate_mode(model, "hard", tau) if gates else nullcontext()
+    with torch.random.fork_rng(), evaluation_mode(model), as_hard:
         torch.manual_seed(seed)
         cache = SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
         ids = model.generate(

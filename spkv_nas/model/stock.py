@@ -52,7 +52,7 @@ def stock_obstacle(model: PreTrainedModel, layout: Layout) -> str | None:
     return None
 
 
-def to_stock(model: PreTrainedModel, layout: Layout, window: int | None = None) -> PreTrainedModel:
+def to_stock(model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
     """A stock model with the weights of the ungated, unhooked ``model`` and the layout's layers.
 
     Raises:
@@ -64,7 +64,7 @@ def to_stock(model: PreTrainedModel, layout: Layout, window: int | None = None) 
     kinds = ["full_attention" if "G" in row else "sliding_attention" for row in layout.heads]
     options: dict[str, Any] = {
         "layer_types": kinds,
-        "sliding_window": window or layout.window,
+        "sliding_window": layout.window,
         "use_sliding_window": True,
         "max_window_layers": 0,
     }

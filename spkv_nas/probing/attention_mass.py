@@ -20,7 +20,8 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.hook import LayerState, full_attention
+from spkv_nas.model.attention import LayerState
+from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 
@@ -63,12 +64,9 @@ def attention_mass(
 
 
 def _observer(collected: HeadSums, layer: int, state: LayerState, window: int, sinks: int) -> Any:
-    assert state.windows is not None
-    visible = state.windows[0]
-
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
         parts = []
-        for query, weights in attention_weights(q, k, scale, window=visible, start=window):
+        for query, weights in attention_weights(q, k, scale, window=state.own_window, start=window):
             key = torch.arange(weights.shape[-1], device=q.device)
             far = (query[:, None] - key >= window) & (key >= sinks)
             parts.append((weights * far).sum(-1).mean(2))

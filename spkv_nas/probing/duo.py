@@ -33,7 +33,8 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.hook import LayerState, full_attention
+from spkv_nas.model.attention import LayerState
+from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 DEFAULT_STEPS = 200
@@ -48,10 +49,9 @@ class Mixture:
     """
 
     def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
-        assert state.windows is not None
         self.alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
         self.records = False
-        self._visible = state.windows[0]
+        self._visible = state.own_window
         self._window = min(window, self._visible)
         self._sinks = 0 if state.native_window else sinks  # by design such a layer forgets the first keys
         self._full: Tensor | None = None

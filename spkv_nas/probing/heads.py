@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.artifacts.density import COLUMNS, DensityTable
+from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.blocks import TokenBlocks
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # of one chunk's attention weights: near the processor's cache; at least rows
@@ -91,7 +92,7 @@ class HeadSums:
                 continue
             mean = sums[..., seen].sum(-1) / tokens
             residual = sums[..., seen] - mean[..., None] * self.counts[seen]
-            error = np.sqrt((residual**2).sum(-1) * clusters / max(1, clusters - 1)) / tokens
+            error = clustered_error((residual**2).sum(-1), clusters, tokens)
             means.append(HeadMeans(mean, domain, tokens, clusters, error if clusters > 1 else None))
         return means
 

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.hook import LayerState, full_attention
+from spkv_nas.model.attention import LayerState
+from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 _COPIES = 0.1  # share of the needles' tokens predicted below which the score is warned about
@@ -66,20 +67,20 @@ def retrieval(
         head = model.get_output_embeddings()
         collected: HeadSums | None = None
         for start in range(0, blocks.num_blocks, batch_size):
-            some = torch.from_numpy(tokens[start : start + batch_size]).to(model.device)
+            batch = torch.from_numpy(tokens[start : start + batch_size]).to(model.device)
             source = torch.from_numpy(depth[start : start + batch_size]).to(model.device)
             scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
             for state in states:
                 state.observer = _observer(scores, state, source, asked)
-            hidden = model.get_decoder()(input_ids=some, use_cache=False).last_hidden_state[:, asked]
-            right += int((head(hidden).argmax(-1) == some[:, asked.start + 1 :]).sum())
+            hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, asked]
+            right += int((head(hidden).argmax(-1) == batch[:, asked.start + 1 :]).sum())
             if collected is None:
                 collected = HeadSums(blocks, len(states), scores[0].shape[1], model.device)
-            collected.count(start, start + len(some), asked)
+            collected.count(start, start + len(batch), asked)
             for layer, values in enumerate(scores):
                 collected.add(layer, values)
             if progress is not None:
-                progress(start + len(some), blocks.num_blocks)
+                progress(start + len(batch), blocks.num_blocks)
         assert collected is not None
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
     accuracy = right / (blocks.num_blocks * (needle_length - 1))
@@ -117,11 +118,8 @@ def needles(
 
 
 def _observer(scores: list[Tensor], state: LayerState, source: Tensor, asked: slice) -> Any:
-    assert state.windows is not None
-    visible = state.windows[0]
-
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
-        parts = [w for _, w in attention_weights(q, k, scale, window=visible, start=asked.start)]
+        parts = [w for _, w in attention_weights(q, k, scale, window=state.own_window, start=asked.start)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         copied = source[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)

@@ -1,4 +1,4 @@
-"""Floor 3: other signals than density that say which KV heads need global attention, measured on the same model.
+"""Other signals than density that say which KV heads need global attention, measured on the same model.
 
 Each is a table in the format of density's, higher for heads that need global attention, so that layouts can be proposed
 from it and retrained: density is judged and not assumed. They need a model, not gates; gates, if it has any, are open.
@@ -7,23 +7,25 @@ from it and retrained: density is judged and not assumed. They need a model, not
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from spkv_nas.artifacts.density import DensityTable
-    from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.section import gate_config
+from spkv_nas.probing.attention_mass import attention_mass
+from spkv_nas.probing.duo import DEFAULT_STEPS, duo
+from spkv_nas.probing.retrieval import retrieval
 
 DENSITY, ATTENTION_MASS, DUO, RETRIEVAL = SIGNALS = ("density", "attention-mass", "duo", "retrieval")
-
 
 _OPTIONS = {"tau": (DENSITY,), "window": (ATTENTION_MASS, DUO, RETRIEVAL), "steps": (DUO,)}
 
 
-def check(signal: str, **options: object) -> None:
+def check_options(signal: str, **options: object) -> None:
     """Raise ``UserError`` unless ``signal`` is one of ``SIGNALS`` and has every option that is not None."""
     if signal not in SIGNALS:
         raise UserError(f"unknown signal '{signal}'; expected one of {', '.join(SIGNALS)}")
@@ -32,7 +34,7 @@ def check(signal: str, **options: object) -> None:
             raise UserError(f"--{name} is not for --signal {signal}; it goes with {', '.join(_OPTIONS[name])}")
 
 
-def measure(
+def measure_signal(
     signal: str,
     model: PreTrainedModel,
     blocks: TokenBlocks,
@@ -54,13 +56,7 @@ def measure(
     Raises:
         UserError: the signal is unknown, the window below 1, there is no text, or its blocks are too short.
     """
-    from spkv_nas.artifacts.gate_config import GateConfig
-    from spkv_nas.model.checkpoint import gate_config
-    from spkv_nas.probing.attention_mass import attention_mass
-    from spkv_nas.probing.duo import DEFAULT_STEPS, duo
-    from spkv_nas.probing.retrieval import retrieval
-
-    check(signal)
+    check_options(signal)
     window = (gate_config(model) or GateConfig()).window if window is None else window
     if window < 1:
         raise UserError(f"the window is {window}; it counts the query's own key: at least 1")

@@ -345,8 +345,9 @@ def propose_stage(
 
     Written to ``layouts/<name>/``. With ``demand``, among them the layout that it asks for.
     """
+    from spkv_nas.proposal.answer import write_proposal
     from spkv_nas.proposal.constraints import solve
-    from spkv_nas.proposal.propose import propose, resolve_tau, write_proposal
+    from spkv_nas.proposal.propose import propose, resolve_tau
     from spkv_nas.proposal.requirements import SOLVED, Demand
     from spkv_nas.proposal.stability import Certainty, bootstrap
 
@@ -491,8 +492,9 @@ def _model_and_text(
     announce: Announce,
 ) -> tuple[PreTrainedModel, TokenBlocks, Any]:
     """A model on its device, the blocks of ``data`` or else of the recipe's held-out text, and what text that is."""
-    from spkv_nas.data.blocks import build_blocks, load_heldout
+    from spkv_nas.data.blocks import build_blocks
     from spkv_nas.data.sources import documents
+    from spkv_nas.data.splits import load_heldout
     from spkv_nas.model.checkpoint import load
 
     length = block_size if data else recipe.data.block_size

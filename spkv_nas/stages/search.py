@@ -15,10 +15,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.budget import is_range, parse_budget, parse_budgets
+from spkv_nas.proposal.budget_curve import write_budgets
 from spkv_nas.proposal.constraints import solve
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose, resolve_tau
-from spkv_nas.proposal.requirements import Demand, budget_table, knee_row, write_budgets
+from spkv_nas.proposal.requirements import Demand, budget_table, knee_row
 from spkv_nas.proposal.stability import bootstrap
 from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
 from spkv_nas.report.plot import save_chart

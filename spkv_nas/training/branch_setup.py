@@ -9,9 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.gates import predictors
-from spkv_nas.model.hook import apply_layout, attach_gates
+from spkv_nas.model.shape import config_shape
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
@@ -84,9 +86,7 @@ def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
 
 
 def _attach(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:
-    text = model.config.get_text_config()
-    grid = (text.num_hidden_layers, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
-    attach_gates(model, recipe.gates.of_model(grid), seed=seed)
+    attach_gates(model, recipe.gates.of_model(config_shape(model.config).grid), seed=seed)
     if recipe.gates.start_from is not None:
         _copy_predictors(recipe.gates.start_from, model)
 

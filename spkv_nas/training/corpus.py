@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, connect, on_main
-from spkv_nas.data.blocks import TokenBlocks, cache_split, read_split, train_tokenizer
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.model.checkpoint import is_complete, load_tokenizer, write_manifest
 from spkv_nas.training.recipe import Recipe
 

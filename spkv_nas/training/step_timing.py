@@ -27,9 +27,11 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.cost.ladder import Level
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.gates import predictors
-from spkv_nas.model.hook import apply_layout, attach_gates, set_gate_mode
+from spkv_nas.model.modes import set_gate_mode
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.proposal.propose import propose
 from spkv_nas.training.recipe import Recipe

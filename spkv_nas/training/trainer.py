@@ -27,7 +27,7 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.hook import gate_mode, set_density_weight, set_gate_mode
+from spkv_nas.model.modes import gate_mode, set_density_weight, set_gate_mode
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.run_files import load_optimizer_state, newest_complete_checkpoint

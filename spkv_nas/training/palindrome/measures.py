@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.model.gates import predictors, threshold_logit
-from spkv_nas.model.hook import gate_mode
+from spkv_nas.model.modes import gate_mode
+from spkv_nas.model.watch import watch_logits
 from spkv_nas.training.palindrome.task import KINDS, Palindromes
 
 
@@ -80,26 +81,25 @@ class GateWatch:
     """Utility and keep (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
 
     def __init__(self, model: nn.Module, tau: float = 0.5) -> None:
-        self._predictors = predictors(model).values()
+        self._model = model
         self._limit = threshold_logit(tau)
-        self._handles: list[Any] = []
+        self._watch = ExitStack()
         self._sums: list[Tensor] = []  # [2, T] for each forward pass and layer
         self._seen = 0
 
     def start(self) -> None:
         """Watch from now on."""
         self.stop()
-        self._handles = [module.register_forward_hook(self._see) for module in self._predictors]
+        self._watch = watch_logits(self._model, self._see)
 
-    def _see(self, _module: nn.Module, _args: Any, logits: Tensor) -> None:
+    def _see(self, _layer: int, logits: Tensor) -> None:
         logits = logits.detach().flatten(0, 1)
         self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._limit).float().sum(0)]))
         self._seen += len(logits)
 
     def stop(self) -> NDArray[np.float64] | None:
         """Mean utility and density by position, [2, T], over layers, heads and sequences; None if no gate ran."""
-        for handle in self._handles:
-            handle.remove()
+        self._watch.close()
         seen = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._seen if self._sums else None
-        self._handles, self._sums, self._seen = [], [], 0
+        self._sums, self._seen = [], 0
         return seen

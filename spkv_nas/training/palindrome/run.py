@@ -29,8 +29,9 @@ from spkv_nas.base.files import write_json
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
+from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import check_manifest, is_complete, save
-from spkv_nas.model.hook import apply_layout, attach_gates
+from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.palindrome.measures import GateWatch, take_measures
 from spkv_nas.training.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule

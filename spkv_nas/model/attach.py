@@ -1,0 +1,196 @@
+"""Gates on any Hugging Face decoder that uses the attention interface, in place, and off again.
+
+``attach_gates`` switches a model to the attention function ``spkv``, finds its attention layers by watching which
+modules reach that function, and puts a forward pre-hook on each (``attention.py``). ``detach`` undoes all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GATED, GLOBAL, LOCAL, GateConfig
+from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.attention import (
+    GLOBAL_WINDOW,
+    AttentionCall,
+    GateSettings,
+    LayerState,
+    attention_layers,
+    install,
+    layer_state,
+    layer_states,
+    uninstall,
+    watch_calls,
+)
+from spkv_nas.model.gates import FixedGates, UtilityPredictor
+from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.model.section import write_section
+from spkv_nas.model.shape import config_shape
+
+
+def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
+    """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
+
+    Layers with a sliding window of their own by design (``layer_types``) stay as they are: nothing outside their
+    window is ever visible, so there is nothing to keep. Gates start in mode ``soft``, nearly open (``config.bias``).
+    With ``config.heads`` only its S heads have gates; G heads see all tokens, L heads the window (paper, appendix
+    "Ablating design choices", rows "3 SWA : 1 Full Attn").
+
+    Args:
+        model: any Hugging Face decoder that uses the attention interface.
+        config: window, predictor, and which heads; the defaults are the paper's.
+        seed: makes the predictors' initial weights repeatable; None draws from torch's global generator.
+
+    Raises:
+        UserError: the model has gates, its class or settings cannot be gated (see ``attention.py``), or
+            ``config.heads`` is for another number of layers or KV heads.
+    """
+    config = config or GateConfig()
+    if any(state.gate_window is not None for state in layer_states(model)):
+        raise UserError("this model has gates already: call detach(model) first")
+    if any(state.windows is not None for state in layer_states(model)):
+        detach(model)
+    hook_layers(model)
+    layers = list(attention_layers(model).values())
+    try:
+        rows = gate_rows(model, config, [layer_state(layer).num_kv_heads for layer in layers])
+    except UserError:
+        detach(model)
+        raise
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        for layer, row in zip(layers, rows, strict=True):
+            if row is not None:
+                install_gates(layer, row, config, model.config.get_text_config().hidden_size, model.device)
+    write_section(model, config)
+    dry_run(model)
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Remove gates, windows and hooks: the model is what it was before ``attach_gates`` or ``apply_layout``."""
+    for layer in attention_layers(model).values():
+        uninstall(layer)
+    before = getattr(model, "_spkv_before", None)
+    if before is not None:
+        attn_implementation, handle, caches = before
+        handle.remove()
+        model.set_attn_implementation(attn_implementation or "sdpa")
+        model.config.use_cache = caches[0]
+        if getattr(model, "generation_config", None):
+            model.generation_config.use_cache = caches[1]
+        del model._spkv_before
+    if hasattr(model.config, "spkv"):
+        del model.config.spkv
+
+
+def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
+    """Letters of each attention layer's heads; None for a layer that is local by design, which gates pass by.
+
+    Raises ``UserError`` if ``config.heads`` does not fit the model.
+    """
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
+    local = {i for i, kind in enumerate(kinds) if kind == "sliding_attention"}
+    if config.heads is None:
+        return [None if i in local else GATED * heads for i, heads in enumerate(num_kv_heads)]
+    check_heads("the grid of the gates' heads", [len(row) for row in config.heads], num_kv_heads)
+    wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
+    if wrong:
+        raise UserError(f"layer {wrong[0]} is local by design: its row of the gates' heads must be all {LOCAL}")
+    return [None if i in local else row for i, row in enumerate(config.heads)]
+
+
+def install_gates(
+    layer: nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
+) -> None:
+    """Put a predictor and its settings on one hooked attention layer; fixed windows where no head of it has a gate."""
+    state = layer_state(layer)
+    state.gate_window, state.settings.tau = config.window, config.tau
+    state.sinks = tuple(0 if letter == LOCAL else config.sinks for letter in row)
+    if GATED in row:
+        layer.utility_predictor = UtilityPredictor(model_size, row, config).to(device)
+    else:
+        layer.utility_predictor = FixedGates(row)
+        state.windows = tuple(GLOBAL_WINDOW if letter == GLOBAL else config.window for letter in row)
+
+
+def hook_layers(model: PreTrainedModel) -> None:
+    """Switch ``model`` to ``spkv`` and hook its attention layers. Does nothing on a model that is hooked already.
+
+    Raises:
+        UserError: the model cannot be hooked (see ``attention.py``).
+    """
+    if attention_layers(model):
+        return
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"expected a Hugging Face PreTrainedModel, found {type(model).__name__}")
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("spkv")
+        calls = dry_run(model)
+    except Exception:
+        model.set_attn_implementation(before)
+        raise
+    settings = GateSettings()
+    for call in calls:
+        install(call.module, LayerState(call.num_kv_heads, call.native_window, settings))
+    prepare(model, before)
+
+
+def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
+    """Model-wide part of hooking: refuse attention weights, generate without a cache, remember what was there."""
+    handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
+    generation = getattr(model, "generation_config", None)
+    caches = (model.config.use_cache, generation.use_cache if generation else None)
+    model._spkv_before = (attn_implementation, handle, caches)
+    model.config.use_cache = False
+    if generation:
+        generation.use_cache = False
+
+
+def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if kwargs.get("past_key_values") is not None and kwargs.get("use_cache") is False:
+        raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
+    if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
+        raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
+
+
+@torch.no_grad()
+def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
+    """One forward pass of 2 tokens through ``spkv``; the calls in order.
+
+    Raises ``UserError`` unless every one of the model's attention layers reached the function exactly once.
+    """
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    try:
+        with evaluation_mode(model), watch_calls() as calls:
+            model(input_ids=tokens, use_cache=False)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    with_attention = sum("linear" not in kind and kind != "conv" for kind in layer_types)
+    expected = with_attention or config_shape(model.config).num_layers
+    reached = len({id(call.module) for call in calls})
+    if reached != expected or len(calls) != expected:
+        raise UserError(
+            f"{type(model).__name__}: {reached} of {expected} attention layers reached the attention function, in "
+            f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
+            "the class does not use the attention interface of transformers, so gates would have no effect"
+        )
+    return calls
+
+
+def check_heads(what: str, rows: list[int], num_kv_heads: list[int]) -> None:
+    """Raise ``UserError`` unless ``what``, with ``rows`` KV heads by layer, fits a model with ``num_kv_heads``."""
+    if len(set(rows)) == 1 and len(set(num_kv_heads)) == 1:
+        check_grid(what, (len(rows), rows[0]), "the model", (len(num_kv_heads), num_kv_heads[0]))
+    elif rows != num_kv_heads:
+        own, other = (", ".join(map(str, heads)) for heads in (rows, num_kv_heads))
+        raise UserError(f"{what} is for layers of {own} KV heads, the model's layers have {other}")

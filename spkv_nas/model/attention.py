@@ -1,0 +1,301 @@
+"""What a hooked attention layer does in a forward pass: its gate, its windows, and the attention function ``spkv``.
+
+A forward pre-hook on each attention layer computes the layer's gate from the layer's own (normalised) input and hands
+it to the attention function by keyword, which keeps ``torch.compile`` and activation checkpointing working.
+
+What would change the maths without anybody noticing is refused with a ``UserError``: soft-capping, learned sinks,
+attention dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and
+padding without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from spkv_kernels import attention
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from spkv_nas.artifacts.gate_config import LOCAL
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, regularised
+
+GLOBAL_WINDOW = 1 << 30  # a window no sequence outgrows
+
+_REFUSED_KEYWORDS = {
+    "softcap": "soft-capping of attention scores",
+    "s_aux": "learned attention sinks",
+    "position_bias": "a position bias",
+}
+
+
+# (q [B, Hq, T, D], k, v [B, Hkv, T, D], scale of the scores) of a layer, to [B, Hq, T, D] in place of its attention,
+# or to None: the layer's attention is what it would be without the observer
+Observer = Callable[[Tensor, Tensor, Tensor, float], Tensor | None]
+
+
+@dataclass
+class GateSettings:
+    """How the gates of a model work now; one object for all its layers, changed by ``spkv_nas.model.modes`` alone.
+
+    Attributes:
+        density_weight: of each layer's mean utility in the loss.
+    """
+
+    mode: str = "soft"
+    tau: float = 0.5
+    anneal: float = 0.0
+    p_min: float = 0.0
+    density_weight: float = 0.0
+
+
+@dataclass
+class LayerState:
+    """What the hook of one attention layer knows. Lives on the layer, so that copies of the model keep it.
+
+    Attributes:
+        native_window: the checkpoint's own sliding window on this layer.
+        settings: the model's, the same object in every layer of it.
+        windows: per KV head, from a layout, or where no head has a gate.
+        gate_window: w of the gates; None: no gates.
+        sinks: first tokens that the gates always keep, per KV head.
+    """
+
+    num_kv_heads: int
+    native_window: int | None
+    settings: GateSettings = field(default_factory=GateSettings)
+    windows: tuple[int, ...] | None = None
+    gate_window: int | None = None
+    sinks: tuple[int, ...] = ()
+    observer: Observer | None = None
+    _made: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def own_window(self) -> int:
+        """Recent keys that a head of this layer sees in the checkpoint itself, without gates and layouts."""
+        return self.native_window or GLOBAL_WINDOW
+
+    def head_windows(self, *, gated: bool) -> tuple[int, ...]:
+        """Recent keys that each KV head always sees, of those beyond which a gate decides if the layer is ``gated``."""
+        if self.windows is not None:
+            return self.windows
+        window = self.gate_window if gated and self.gate_window is not None else self.own_window
+        return (window,) * self.num_kv_heads
+
+    def operator_window(self, device: torch.device, *, gated: bool) -> int | Tensor:
+        """``head_windows`` as the attention operator takes them: one number, or an int tensor [Hkv] on ``device``.
+
+        The tensor is made once for the same windows, because a copy to a GPU makes the program wait.
+        """
+        windows = self.head_windows(gated=gated)
+        if len(set(windows)) == 1:
+            return windows[0]
+        if self._made is None or self._made[0] != windows or self._made[1].device != device:
+            with torch.inference_mode(False):  # a later backward pass may need it
+                self._made = (windows, torch.tensor(windows, device=device))
+        return self._made[1]
+
+    def check_gate_reach(self, num_tokens: int) -> None:
+        """Raise ``UserError`` if gates would decide on keys that the checkpoint's own window hides."""
+        if self.windows is None and self.native_window is not None and num_tokens > self.native_window:
+            raise UserError(
+                f"the model's own sliding window of {self.native_window} keys is shorter than the sequence of "
+                f"{num_tokens} tokens, so gates beyond it would have no effect\n"
+                "set sliding_window to null in the model's config, or use shorter blocks"
+            )
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The hooked attention layers of a model by module name, in layer order."""
+    return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
+
+
+def layer_state(layer: nn.Module) -> LayerState:
+    """The hook state of a layer that ``attention_layers`` gave."""
+    state = layer.spkv
+    assert isinstance(state, LayerState)
+    return state
+
+
+def layer_states(model: nn.Module) -> list[LayerState]:
+    """The hook states of a model's attention layers, in layer order."""
+    return [layer_state(layer) for layer in attention_layers(model).values()]
+
+
+def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
+    """The predictor of an attention layer, or what stands in its place; None if the model's gates pass the layer by."""
+    predictor = getattr(layer, "utility_predictor", None)
+    assert predictor is None or isinstance(predictor, (UtilityPredictor, FixedGates))
+    return predictor
+
+
+def install(layer: nn.Module, state: LayerState) -> None:
+    """Put the hook and its state on one attention layer."""
+    layer.spkv = state  # type: ignore[assignment]  # a plain attribute, not a submodule
+    layer._spkv_handle = layer.register_forward_pre_hook(_pre_hook, with_kwargs=True)  # type: ignore[assignment]
+
+
+def uninstall(layer: nn.Module) -> None:
+    """Take the hook, its state and the predictor off a layer."""
+    layer._spkv_handle.remove()  # type: ignore[union-attr, operator]
+    del layer.spkv, layer._spkv_handle
+    if hasattr(layer, "utility_predictor"):
+        del layer.utility_predictor
+
+
+@dataclass
+class AttentionCall:
+    """One call of the attention function: by which module, and with what."""
+
+    module: nn.Module
+    num_kv_heads: int
+    native_window: int | None
+
+
+_CALLS: ContextVar[list[AttentionCall] | None] = ContextVar("spkv_calls", default=None)
+
+
+@contextmanager
+def watch_calls() -> Iterator[list[AttentionCall]]:
+    """The calls of the attention function inside the ``with`` block and its thread, in order."""
+    calls: list[AttentionCall] = []
+    token = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(token)
+
+
+def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    state = layer_state(layer)
+    settings = state.settings
+    extra: dict[str, Any] = {"spkv_state": state}
+    predictor = layer_predictor(layer)
+    cache = kwargs.get("past_key_values")
+    if cache is not None:
+        extra["spkv_cache"] = _cache_layer(cache, layer)
+    if predictor is not None and (settings.mode != "open" or LOCAL in predictor.row):
+        if cache is not None and getattr(predictor, "mix", None) is not None:
+            raise UserError("a bidirectional predictor waits for tokens to come: generate with use_cache=False")
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        logits = predictor(hidden_states, sinks=cache is None)  # with a cache, the first token is not that of the text
+        if settings.density_weight and isinstance(predictor, UtilityPredictor):
+            logits = regularised(logits, settings.density_weight)
+        if state.windows is None:
+            extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
+    return args, {**kwargs, **extra}
+
+
+def _cache_layer(cache: Any, layer: nn.Module) -> Any:
+    """The part of an ``SPKVCache`` that belongs to ``layer``."""
+    index = getattr(layer, "layer_idx", None)
+    if not isinstance(index, int) or index >= len(cache.layers) or not hasattr(cache.layers[index], "attend"):
+        raise UserError(
+            f"SP-KV attention cannot use a {type(cache).__name__}, which would keep every key: generate with "
+            "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
+        )
+    return cache.layers[index]
+
+
+def _attention_function(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function registered as ``spkv``: q [B, Hq, T, D], k and v [B, Hkv, T, D] to ([B, T, Hq, D], None)."""
+    if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:
+        calls.append(AttentionCall(module, key.shape[1], _native_window(kwargs)))
+    cache = kwargs.get("spkv_cache")
+    _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
+    state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
+    gate = kwargs.get("spkv_gate")
+    if cache is not None:
+        if gate is not None and gate.log_utility is not None:
+            raise UserError('gates of training keep every key: call set_gate_mode(model, "hard") to use a cache')
+        if state.gate_window is not None:
+            state.check_gate_reach(cache.get_seq_length() + query.shape[2])
+        keep = gate.keep if gate else None
+        cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, attention_mask, scaling)
+        return cached.transpose(1, 2).contiguous(), None
+    if state.observer is not None:
+        observed = state.observer(query, key, value, scaling or query.shape[-1] ** -0.5)
+        if observed is not None:
+            return observed.transpose(1, 2).to(value.dtype).contiguous(), None
+    if gate is not None:
+        state.check_gate_reach(query.shape[2])
+    out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
+        query.to(value.dtype),
+        key.to(value.dtype),
+        value,
+        window=state.operator_window(query.device, gated=gate is not None),
+        log_utility=gate.log_utility if gate else None,
+        keep=gate.keep if gate else None,
+        scale=scaling,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _native_window(kwargs: dict[str, Any]) -> int | None:
+    window = kwargs.get("sliding_window")
+    return int(window) if window is not None else None
+
+
+def _refuse_unsupported(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    kwargs: dict[str, Any],
+) -> None:
+    for keyword, what in _REFUSED_KEYWORDS.items():
+        if kwargs.get(keyword) is not None:
+            raise UserError(f"this model uses {what} ('{keyword}'), which SP-KV attention does not compute")
+    if attention_mask is not None and (attention_mask.ndim != 2 or kwargs.get("spkv_cache") is None):
+        what = "padding" if attention_mask.ndim == 2 else "an attention mask of its own"
+        raise UserError(f"this batch has {what}, which SP-KV attention would ignore: give full blocks instead")
+    if dropout:
+        raise UserError(f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config")
+    assert query.shape[2] == key.shape[2], "a cache that is not ours got past _cache_layer"
+    if query.shape[3] != value.shape[3]:
+        raise UserError(
+            f"value heads of size {value.shape[3]} differ from query heads of size {query.shape[3]} "
+            "(multi-head latent attention), which SP-KV attention does not compute"
+        )
+
+
+def _mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: Any,
+) -> Tensor | None:
+    """Which of the new tokens are no padding, bool [B, T] (None: all), for the attention function; refuses packing.
+
+    A causal mask is the operator's own business.
+    """
+    if not allow_is_causal_skip:
+        raise UserError(
+            "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
+            "ignore: leave position_ids out"
+        )
+    if attention_mask is None:
+        return None
+    real = attention_mask[:, -q_length:].bool()
+    return None if bool(real.all()) else real
+
+
+AttentionInterface.register("spkv", _attention_function)
+AttentionMaskInterface.register("spkv", _mask_function)

@@ -1,0 +1,31 @@
+"""Watch the utility logits of a model's gates while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from spkv_nas.model.attention import attention_layers, layer_predictor
+
+
+def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitStack:
+    """Call ``see(layer, logits [B, Hkv, T])`` each time that the gates of an attention layer run.
+
+    Layers count from 0, those that gates pass by too. Leave the ``with`` block, or ``close()``, to end it.
+    """
+    stack = ExitStack()
+    for index, layer in enumerate(attention_layers(model).values()):
+        predictor = layer_predictor(layer)
+        if predictor is not None:
+            stack.callback(predictor.register_forward_hook(_hook(index, see)).remove)
+    return stack
+
+
+def _hook(layer: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+    def hook(_module: nn.Module, _args: Any, logits: Tensor) -> None:
+        see(layer, logits)
+
+    return hook

@@ -1,0 +1,75 @@
+"""Which keys every KV head of a model sees: those of a layout, or, for as long as a probe runs, all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GLOBAL
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.attach import check_heads, detach, hook_layers
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
+from spkv_nas.model.modes import evaluation_mode, gate_mode
+from spkv_nas.model.section import gate_config, write_section
+
+
+def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:
+    """Give every KV head of ``model`` the window that ``layout`` says, in place.
+
+    A local head sees ``window`` keys (the layout's own by default), a global head all of them. Gates, if the model
+    has any, are removed: a hybrid has none.
+
+    Raises:
+        UserError: the layout is for another number of layers or KV heads, or the model cannot be hooked (see
+            ``attention.py``).
+    """
+    if any(state.gate_window is not None for state in layer_states(model)):
+        detach(model)
+    hook_layers(model)
+    layout = replace(layout, window=window or layout.window)
+    try:
+        windows = layout_windows(model, layout)
+    except UserError:
+        detach(model)
+        raise
+    for state, row in zip(layer_states(model), windows, strict=True):
+        state.windows = row
+    write_section(model, layout)
+
+
+def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
+    """The window of every KV head of a hooked model, by layer. Raises ``UserError`` if the layout does not fit it."""
+    heads = [state.num_kv_heads for state in layer_states(model)]
+    check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
+    return [tuple(GLOBAL_WINDOW if head == GLOBAL else layout.window for head in row) for row in layout.heads]
+
+
+@contextmanager
+def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
+    """Inside the ``with`` block every head sees all keys, whatever gates or layout it has; as before after it.
+
+    Layers that are local by design keep their window (``LayerState.own_window``). The model is in evaluation mode.
+    Yields the layers' states in order: the block may set their windows and observers.
+
+    Raises:
+        UserError: the model cannot be hooked (see ``attention.py``).
+    """
+    was_hooked = bool(attention_layers(model))
+    hook_layers(model)
+    states = layer_states(model)
+    before = [state.windows for state in states]
+    with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
+        try:
+            for state in states:
+                state.windows = (state.own_window,) * state.num_kv_heads  # where there are windows, gates have no say
+            yield states
+        finally:
+            for state, windows in zip(states, before, strict=True):
+                state.windows, state.observer = windows, None
+            if not was_hooked:
+                detach(model)

@@ -1,0 +1,176 @@
+"""What a probe counts while a model runs: the keys that every KV head keeps, by domain, document, position and logit.
+
+Memory is O(layers x KV heads) whatever the number of tokens: moments over documents are kept, from which the standard
+errors follow, and counts per document (per group of documents beyond 256), which are resampled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spkv_nas.artifacts.documents import group_documents
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.gates import keeps
+
+NUM_POSITION_BUCKETS = 16
+BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
+DOCUMENT_CELLS = 20_000_000  # largest histogram by document: its bins are 2, 4, ... bins wide (0.1, 0.2, ... of logit)
+
+
+@dataclass
+class Counts:
+    """Counts of one probe, on the model's device. ``P`` domains, ``L`` layers, ``H`` KV heads."""
+
+    kept: Tensor  # [P, L, H] tokens kept
+    kept_squared: Tensor  # [P, L, H] sum over documents of (kept tokens)^2
+    kept_times_tokens: Tensor  # [P, L, H] sum over documents of kept tokens x tokens
+    bins: Tensor  # [P * L * H * num_bins]
+    position: Tensor  # [L, H, buckets]
+    tokens: NDArray[np.int64]  # [P]
+    tokens_squared: NDArray[np.float64]  # [P] sum over documents of tokens^2
+    document_kept: Tensor  # [groups, L, H] tokens kept, by group of documents
+    document_bins: Tensor  # int32 [groups, L, H, coarse bins]
+    document_tokens: NDArray[np.int64]  # [groups]
+    documents: list[set[int]]  # document numbers by domain
+
+
+class Bins:
+    """The bins of a histogram of logits: fine ones by domain, and coarse ones, ``width`` of them in one, by document.
+
+    Bin 0 and the last one hold what lies outside ``BIN_LIMIT``.
+    """
+
+    num_fine = round(2 * BIN_LIMIT / BIN_WIDTH) + 2
+
+    def __init__(self, num_histograms: int) -> None:
+        """``num_histograms`` by document: the more of them, the coarser."""
+        widths = (2, 4, 8, 16, 32)
+        fitting = (w for w in widths if num_histograms * (self.num_fine // w + 2) <= DOCUMENT_CELLS)
+        self._width = next(fitting, widths[-1])
+        self.num_coarse = (self.num_fine - 2) // self._width + 2
+
+    def fine(self, logits: Tensor) -> Tensor:
+        """Number of each logit's fine bin."""
+        return ((logits + BIN_LIMIT) / BIN_WIDTH).floor_().clamp_(-1, self.num_fine - 2).long() + 1
+
+    def coarse(self, fine: Tensor) -> Tensor:
+        """Number of the coarse bin that a fine one lies in."""
+        return (fine - 1).div(self._width, rounding_mode="floor") + 1
+
+    @property
+    def fine_edges(self) -> NDArray[np.float64]:
+        """[num_fine - 1]."""
+        return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_fine - 1)
+
+    @property
+    def coarse_edges(self) -> NDArray[np.float64]:
+        """[num_coarse - 1]."""
+        return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_coarse - 1)
+
+
+class GateCounter:
+    """Adds up ``Counts`` over batches of blocks: ``begin``, then ``see`` for each layer, then ``end``.
+
+    Attributes:
+        counts: those of the batches that have ended, but for the last document, which ``finish`` adds.
+        domain_of: int64 [documents], number of each document's domain.
+        group_of: int64 [documents], number of the group that it is counted in.
+        bucket_of: int64 [T], number of each position's bucket.
+    """
+
+    def __init__(self, blocks: TokenBlocks, grid: Grid, tau: float, device: torch.device) -> None:
+        self._blocks, self._tau = blocks, tau
+        self._layers, self._heads = grid
+        numbers = {domain: i for i, domain in enumerate(blocks.domains)}
+        self.domain_of = np.array([numbers[d.domain] for d in blocks.documents])
+        self.group_of, groups = group_documents(self.domain_of, len(numbers))
+        num_buckets = min(NUM_POSITION_BUCKETS, blocks.block_size)
+        self.bucket_of = torch.arange(blocks.block_size, device=device) * num_buckets // blocks.block_size
+        self.bins = Bins(math.prod((groups, *grid)))
+        self.counts = _no_counts(len(numbers), groups, grid, num_buckets, self.bins, device)
+        self._open: tuple[int, Tensor, int] | None = None  # last document: number, kept [L, H], tokens
+
+    def begin(self, start: int, stop: int) -> None:
+        """Prepare for the blocks ``start:stop``."""
+        owner = self._blocks.document[start:stop]
+        self._numbers, index = np.unique(owner, return_inverse=True)
+        device = self.counts.kept.device
+        index = index.reshape(-1)
+        self._tokens = np.bincount(index, minlength=len(self._numbers))
+        self._membership = torch.zeros(index.size, len(self._numbers), device=device)
+        self._membership[torch.arange(index.size), torch.from_numpy(index).to(device)] = 1.0
+        domain = torch.from_numpy(self.domain_of[owner]).to(device)  # [B, T]
+        self._bin_base = domain * (self._layers * self._heads * self.bins.num_fine)
+        self._kept = torch.zeros(self._layers, self._heads, len(self._numbers), device=device)
+        column = torch.from_numpy(index.reshape(owner.shape)).to(device)
+        self._column_base = (column * (self._heads * self.bins.num_coarse))[:, None, :]  # [B, 1, T]
+        self._groups = torch.from_numpy(self.group_of[self._numbers]).to(device)
+        np.add.at(self.counts.document_tokens, self.group_of[self._numbers], self._tokens)
+
+    def see(self, layer: int, logits: Tensor) -> None:
+        """Count the gates of one layer, utility logits [B, H, T]."""
+        kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
+        self._kept[layer] = kept.flatten(1) @ self._membership
+        self.counts.position[layer].index_add_(1, self.bucket_of, kept.sum(1).double())
+        fine = self.bins.fine(logits)
+        head = torch.arange(self._heads, device=logits.device)[None, :, None]
+        flat = fine + (head + layer * self._heads) * self.bins.num_fine + self._bin_base[:, None, :]
+        self.counts.bins += torch.bincount(flat.flatten(), minlength=self.counts.bins.numel())
+        flat = self.bins.coarse(fine) + head * self.bins.num_coarse + self._column_base
+        shape = (len(self._numbers), self._heads, self.bins.num_coarse)
+        coarse = torch.bincount(flat.flatten(), minlength=math.prod(shape)).view(shape)
+        self.counts.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
+
+    def end(self) -> None:
+        """Close the batch: documents that ended are added to the moments, the last one stays open."""
+        self.counts.document_kept.index_add_(0, self._groups, self._kept.permute(2, 0, 1).double())
+        for column, number in enumerate(self._numbers.tolist()):
+            kept, tokens = self._kept[:, :, column].double(), int(self._tokens[column])
+            if self._open is not None and self._open[0] == number:
+                kept, tokens = kept + self._open[1], tokens + self._open[2]
+                self._open = None
+            self._close_document()
+            self._open = (number, kept, tokens)
+
+    def finish(self) -> Counts:
+        """The counts of everything seen."""
+        self._close_document()
+        return self.counts
+
+    def _close_document(self) -> None:
+        if self._open is None:
+            return
+        number, kept, tokens = self._open
+        domain = int(self.domain_of[number])
+        self.counts.kept[domain] += kept
+        self.counts.kept_squared[domain] += kept**2
+        self.counts.kept_times_tokens[domain] += kept * tokens
+        self.counts.tokens[domain] += tokens
+        self.counts.tokens_squared[domain] += tokens**2
+        self.counts.documents[domain].add(number)
+        self._open = None
+
+
+def _no_counts(num_domains: int, groups: int, grid: Grid, num_buckets: int, bins: Bins, device: torch.device) -> Counts:
+    shape = (num_domains, *grid)
+    kept, kept_squared, kept_times_tokens = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
+    return Counts(
+        kept=kept,
+        kept_squared=kept_squared,
+        kept_times_tokens=kept_times_tokens,
+        bins=torch.zeros(math.prod(shape) * bins.num_fine, dtype=torch.int64, device=device),
+        position=torch.zeros(*grid, num_buckets, dtype=torch.float64, device=device),
+        tokens=np.zeros(num_domains, dtype=np.int64),
+        tokens_squared=np.zeros(num_domains),
+        document_kept=torch.zeros(groups, *grid, dtype=torch.float64, device=device),
+        document_bins=torch.zeros(groups, *grid, bins.num_coarse, dtype=torch.int32, device=device),
+        document_tokens=np.zeros(groups, dtype=np.int64),
+        documents=[set() for _ in range(num_domains)],
+    )
