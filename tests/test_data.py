@@ -102,6 +102,14 @@ class TestSplit:
         again = load_heldout(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
         assert np.array_equal(again.tokens, kept_out.tokens)
 
+    def test_a_damaged_cache_is_named(self, recipe: Recipe, recipe_file: Path, tmp_path: Path) -> None:
+        """A file that was cut off used to end in a traceback."""
+        tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
+        folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
+        (folder / "train.npz").write_bytes((folder / "train.npz").read_bytes()[:-50])
+        with pytest.raises(UserError, match=r"train\.npz is damaged: .*\nremove it: the text is then tokenised again"):
+            read_split(folder, recipe.data)
+
     def test_the_tokenizer_never_sees_held_out_text(
         self, recipe: Recipe, recipe_file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -188,6 +188,18 @@ class TestRefused:
         with pytest.raises(UserError, match=r'set_gate_mode\(model, "hard"\)'):
             generate(model, *prompts(), past_key_values=SPKVCache(model))
 
+    def test_more_tokens_than_the_models_own_window(self) -> None:
+        """With a cache, gates used to reach beyond it, which whole passes refuse."""
+        model = tiny_model("mistral", sliding_window=10)
+        attach_gates(model, GateConfig(window=6), seed=0)
+        model.generation_config.eos_token_id = None
+        ids = prompts()[0][1:2, :8]
+        for mode in ("hard", "open"):
+            set_gate_mode(model, mode)
+            generate(model, ids, torch.ones_like(ids), past_key_values=SPKVCache(model), max_new_tokens=3)
+            with pytest.raises(UserError, match="sliding window of 10 keys is shorter than the sequence of 11 tokens"):
+                generate(model, ids, torch.ones_like(ids), past_key_values=SPKVCache(model), max_new_tokens=4)
+
     def test_a_predictor_that_looks_ahead(self) -> None:
         model = tiny_model()
         attach_gates(model, GateConfig(window=6, predictor="bidirectional", kernel_size=5))

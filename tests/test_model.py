@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import attach_gates, detach
+from spkv_nas.model.attach import attach_gates, check_heads, detach
 from spkv_nas.model.attention import attention_layers, layer_state
 from spkv_nas.model.checkpoint import MANIFEST, load, save
 from spkv_nas.model.gates import gate_from_logits, predictors
 from spkv_nas.model.modes import set_gate_mode
+from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import apply_layout
 
 CONFIG = GateConfig(window=6, hidden_size=16)
@@ -147,6 +150,11 @@ class TestLayouts:
         restored, _ = load(tmp_path)
         assert torch.equal(logits(restored, tokens), expected)
 
+    def test_a_model_whose_layers_differ_in_heads(self) -> None:
+        check_heads("the grid", [2, 4], [2, 4])
+        with pytest.raises(UserError, match="the grid is for layers of 2, 2 KV heads, the model's layers have 2, 4"):
+            check_heads("the grid", [2, 2], [2, 4])
+
     def test_another_shape_is_refused(self) -> None:
         with pytest.raises(UserError, match="4 layers x 2 KV heads"):
             apply_layout(tiny_model(), Layout(("GLG",) * 4, window=5))
@@ -219,6 +227,29 @@ class TestRefusals:
     def test_a_model_without_gates(self) -> None:
         with pytest.raises(UserError, match="no gates"):
             set_gate_mode(tiny_model(), "soft")
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "expected"),
+    [
+        ("llama", {}, (4, 4, 2, 8)),
+        ("qwen3", {"head_dim": 16}, (4, 4, 2, 16)),
+        ("gpt_neox", {"num_key_value_heads": None}, (4, 4, 4, 8)),
+        ("gpt2", {"n_layer": 3, "n_head": 2, "n_embd": 32}, (3, 2, 2, 16)),
+    ],
+)
+def test_the_heads_that_a_config_says(family: str, options: dict[str, Any], expected: tuple[int, ...]) -> None:
+    """Of families without grouped queries, and of those whose config has other names."""
+    if family != "gpt2":
+        options = {
+            "hidden_size": 32,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        } | options
+    shape = config_shape(AutoConfig.for_model(family, **options))
+    assert dataclasses.astuple(shape) == expected
+    assert shape.grid == expected[::2]
 
 
 class TestDamage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
 from itertools import permutations
@@ -152,6 +153,21 @@ class TestCache:
         mended = zero_shot(model, LAYOUTS[1:2], blocks, cache=tmp_path)
         assert same(mended[0], first[2])
         assert same(DocumentNLL.read(tmp_path / f"{LAYOUTS[1].content_hash}.npz"), first[2])
+
+    def test_a_damaged_score_is_computed_again(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        """A flipped bit used to end in an error of zlib's, where the numbers are compressed."""
+        model = tiny_model(vocab_size=300)
+        whole = zero_shot(model, LAYOUTS[:1], blocks, cache=tmp_path)[0]
+        file = tmp_path / f"{LAYOUTS[0].content_hash}.npz"
+        content = file.read_bytes()
+        for place in range(len(content)):
+            file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+            with contextlib.suppress(UserError):
+                assert same(DocumentNLL.read(file), whole)
+        file.write_bytes(content[:59] + b"\xff" + content[60:])
+        with pytest.raises(UserError, match=r"npz is damaged: .*\nremove its folder"):
+            DocumentNLL.read(file)
+        assert same(zero_shot(model, LAYOUTS[:1], blocks, cache=tmp_path)[0], whole)
 
     def test_its_folder_names_checkpoint_dtype_and_text(
         self,

@@ -41,7 +41,7 @@ Observer = Callable[[Tensor, Tensor, Tensor, float], Tensor | None]
 
 @dataclass
 class GateSettings:
-    """How the gates of a model work now; one object for all its layers, changed by ``spkv_nas.model.modes`` alone.
+    """How the gates of a model work now: one object for all its layers, which ``spkv_nas.model.modes`` changes.
 
     Attributes:
         density_weight: of each layer's mean utility in the loss.

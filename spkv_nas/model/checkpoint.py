@@ -27,7 +27,7 @@ from transformers import (
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, sha256_file, write_atomic
+from spkv_nas.base.files import read_text, sha256_file, write_json
 from spkv_nas.model.attach import dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install
 from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
@@ -60,7 +60,7 @@ def write_manifest(folder: Path) -> None:
     """Record the SHA-256 of every file of ``folder``; the last file to be written, so it marks completeness."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     hashes = {str(p.relative_to(folder)): sha256_file(p) for p in files}
-    write_atomic(folder / MANIFEST, json.dumps({"sha256": hashes}, indent=1) + "\n")
+    write_json(folder / MANIFEST, {"sha256": hashes})
 
 
 def check_manifest(folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Signals that say which KV heads need global attention, density first, each measured in one pass over text."""
+"""Signals that say which KV heads need global attention, density first, each measured on text."""
