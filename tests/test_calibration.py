@@ -30,7 +30,7 @@ from spkv_nas.cost.timing import time_attention
 from spkv_nas.stages import cost as cost_stages
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
-SHAPE = Shape(1000, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8)
+SHAPE = Shape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=1000)
 LAYOUT = Layout(("GL", "LL", "GG"), window=4)
 DECODE = {(100, 0): 1.0, (100, 1): 2.0, (100, 2): 4.0, (400, 0): 1.0, (400, 1): 5.0, (400, 2): 10.0}
 
@@ -72,7 +72,7 @@ class TestInterpolation:
             (lambda c: c.layer_seconds(100, density=1.5), r"in \[0, 1\]; found 1.5"),
             (lambda c: c.layer_seconds(100, density=0.5, window=8), "for a window of 4, not 8"),
             (lambda c: c.layout_seconds(Layout(("GLL",), 4), 100), "has 3 KV heads per layer, the times are for 2"),
-            (lambda c: c.check_shape(Shape(1, 3, 6, 2, 8)), "the model has 6 query heads, 2 KV heads of size 8"),
+            (lambda c: c.check_shape(Shape(3, 6, 2, 8, 1)), "the model has 6 query heads, 2 KV heads of size 8"),
         ],
     )
     def test_what_was_not_measured(self, call: Callable[[Calibration], object], message: str) -> None:

@@ -27,6 +27,8 @@ from spkv_nas.proposal.constraints import Constraints, parse_layers, read_weight
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.common import read_requirements
+from spkv_nas.stages.options import ProposeOptions, SearchOptions
 
 Mask = np.ndarray
 
@@ -267,7 +269,7 @@ class TestMemory:
         assert self.cost.global_head == 2 * 131072 * 128 * 2 * 16
         assert self.cost.local_head == 2 * 128 * 128 * 2 * 16
         assert self.cost.total(3, 10) == 3 * self.cost.global_head + 7 * self.cost.local_head
-        shape = Shape(0, num_layers=2, num_heads=5, num_kv_heads=5, head_dim=128)
+        shape = Shape(num_layers=2, num_heads=5, num_kv_heads=5, head_dim=128, num_parameters=0)
         assert self.cost.total(3, 10) == pytest.approx(16 * kv_cache_bytes(shape, 131072, density=0.3, window=128))
 
     def test_the_largest_budget_fits_and_the_next_does_not(self) -> None:
@@ -336,11 +338,10 @@ def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
 
 
 def test_requirements_from_the_texts_of_options() -> None:
-    requirements = Requirements.of(context="8k", global_layers="0,2-3", min_per_layer=1, weights=None)
+    requirements = read_requirements(ProposeOptions(context="8k", global_layers="0,2-3", min_per_layer=1))
     assert requirements == Requirements(Constraints(min_per_layer=1, global_layers=(0, 2, 3)), context=8192)
-    assert Requirements.of() == Requirements()
-    assert not Requirements.of(context="8k").is_solved
-    assert Requirements.of(robust=True).is_solved
+    assert read_requirements(ProposeOptions()) == Requirements()
+    assert not read_requirements(SearchOptions(context="8k")).is_solved
 
 
 class TestCommand:

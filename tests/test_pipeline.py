@@ -39,6 +39,7 @@ def test_the_whole_path(
     main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *place])
     assert "coverage" in capsys.readouterr().out
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
+    printed = capsys.readouterr().out
     main(["report", "--probe", "tiny", *place])
     rows = pd.read_csv(workspace / "reports" / "tiny" / "comparison.csv").set_index("strategy")
     assert set(rows.index) == {
@@ -63,6 +64,9 @@ def test_the_whole_path(
     assert densest.hash == layout.hash
     section = json.loads((densest.checkpoint / "config.json").read_text())["spkv"]["layout"]
     assert (tuple(section["heads"]), section["window"]) == (layout.heads, layout.window)
+    assert f"densest, seed 0: {densest.checkpoint}" in printed
+    main(["export", "--model", str(densest.checkpoint), "--out", str(tmp_path / "hybrid")])
+    assert "loads with spkv_nas.load" in capsys.readouterr().out
     monkeypatch.setattr("spkv_nas.training.trainer.SPKVTrainer.train", lambda *_, **__: pytest.fail("trained again"))
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
     checkpoint = next((workspace / "runs" / "tiny" / "branches").glob("sp-kv-*")) / "final"

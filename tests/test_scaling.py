@@ -257,7 +257,7 @@ class TestCost:
         with torch.no_grad():
             cache = model(input_ids=torch.zeros(1, 24, dtype=torch.int64), use_cache=True).past_key_values
         held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-        shape = Shape(0, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
+        shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=0)
         assert kv_cache_bytes(shape, 24, element_size=4) == held
         assert kv_bytes_per_token(shape, element_size=4) == held / 24
 
@@ -284,7 +284,7 @@ class TestCost:
         else:
             apply_layout(model, Layout(("GL",) * 4, window=6))
         save(model, tiny_tokenizer, tmp_path / "m")
-        shape = Shape(num_parameters, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8)
+        shape = Shape(num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=num_parameters)
         assert read_shape(tmp_path / "m") == shape
         assert read_shape(tmp_path / "m" / "config.json") == shape
 

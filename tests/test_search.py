@@ -342,7 +342,7 @@ class TestResults:
 class TableJudge:
     """Judges layouts by a table's densities, without any model; ``done`` are its retrainings, in order."""
 
-    shape = Shape(1000, 6, 6, 3, 4)
+    shape = Shape(6, 6, 3, 4, 1000)
     identity = "none"
     tokens_chosen_on = tokens_judged_on = 100
 

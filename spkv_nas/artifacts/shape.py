@@ -1,4 +1,4 @@
-"""What cost depends on in a decoder: its size and its heads."""
+"""The heads of a decoder, and what its cost depends on besides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from spkv_nas.artifacts.grid import Grid
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What cost depends on in a decoder: N (parameters without the embeddings), L, Hq, Hkv, D."""
+class HeadShape:
+    """The heads of a decoder: L, Hq, Hkv, D."""
 
-    num_parameters: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -26,3 +25,10 @@ class Shape:
     def attention_width(self) -> int:
         """d_attn = Hq * D."""
         return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Shape(HeadShape):
+    """What cost depends on: the heads, and N, the parameters without the embeddings."""
+
+    num_parameters: int

@@ -86,7 +86,7 @@ def read_table(file: Path, what: str, columns: Sequence[Column], *, others: bool
             its column holds, a line of another length than the header, no rows.
     """
     required = tuple(column.name for column in columns if column.default is None)
-    cells = read_cells(file, what, required, tuple(column.name for column in columns), others=others)
+    cells = _read_cells(file, what, required, tuple(column.name for column in columns), others=others)
     parsed = {}
     for column in columns:
         texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
@@ -94,7 +94,7 @@ def read_table(file: Path, what: str, columns: Sequence[Column], *, others: bool
     return pd.DataFrame(parsed)
 
 
-def read_cells(
+def _read_cells(
     file: Path, what: str, required: tuple[str, ...], names: tuple[str, ...], *, others: bool = False
 ) -> pd.DataFrame:
     """The cells of a CSV file as text, indexed by line number; ``what`` names the kind of file in errors.
@@ -155,19 +155,3 @@ def _is_right(values: pd.Series[float], column: Column) -> pd.Series[bool]:
     if column.kind == "whole":
         right &= (values == values.round()) & (values.abs() <= _LARGEST_WHOLE)
     return right
-
-
-def numbers(
-    column: pd.Series[str], where: str, *, whole: bool = False, low: int = 0, high: float = math.inf
-) -> pd.Series[float]:
-    """The texts of a column as numbers in [low, high]; ``where`` starts the message of the ``UserError``."""
-    values = pd.to_numeric(column, errors="coerce")
-    bad = ~(np.isfinite(values) & (values >= low) & (values <= high))
-    if whole:
-        bad |= values != values.round()
-    if bad.any():
-        index = column.index[int(bad.to_numpy().argmax())]
-        number = f"a number from {low}" if high == math.inf else f"a number in [{low}, {high:g}]"
-        expected = f"a whole number from {low}" if whole else number
-        raise UserError(f"{where}, line {index}: column '{column.name}' must be {expected}; found '{column[index]}'")
-    return values

@@ -1,29 +1,39 @@
-"""What the commands of ``cli`` print: tables and sentences."""
+"""Results for people: tables and sentences of the path, of training and evaluation, and of layouts."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
-from spkv_nas.base.distributed import process_index
-from spkv_nas.cli.search import change
+from spkv_nas.cli.console import caution, err, out, place, say
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from spkv_nas.artifacts.density import DensityTable
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.base.workspace import Workspace
-    from spkv_nas.evaluation.sweep import Evaluation
     from spkv_nas.model.generation import Generation
+    from spkv_nas.stages.evaluate import EvaluationResult, ScoreResult
+    from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
+    from spkv_nas.stages.options import DiffOptions
+    from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
+    from spkv_nas.stages.train import AblationResult
+    from spkv_nas.training.hybrids import Comparison
 
-out = Console(highlight=False, quiet=process_index() > 0)
-err = Console(stderr=True, highlight=False, quiet=process_index() > 0)
+_CURVE_ROWS = 16  # of a budget curve, printed
+_STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
+
+
+def change(percent: float, error: float | None = None) -> str:
+    """A change of NLL such as ``+0.894 ± 0.082``; a dash for NaN."""
+    if math.isnan(percent):
+        return "-"
+    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {error:.3f}"
 
 
 def probe(table: DensityTable) -> None:
@@ -36,46 +46,146 @@ def probe(table: DensityTable) -> None:
         f"({densest[0]:.2f})"
     )
     for line in table.diagnosis():
-        err.print(f"[yellow]{escape(line)}[/yellow]")
+        caution(line)
 
 
-def proposal(table: DensityTable, layouts: dict[str, Layout], rows: pd.DataFrame, place: Workspace) -> None:
-    """Layouts by coverage."""
+def proposal(result: ProposalResult) -> None:
+    """Layouts by coverage, and what else was asked."""
     from spkv_nas.proposal.answer import random_spread
 
+    answer = result.answer
+    table, spread = answer.table, random_spread(answer.rows)
     measure = f"density coverage at tau {table.tau:g}" if table.signal == "density" else f"coverage of {table.signal}"
     shown = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
-    for row in rows.itertuples():
+    for row in answer.rows.itertuples():
         shown.add_row(
             row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}", row.note
         )
     out.print(shown)
-    spread = random_spread(rows)
     if spread is not None and spread.standard_deviation > 0:
         out.print(
             f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
             f"standard deviation {100 * spread.standard_deviation:.2f}"
         )
-    out.print(f"layouts: {place.layout_dir(table.name)}")
+    out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
+    for sentence in result.sentences:
+        say(sentence)
+    if result.advice is not None:
+        caution(result.advice)
 
 
-def evaluation(name: str, evaluation: Evaluation, rows: pd.DataFrame | None) -> None:
-    """Held-out NLL, or with ``rows`` a sweep of thresholds."""
+def budgets(result: BudgetsResult) -> None:
+    """A budget curve, thinned, with its knee."""
+    from spkv_nas.base.units import format_bytes
+    from spkv_nas.proposal.stability import LEVEL
+
+    table, rows, knee = result.curve.table, result.curve.rows, result.curve.knee
+    is_known, has_memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
+    columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]
+    columns += [*(["from", "to"] if is_known else []), "worst domain %", *(["memory"] if has_memory else [])]
+    interval = f"; from, to: {100 * LEVEL:.0f} % interval" if is_known else ""
+    shown = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval}")
+    step = -(-len(rows) // _CURVE_ROWS)
+    for row in rows.itertuples():
+        if row.Index % step and row.budget != knee.budget and row.Index != len(rows) - 1:
+            continue
+        cells = {
+            "budget": f"{row.budget}{' knee' if row.budget == knee.budget else ''}",
+            "heads": str(row.num_global),
+            "coverage %": f"{100 * row.coverage:.2f}",
+            "from": f"{100 * row.coverage_low:.2f}",
+            "to": f"{100 * row.coverage_high:.2f}",
+            "worst domain %": f"{100 * row.worst_domain:.2f}",
+            "memory": format_bytes(int(row.kv_bytes)) if has_memory else "",
+        }
+        shown.add_row(*(cells[column] for column in columns))
+    out.print(shown)
+    out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
+    if result.caution is not None:
+        say(result.caution)
+    place("curve", result.folder / "budgets.png")
+    place("layouts", result.folder / "budgets")
+
+
+def agreement(result: AgreementResult) -> None:
+    """How far probes agree, pair by pair."""
+    from spkv_nas.proposal.agreement import short_labels
+
+    rows = result.rows
+    first, labels = rows.iloc[0], short_labels(rows)
+    shown = Table(
+        Column(overflow="fold"), Column(overflow="fold"), "Jaccard", "Spearman", "transfer %", "mean |Δ|",
+        title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
+    )  # fmt: skip
+    for row in rows.itertuples():
+        shown.add_row(
+            escape(labels[row.first]), escape(labels[row.second]), f"{row.jaccard:.2f}", f"{row.spearman:.3f}",
+            f"{100 * row.transfer:.1f}", f"{row.mean_difference:.3f}",
+        )  # fmt: skip
+    out.print(shown)
+    out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
+    place("figure", result.folder / "agreement.png")
+
+
+def comparison(result: Comparison) -> None:
+    """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
+    shown = Table(
+        "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
+        title="retrained from one dense checkpoint",
+    )  # fmt: skip
+    for row in result.rows.itertuples():
+        shown.add_row(
+            row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
+            change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
+            change(row.delta_nll_percent, row.delta_nll_standard_error),
+        )  # fmt: skip
+    out.print(shown)
+    for measure, found in result.correlations.items():
+        if found is not None:
+            low, high = found["interval"]
+            out.print(
+                f"rank correlation of {measure} and ΔNLL over {found['layouts']} layouts: {found['rho']:+.2f} "
+                f"(p = {found['p_value']:.2f}, 95 % interval {low:+.2f} to {high:+.2f}; "
+                f"{'-1' if measure == 'coverage' else '+1'} would mean that it orders them perfectly)"
+            )
+    out.print("checkpoints, for spkv-nas export, evaluate and generate:")
+    for model in result.models:
+        out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
+
+
+def evaluation(result: EvaluationResult) -> None:
+    """Held-out NLL, or a sweep of thresholds."""
+    evaluation = result.evaluation
     num_tokens = evaluation.nll.num_tokens
     text = f"{num_tokens.sum():,} tokens in {(num_tokens > 0).sum()} documents"
-    if rows is None:
+    if result.sweep is None:
         gated = (
             f", density {100 * evaluation.density:.1f} % at tau {evaluation.tau:g}"
             if evaluation.density is not None
             else ""
         )
-        out.print(f"[bold]{escape(name)}[/bold]: NLL {evaluation.nll.mean:.4f}{gated}; {text}")
+        out.print(f"[bold]{escape(result.name)}[/bold]: NLL {evaluation.nll.mean:.4f}{gated}; {text}")
         return
-    shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(name)}: {text}")
-    for row in rows.itertuples():
-        change = f"{row.delta_nll_percent:+.3f} ± {row.delta_nll_standard_error:.3f}" if row.tau else "-"
-        shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", change)
+    shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
+    for row in result.sweep.itertuples():
+        moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
     out.print(shown)
+    place("sweep", result.folder / "tau-sweep.png")
+
+
+def scores(result: ScoreResult) -> None:
+    """Zero-shot scores."""
+    title = f"{escape(result.name)}: without training"
+    shown = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
+    for row in result.rows.itertuples():
+        covered = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        shown.add_row(
+            escape(row.strategy), str(row.num_global), covered, f"{row.nll:.4f}",
+            change(row.delta_nll_percent, row.delta_nll_standard_error),
+        )  # fmt: skip
+    out.print(shown)
+    place("scores", result.folder / "zero-shot.csv")
 
 
 def generation(result: Generation) -> None:
@@ -102,61 +212,44 @@ def palindrome(rows: pd.DataFrame) -> None:
     out.print(shown)
 
 
-def scaling(name: str, law: dict[str, Any]) -> None:
-    """One fitted law and what it predicts."""
-    title = f"{name}, {law['variant']}" if law["variant"] else name
-    shown = Table("", "value", f"{law['confidence']:.0%} interval", title=escape(f"{title}: {law['law']}"))
-    for parameter, (value, low, high) in law["parameters"].items():
-        shown.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
+def ablations(result: AblationResult) -> None:
+    """Variants of one recipe against the first."""
+    shown = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=escape(result.name))
+    for row in result.rows.itertuples():
+        error = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        moved = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
+        shown.add_row(escape(row.name), f"{row.density_percent:.1f}", moved, f"{row.nll:.4f}", error)
     out.print(shown)
-    out.print(
-        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; a run's standard deviation {law['residual']:.4f}"
-    )
-    last = law["leave_last_out"]
-    if last["predicted"] is not None:
-        out.print(
-            f"last run from the others: {escape(last['name'])} predicted {last['predicted']:.4f}, "
-            f"is {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
-        )
-    for run in law["runs"]:
-        if run["held_out"]:
-            out.print(
-                f"held out: {escape(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
-                f"{run['high']:.4f}), is {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
-            )
 
 
-def comparison(rows: pd.DataFrame, correlations: dict[str, dict[str, Any] | None]) -> None:
-    """Retrained layouts, and how well cheaper measures order them."""
-    shown = Table(
-        "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
-        title="retrained from one dense checkpoint",
-    )  # fmt: skip
-    for row in rows.itertuples():
-        shown.add_row(
-            row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
-            change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
-            change(row.delta_nll_percent, row.delta_nll_standard_error),
-        )  # fmt: skip
-    out.print(shown)
-    for measure, found in correlations.items():
-        if found is not None:
-            low, high = found["interval"]
-            out.print(
-                f"rank correlation of {measure} and ΔNLL over {found['layouts']} layouts: {found['rho']:+.2f} "
-                f"(p = {found['p_value']:.2f}, 95 % interval {low:+.2f} to {high:+.2f}; "
-                f"{'-1' if measure == 'coverage' else '+1'} would mean that it orders them perfectly)"
-            )
+def layout(shown: ShownLayout) -> None:
+    """A layout's grid, with the number of global heads of every layer."""
+    covered = "" if shown.coverage is None else f", coverage {100 * shown.coverage:.2f} %"
+    out.print(Text(f"{shown.file}: {_describe(shown.layout)}{covered}"), soft_wrap=True)
+    _grid(shown.layout.heads, [str(row.count("G")) for row in shown.layout.heads])
 
 
-def scores(name: str, rows: pd.DataFrame, folder: Path) -> None:
-    """Zero-shot scores."""
-    shown = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=f"{escape(name)}: without training")
-    for row in rows.itertuples():
-        covered = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
-        shown.add_row(
-            escape(row.strategy), str(row.num_global), covered, f"{row.nll:.4f}",
-            change(row.delta_nll_percent, row.delta_nll_standard_error),
-        )  # fmt: skip
-    out.print(shown)
-    out.print(f"scores: {escape(str(folder / 'zero-shot.csv'))}")
+def difference(options: DiffOptions, compared: ComparedLayouts) -> None:
+    """How two layouts differ."""
+    one, other, differs = compared.one, compared.other, compared.difference
+    if compared.same:
+        out.print(f"the same layout: {_describe(one)}", soft_wrap=True)
+        return
+    out.print(Text(f"- {options.a}: {_describe(one)}\n+ {options.b}: {_describe(other)}"), soft_wrap=True)
+    out.print(f"{differs.num_heads} heads differ, Jaccard index of the global heads {differs.jaccard:.3f}")
+    if differs.num_heads:
+        out.print("G global in both, . local in both, - global in the first only, + in the second only")
+        _grid(differs.marks, ["" for _ in differs.marks])
+
+
+def _describe(layout: Layout) -> str:
+    share = f"{layout.num_global} of {layout.num_heads} global ({100 * layout.num_global / layout.num_heads:.1f} %)"
+    size = f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads"
+    return f"{size}, {share}, window {layout.window}, hash {layout.hash}"
+
+
+def _grid(rows: Sequence[str], notes: Sequence[str]) -> None:
+    """One line per layer: its number, its marks, a note."""
+    for layer, (row, note) in enumerate(zip(rows, notes, strict=True)):
+        marks = [(mark, _STYLES[mark]) for mark in row]
+        out.print(Text.assemble(f"{layer:>4}  ", *marks, f"  {note}".rstrip()), soft_wrap=True)

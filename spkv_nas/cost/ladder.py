@@ -66,7 +66,7 @@ class Level:
         attention = 2 * width * head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * width * self.intermediate_size + 2 * width
         num_parameters = self.num_layers * layer + width
-        return Shape(num_parameters, self.num_layers, self.num_heads, self.num_kv_heads, head_dim)
+        return Shape(self.num_layers, self.num_heads, self.num_kv_heads, head_dim, num_parameters)
 
     @property
     def num_tokens(self) -> int:

@@ -16,6 +16,7 @@ from spkv_kernels.timing import device_name, interleaved
 from torch import Tensor
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.version import environment
 from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
 from spkv_nas.cost.formulas import head_bytes, visible_keys
@@ -27,9 +28,7 @@ _MAX_LAYERS = 8
 _CACHE_BYTES = 1 << 28  # of all caches at once, unless one for each number of global heads takes more
 
 
-def time_attention(
-    case: LayerCase, contexts: Sequence[int], *, progress: Callable[[int, int], None] | None = None
-) -> Calibration:
+def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progress | None = None) -> Calibration:
     """Time ``case`` at each of ``contexts`` (ascending); prefill stops where a call would take ``PREFILL_SECONDS``.
 
     ``progress`` is told (done, total) steps.

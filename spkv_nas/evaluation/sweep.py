@@ -8,7 +8,7 @@ changes the utilities in all later ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_yaml
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.density import DensityWatch
@@ -29,8 +30,6 @@ from spkv_nas.model.section import gate_config
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 DEFAULT_POINTS = 13
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_yaml
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -57,7 +58,7 @@ def zero_shot(
     *,
     batch_size: int = 8,
     cache: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[DocumentNLL]:
     """NLL by document of ``blocks`` under ``model`` with each layout on its weights, in the order of ``layouts``.
 

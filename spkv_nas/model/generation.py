@@ -6,7 +6,6 @@ A model with gates or a layout decodes with ``SPKVCache``, any other one with th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import Cache
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Announce
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.cache import SPKVCache
 from spkv_nas.model.modes import evaluation_mode, gate_mode
@@ -62,7 +62,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
-    stream: Callable[[str], None] | None = None,
+    stream: Announce | None = None,
 ) -> Generation:
     """Continue ``prompt`` until the end-of-text token or ``max_new_tokens``.
 
@@ -86,13 +86,7 @@ def generate(
     if num_prompt_tokens == 0:
         raise UserError("the prompt is empty: give some text to continue")
     tau = gates.tau if gates and tau is None else tau
-    own = model.generation_config
-    eos = own.eos_token_id if own is not None and own.eos_token_id is not None else tokenizer.eos_token_id
-    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=temperature > 0, use_cache=True, eos_token_id=eos,
-        pad_token_id=eos[0] if isinstance(eos, list) else eos, **options,
-    )  # fmt: skip
+    config = _config(model, tokenizer, max_new_tokens, temperature, top_p)
     streamer = _TimedStreamer(tokenizer, stream)
     as_hard = gate_mode(model, "hard", tau) if gates else nullcontext()
     with torch.random.fork_rng(), evaluation_mode(model), as_hard:
@@ -117,6 +111,19 @@ def generate(
     )
 
 
+def _config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+) -> GenerationConfig:
+    """What transformers is told; the end-of-text token is the model's own, or else the tokenizer's."""
+    own = model.generation_config
+    eos = own.eos_token_id if own is not None and own.eos_token_id is not None else tokenizer.eos_token_id
+    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=temperature > 0, use_cache=True, eos_token_id=eos,
+        pad_token_id=eos[0] if isinstance(eos, list) else eos, **options,
+    )  # fmt: skip
+
+
 def _bytes(cache: Cache) -> tuple[int, int]:
     """(bytes held, bytes that full attention would hold)."""
     if isinstance(cache, SPKVCache):
@@ -129,7 +136,7 @@ def _bytes(cache: Cache) -> tuple[int, int]:
 class _TimedStreamer(TextStreamer):
     """Hands text on, and keeps when the prompt and each token came."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Callable[[str], None] | None) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stream: Announce | None) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
         self.times: list[float] = []

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from transformers import PreTrainedConfig
 
-from spkv_nas.artifacts.grid import Grid
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """The heads of a decoder: L, Hq, Hkv, D."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-    @property
-    def grid(self) -> Grid:
-        """(L, Hkv)."""
-        return self.num_layers, self.num_kv_heads
+from spkv_nas.artifacts.shape import HeadShape
 
 
 def config_shape(config: PreTrainedConfig) -> HeadShape:

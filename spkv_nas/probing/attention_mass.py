@@ -9,7 +9,6 @@ head are averaged: the mass says how much of what they read together lies outsid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
@@ -35,7 +35,7 @@ def attention_mass(
     batch_size: int = 8,
     name: str = "attention-mass",
     metadata: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DensityTable:
     """The mass of every KV head, by domain, over the queries that have a key outside the window.
 

@@ -5,7 +5,6 @@ SP-KV paper, "Measuring sparsity" (density rho: the share of tokens with u >= ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -37,7 +37,7 @@ def probe(
     batch_size: int = 8,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DensityTable:
     """Density of every KV head of ``model`` on ``blocks``, with hard gates at ``tau`` as at inference.
 

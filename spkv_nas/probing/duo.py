@@ -18,7 +18,7 @@ that lambda means the same on any model; 200 steps by default, theirs 2,000; 4 s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
@@ -82,7 +83,7 @@ def duo(
     seed: int = 0,
     name: str = "duo",
     metadata: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DensityTable:
     """Alpha of every KV head, learned on ``blocks``. The model is left as it was.
 

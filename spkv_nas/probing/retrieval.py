@@ -13,7 +13,6 @@ because copying is the doing of one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
@@ -43,7 +43,7 @@ def retrieval(
     seed: int = 0,
     name: str = "retrieval",
     metadata: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DensityTable:
     """The retrieval score of every KV head, by domain: one needle per block of text.
 

@@ -6,7 +6,6 @@ from it and retrained: density is judged and not assumed. They need a model, not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.section import gate_config
 from spkv_nas.probing.attention_mass import attention_mass
@@ -43,7 +43,7 @@ def measure_signal(
     steps: int | None = None,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> DensityTable:
     """A signal other than density, with its own defaults.
 

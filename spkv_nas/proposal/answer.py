@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.tables import write_csv
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
@@ -53,7 +54,7 @@ def propose_for(
     window: int | None = None,
     seed: int = 0,
     num_random: int = 3,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Answer:
     """Layouts by every strategy for a budget, and among them the one that meets the requirements, if there are any.
 

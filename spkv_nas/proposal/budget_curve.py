@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,14 +11,13 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.progress import Progress
 from spkv_nas.base.tables import write_csv
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.propose import propose, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

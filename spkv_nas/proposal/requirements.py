@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,10 +11,11 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
+from spkv_nas.base.progress import Progress
+from spkv_nas.base.units import format_bytes, parse_bytes
 from spkv_nas.cost.cache_memory import CacheCost
 from spkv_nas.proposal.budget import DEFAULT_BUDGET, is_range, parse_budget
-from spkv_nas.proposal.constraints import Constraints, option_name, parse_layers, read_weights, solve
+from spkv_nas.proposal.constraints import Constraints, option_name, read_weights, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
 from spkv_nas.proposal.stability import Bootstrap
@@ -47,40 +47,6 @@ class Requirements:
     batch: int = 1
     head_dim: int | None = None
     dtype: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        kv_bytes: str | None = None,
-        context: str | None = None,
-        batch: int = 1,
-        head_dim: int | None = None,
-        dtype: str | None = None,
-        robust: bool = False,
-        min_per_layer: int | None = None,
-        max_per_layer: int | None = None,
-        global_layers: str | None = None,
-        local_layers: str | None = None,
-        granularity: str = "head",
-        uniform: bool = False,
-        weights: Path | None = None,
-    ) -> Requirements:
-        """From the values of the command line's options: a context such as "128k", layers such as "0,20" or "3-5".
-
-        Raises:
-            UserError: an option that makes no sense, or two that contradict each other.
-        """
-        tokens = None if context is None else parse_context(context)
-        constraints = Constraints(
-            min_per_layer,
-            max_per_layer,
-            parse_layers(global_layers, "--global-layers"),
-            parse_layers(local_layers, "--local-layers"),
-            granularity,
-            uniform,
-        )
-        return cls(constraints, robust, weights, kv_bytes, tokens, batch, head_dim, dtype)
 
     @property
     def is_solved(self) -> bool:
@@ -152,9 +118,7 @@ class Requirements:
             f"{cost.head_dim}, {cost.dtype}; all heads global {full}, all local {local}"
         )
 
-    def probability(
-        self, resampled: Bootstrap, limit: Limit, *, progress: Callable[[int, int], None] | None = None
-    ) -> Float:
+    def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
         """[L, Hkv], share of resamples in which the solution takes a head."""
         table = resampled.table
         problem = Problem(table.grid, self.constraints.named, limit.budget, limit.weights)

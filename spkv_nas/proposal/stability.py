@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.progress import Progress
 from spkv_nas.proposal.strategies import densest
 
 Float = NDArray[np.float64]
@@ -68,7 +69,7 @@ class Bootstrap:
         return np.asarray(np.mean([densest(density, budget) for density in self.density], axis=0))
 
     def probability_of(
-        self, choose: Callable[[Float], Mask], *, robust: bool, progress: Callable[[int, int], None] | None = None
+        self, choose: Callable[[Float], Mask], *, robust: bool, progress: Progress | None = None
     ) -> Float:
         """[L, Hkv], share of the first ``NUM_SOLVED`` resamples in which ``choose`` takes a head.
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import seaborn as sns
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as Ruler
@@ -23,11 +24,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
-from matplotlib.transforms import Bbox, ScaledTranslation, TransformedBbox
+from matplotlib.transforms import Affine2D, Bbox, ScaledTranslation, TransformedBbox
 
 from spkv_nas.base.files import write_atomic
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, legend_marks
-from spkv_nas.report.colours import CHOSEN, TONES, cividis
+from spkv_nas.report.colours import CHOSEN, TONES
 from spkv_nas.report.labels import Label, chart_labels, margin
 
 _CLIP = Bbox([[-0.01, -0.01], [1.01, 1.01]])  # of lines, in axes: whole at the ends of an axis
@@ -117,15 +118,15 @@ def _turned(chart: Chart) -> bool:
 
 
 def _draw_chart(figure: Figure, ax: Axes, chart: Chart) -> None:
+    if chart.heatmap is not None:
+        _draw_map(ax, chart, chart.heatmap)
+        return
     if chart.x.log:
         ax.set_xscale("log")
     if chart.y.log:
         ax.set_yscale("log")
     _draw_axis(ax.xaxis, chart.x)
     _draw_axis(ax.yaxis, chart.y)
-    if chart.heatmap is not None:
-        _draw_map(ax, chart, chart.heatmap)
-        return
     ax.set_xlim(chart.x.low, chart.x.high)
     ax.set_ylim(chart.y.low, chart.y.high)
     if not chart.y.title:
@@ -270,15 +271,17 @@ def _draw_label(ax: Axes, label: Label, height: float) -> None:
 def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
     values = np.array(cells.values)
     rows, columns = values.shape
-    mesh = ax.pcolormesh(
-        np.arange(columns + 1) - 0.5, np.arange(rows + 1) - 0.5, np.ma.masked_invalid(values), cmap="cividis",
-        vmin=0, vmax=1, edgecolors="white", linewidth=0.8 if cells.percent else 1.2,
+    sns.heatmap(
+        values, ax=ax, vmin=0, vmax=1, cmap="cividis", square=True, cbar=False, linecolor="white",
+        linewidths=0.8 if cells.percent else 1.2, annot=100 * values if cells.percent else None, fmt=".0f",
+        annot_kws={"fontsize": 8.5}, xticklabels=False, yticklabels=False,
     )  # fmt: skip
+    for artist in (*ax.collections, *ax.texts):  # whose cells begin at whole numbers; a chart's are centred on them
+        artist.set_transform(Affine2D().translate(-0.5, -0.5) + ax.transData)
+    _draw_axis(ax.xaxis, chart.x)
+    _draw_axis(ax.yaxis, chart.y)
     ax.set_xlim(-0.5, columns - 0.5)
     ax.set_ylim(rows - 0.5, -0.5)
-    ax.set_aspect("equal")
-    for spine in ax.spines.values():
-        spine.set_visible(False)
     size = 9 if cells.percent else 8
     ax.tick_params(length=0, labelsize=size)
     ax.xaxis.label.set_fontsize(size + 0.5)
@@ -287,17 +290,12 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
         ax.tick_params(axis="x", labelrotation=35)
         for tick in ax.get_xticklabels():
             tick.set(ha="right", rotation_mode="anchor")
-    if cells.percent:
-        for row, column in np.argwhere(~np.isnan(values)):
-            value = float(values[row, column])
-            text = f"{100 * value:.0f}".replace("-", "\N{MINUS SIGN}")
-            ax.text(column, row, text, color=cividis(value)[1], ha="center", va="center", fontsize=8.5)
     for row, column in cells.chosen:
         ax.add_patch(Rectangle((column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
     ax.set_title(chart.heading, loc="left", fontsize=11 if cells.percent else 9.5)
     if cells.scale:
         beside = ax.inset_axes((1.0 + 0.35 / columns, 0, 0.35 / columns, 1))  # as high as the map
-        bar = ax.figure.colorbar(mesh, cax=beside, ticks=[0, 0.5, 1])
+        bar = ax.figure.colorbar(ax.collections[0], cax=beside, ticks=[0, 0.5, 1])
         bar.set_label(cells.scale)
         bar.outline.set_visible(False)

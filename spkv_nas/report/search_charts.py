@@ -53,7 +53,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         round_axis(what, low, high),
         (*marks, *means.values()),
         note="Thick: mean over seeds; thin: each. Density: started from the strategies and completed by density; tpe: "
-        "the same sampler without it; random: heads at random. Dotted: baselines.",
+        "the same sampler without it; random: heads at random." + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
         height=300.0,
     )

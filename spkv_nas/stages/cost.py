@@ -1,102 +1,148 @@
-"""Commands as functions, continued from ``stages``: what attention costs, and the calibration of its times."""
+"""What attention costs: counted, with times measured or bounded, and the calibration of those times."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.cost import formulas
 from spkv_nas.cost.calibration import Calibration, LayerCase, default_contexts
-from spkv_nas.cost.formulas import Cost, attention_flops, cost, flops_per_token, layout_density
-from spkv_nas.cost.ladder import find_level, ladder
+from spkv_nas.cost.formulas import Cost, layout_density
+from spkv_nas.cost.ladder import find_level, flops_table, write_flops_table
 from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
-from spkv_nas.stages.all import PAPER, Announce, _bar, _device, _silent
+from spkv_nas.report.cost_charts import flops_charts
+from spkv_nas.report.plot import save_chart
+from spkv_nas.stages.common import model_name
+from spkv_nas.stages.options import CalibrateOptions, CostOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+
+if TYPE_CHECKING:
+    from spkv_nas.training.step_timing import StepTiming
+
+PAPER = "paper"  # name of the results on the paper's own ladder
+FLOPS_DENSITY = 0.2  # of the figure over the ladder, unless another is given
 
 
-def calibrate_stage(
-    workspace: Workspace,
-    preset: str | None = None,
-    *,
-    model: str | None = None,
-    context: str = "32k",
-    batch: int = 1,
-    window: int = 128,
-    dtype: str | None = None,
-    device: str | None = None,
-    name: str | None = None,
-) -> tuple[str, Calibration]:
-    """Measure the attention of a level or model on this machine; written to ``reports/<name>/``.
+@dataclass(frozen=True)
+class CostResult:
+    """What ``cost`` counted.
 
-    Returns:
-        The name and the calibration.
+    Attributes:
+        name: of the level or model, as it was given.
+        shape: of the model.
+        context: tokens in the cache.
+        costs: of full attention, of each layout, of a density, in this order.
+        times: what gave the seconds in ``costs``.
+        figure: FLOPs over the ladder, if it was asked for.
     """
+
+    name: str
+    shape: Shape
+    context: int
+    costs: list[Cost]
+    times: AttentionTimes
+    figure: Path | None
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """A calibration, and the folder and name under which it was written."""
+
+    name: str
+    calibration: Calibration
+    folder: Path
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What cost is counted of: the name of its results, its name for people, its shape."""
+
+    name: str
+    title: str
+    shape: Shape
+
+    @classmethod
+    def of(cls, level: str | None, model: str | None) -> _Subject:
+        """A level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
+        if level is not None and model is not None:
+            raise UserError("give a level of the ladder or --model, not both")
+        if level is not None:
+            return cls(level, level, find_level(level).shape)
+        from spkv_nas.model.checkpoint import read_shape
+
+        source = model or "embedded:reference"
+        return cls(model_name(source), source, read_shape(source))
+
+
+def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> CalibrationResult:
+    """Measure the attention of a level or model on this machine; written to ``reports/<name>/``."""
     from spkv_nas.cost.timing import time_attention
 
-    own, _, shape = _find_shape(preset, model)
-    device = _device(device)
-    contexts = default_contexts(parse_context(context))
+    subject = _Subject.of(options.level, options.model)
+    shape, device = subject.shape, choose_device(options.device)
+    contexts = default_contexts(parse_context(options.context))
     case = LayerCase(
         shape.num_heads, shape.num_kv_heads, shape.head_dim,
-        dtype or ("float32" if device == "cpu" else "bfloat16"), window, batch, device,
+        options.dtype or ("float32" if device == "cpu" else "bfloat16"), options.window, options.batch, device,
     )  # fmt: skip
-    workspace.check_writable()
-    with _bar("measuring") as progress:
+    options.place.check_writable()
+    with reporter.bar("measuring") as progress:
         calibration = time_attention(case, contexts, progress=progress)
-    calibration.write(workspace.report_dir(name or own))
-    return name or own, calibration
+    name = options.name or subject.name
+    folder = options.place.report_dir(name)
+    calibration.write(folder)
+    return CalibrationResult(name, calibration, folder)
 
 
-def cost_stage(
-    workspace: Workspace,
-    preset: str | None = None,
-    *,
-    model: str | None = None,
-    layouts: list[Path] | None = None,
-    density: float | None = None,
-    context: str = "128k",
-    window: int = 128,
-    element_size: int = 2,
-    calibration: str | None = None,
-    hardware: str | None = None,
-    announce: Announce = _silent,
-) -> tuple[str, Shape, int, list[Cost], AttentionTimes]:
+def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -> list[StepTiming]:
+    """Time whole training steps of a level of the ladder, or of the embedded models, against full attention."""
+    from spkv_nas.training.step_timing import time_embedded_steps, time_level_steps
+
+    device = choose_device(options.device)
+    if options.model is not None or (options.level is None and device != "cpu"):
+        raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
+    reporter.announce(f"timing training steps of {options.level or 'the embedded models'}")
+    if options.level is None:
+        return time_embedded_steps()
+    return time_level_steps(find_level(options.level), device=device)
+
+
+def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
     """Cost of full attention, of each layout, and at a density, for a level of the ladder or a model.
 
     Times come from the calibration of that name; else, unless ``hardware`` is given, from the one of the level's or
     model's own name if there is one that fits (``announce`` says why one does not); else from the roofline.
-
-    Returns:
-        Name of the model, its shape, the context in tokens, the costs in that order, and what gave their times.
     """
-    own, name, shape = _find_shape(preset, model)
-    tokens = parse_context(context)
-    read = [Layout.read(path) for path in layouts or []]
-    shares = [layout_density(shape, layout) for layout in read]
-    windows = [layout.window for layout in read] + ([window] if density is not None else [])
+    subject = _Subject.of(options.level, options.model)
+    shape, tokens, size = subject.shape, parse_context(options.context), options.element_size
+    layouts = [Layout.read(path) for path in options.layout or []]
+    shares = [layout_density(shape, layout) for layout in layouts]
+    windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     times = find_times(
-        workspace, own, shape, windows, tokens,
-        calibration=calibration, hardware=hardware, element_size=element_size, announce=announce,
+        options.place, subject.name, shape, windows, tokens,
+        calibration=options.calibration, hardware=options.hardware, element_size=size, announce=reporter.announce,
     )  # fmt: skip
-    rows = [_timed(cost("full attention", shape, tokens, element_size=element_size), shape, tokens, times)]
-    for layout, share in zip(read, shares, strict=True):
+    rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
+    for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
-        row = cost(title, shape, tokens, density=share, window=layout.window, element_size=element_size)
+        row = formulas.cost(title, shape, tokens, density=share, window=layout.window, element_size=size)
         rows.append(_timed(row, shape, tokens, times, layout))
-    if density is not None:
-        title = f"SP-KV, density {density:g}"
-        row = cost(title, shape, tokens, density=density, window=window, element_size=element_size)
-        rows.append(_timed(row, shape, tokens, times, window=window))
-    return name, shape, tokens, rows, times
+    if options.density is not None:
+        title = f"SP-KV, density {options.density:g}"
+        row = formulas.cost(title, shape, tokens, density=options.density, window=options.window, element_size=size)
+        rows.append(_timed(row, shape, tokens, times, window=options.window))
+    figure = _draw_flops(options, tokens) if options.figure else None
+    return CostResult(subject.title, shape, tokens, rows, times, figure)
 
 
 def _timed(
@@ -114,22 +160,6 @@ def _timed(
     return replace(row, decode_seconds=seconds("decode"), prefill_seconds=seconds("prefill"))
 
 
-def _find_shape(preset: str | None, model: str | None) -> tuple[str, str, Shape]:
-    """Name of the results, name to print, and shape of a level, of a model, or of the embedded reference."""
-    if preset is not None and model is not None:
-        raise UserError("give a level of the ladder or --model, not both")
-    if preset is not None:
-        return preset, preset, find_level(preset).shape
-    from spkv_nas.model.checkpoint import read_shape
-
-    source = model or "embedded:reference"
-    shape = read_shape(source)
-    if source.startswith("embedded:"):
-        return EMBEDDED.name, source, shape
-    place = Path(source).resolve()
-    return (place.parent if place.suffix == ".json" else place).name, source, shape
-
-
 def find_times(
     workspace: Workspace,
     name: str,
@@ -140,7 +170,7 @@ def find_times(
     calibration: str | None = None,
     hardware: str | None = None,
     element_size: int = 2,
-    announce: Announce = _silent,
+    announce: Announce = silent,
 ) -> AttentionTimes:
     """Times of attention: of a calibration, by default that of the results ``name`` if it fits, or the roofline.
 
@@ -174,26 +204,12 @@ def _find_calibration(
     return found
 
 
-def flops_figure_stage(workspace: Workspace, context: str, density: float, *, name: str = PAPER) -> Path:
+def _draw_flops(options: CostOptions, tokens: int) -> Path:
     """FLOPs of the paper's ladder against model size, dense and at a density; the picture in ``reports/<name>/``."""
-    from spkv_nas.report.cost_charts import flops_charts
-    from spkv_nas.report.plot import save_chart
-
-    tokens = parse_context(context)
-    shapes = {level.name: level.shape for level in ladder().values() if not level.name.startswith("micro")}
-    rows = pd.DataFrame(
-        {
-            "name": level,
-            "num_parameters": shape.num_parameters,
-            "attention_dense": attention_flops(shape, tokens),
-            "attention_sparse": attention_flops(shape, tokens, density=density),
-            "total_dense": flops_per_token(shape, tokens),
-            "total_sparse": flops_per_token(shape, tokens, density=density),
-        }
-        for level, shape in shapes.items()
-    ).sort_values("num_parameters")
-    workspace.check_writable()
-    folder = workspace.report_dir(name)
-    write_atomic(folder / "flops.csv", rows.to_csv(index=False, float_format="%.6g"))
+    density = FLOPS_DENSITY if options.density is None else options.density
+    rows = flops_table(tokens, density)
+    options.place.check_writable()
+    folder = options.place.report_dir(options.name or PAPER)
+    write_flops_table(folder, rows)
     save_chart(folder, flops_charts(rows, tokens, density))
     return folder / "flops.png"

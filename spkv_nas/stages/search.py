@@ -1,195 +1,160 @@
-"""Commands as functions, continued from ``stages``: every budget of a range, how far probes agree, and the search."""
+"""Search: layouts by Optuna, scored and retrained on a recipe's dense checkpoint, to ``reports/<name>/search.csv``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import optuna
 import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.workspace import Workspace
-from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
+from spkv_nas.base.progress import Announce
 from spkv_nas.proposal.budget import is_range, parse_budget, parse_budgets
-from spkv_nas.proposal.budget_curve import write_budgets
 from spkv_nas.proposal.constraints import solve
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose, resolve_tau
-from spkv_nas.proposal.requirements import Demand, budget_table, knee_row
-from spkv_nas.proposal.stability import bootstrap
-from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
-from spkv_nas.report.plot import save_chart
-from spkv_nas.stages.all import Announce, _bar, _quiet, _silent, find_layouts, find_table
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.report.figures import write_study_figures
+from spkv_nas.search.driver import Search
+from spkv_nas.search.results import write_results
+from spkv_nas.search.sampler import DENSITY, KINDS
+from spkv_nas.search.space import Space
+from spkv_nas.search.trials import Effort, LayoutCost
+from spkv_nas.stages.common import find_table, quiet_transformers, read_requirements
+from spkv_nas.stages.cost import find_times
+from spkv_nas.stages.options import SearchOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+from spkv_nas.training.judge import RecipeJudge
 from spkv_nas.training.recipe import Recipe
 
-if TYPE_CHECKING:
-    from spkv_nas.search.driver import Search
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Effort, Trial
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found: its table, the name of its second objective if it has one, and the table's folder."""
+
+    rows: pd.DataFrame
+    cost: str | None
+    folder: Path
 
 
-def budgets_stage(
-    workspace: Workspace,
-    probe: str,
-    budgets: str,
-    *,
-    tau: str | None = None,
-    window: int | None = None,
-    demand: Demand | None = None,
-) -> tuple[DensityTable, pd.DataFrame, tuple[int, str]]:
-    """The best layout at every budget of a range, written to ``layouts/<name>/budgets/`` with curve and figure.
+@dataclass(frozen=True)
+class _Candidates:
+    """The layouts that a search starts from, and those that it compares with only, by name."""
 
-    Returns:
-        The table; the curve (``demand.budget_table``); the knee and what it is.
-    """
-    demand = demand or Demand()
-    table = find_table(workspace, probe)
-    numbers = parse_budgets(budgets, table.num_heads)
-    table = resolve_tau(table, tau, numbers[0])
-    with _bar("solving") as progress:
-        rows, layouts = budget_table(
-            table, numbers, demand, resampled=bootstrap(table), window=window, progress=progress
-        )  # fmt: skip
-    knee = knee_row(table, rows, demand)
-    folder = workspace.layout_dir(table.name)
-    write_budgets(folder, rows, layouts)
-    save_chart(folder, budgets_chart(rows, knee[0], num_domains=len(table.domains)))
-    return table, rows, knee
+    starts: dict[str, Layout]
+    others: dict[str, Layout]
 
 
-def compare_stage(
-    workspace: Workspace, probes: list[str], budget: int | str, *, by: str | None = None, name: str | None = None
-) -> tuple[Path, pd.DataFrame]:
-    """How far probes, or with ``by`` the parts of each probe, agree on the heads to choose.
-
-    Returns:
-        The folder ``reports/<name>/`` (the first probe's name by default) and what ``agreement.csv`` in it holds.
-    """
-    tables: dict[str, DensityTable] = {}
-    for probe in probes:
-        for label, table in parse_probe(probe, lambda source: find_table(workspace, source), by):
-            if label in tables:
-                raise UserError(f"the probe '{label}' is named twice")
-            tables[label] = table
-    if len(tables) < 2:
-        raise UserError("there is only one probe to compare: name another, or split it, --by domain or --by half")
-    first = next(iter(tables.values()))
-    rows = agreement(tables, parse_budget(budget, first.num_heads))
-    folder = workspace.report_dir(name or first.name)
-    write_agreement(folder, rows)
-    save_chart(folder, agreement_charts(rows))
-    return folder, rows
-
-
-def search_stage(
-    workspace: Workspace,
-    probe: str,
-    budget: str,
-    effort: Effort,
-    *,
-    start_files: list[Path] | None = None,
-    other_files: list[Path] | None = None,
-    recipe: Path | None = None,
-    tau: str | None = None,
-    window: int | None = None,
-    demand: Demand | None = None,
-    objective: str = "nll",
-    calibration: str | None = None,
-    hardware: str | None = None,
-    storage: str | None = None,
-    name: str | None = None,
-    device: str | None = None,
-    announce: Announce = _silent,
-) -> tuple[Search, list[Trial], pd.DataFrame]:
-    """Search for layouts, as one worker of possibly many; results are written to ``reports/<name>/``.
-
-    Args:
-        start_files: layouts to start from and compare with, beside the strategies'.
-        other_files: layouts to compare with only.
-        demand: its constraints hold; its context, batch, head dimension and dtype price the objective kv-bytes.
-        objective: "nll", "nll,kv-bytes" or "nll,time" (decoding).
-        calibration, hardware: where the time comes from, as in ``cost_stage``.
-
-    Returns:
-        The search, its trials, and their table.
-    """
-    import optuna
-
-    from spkv_nas.report.figures import write_study_figures
-    from spkv_nas.search.driver import Search
-    from spkv_nas.search.results import write_results
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import LayoutCost
-    from spkv_nas.stages.cost import find_times
-    from spkv_nas.training.judge import RecipeJudge
-
-    _quiet()
+def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
+    """Search for layouts, as one worker of possibly many; results are written to ``reports/<name>/``."""
+    quiet_transformers()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    demand = demand or Demand()
-    second = _parse_objective(objective, demand.context)
-    table = find_table(workspace, probe)
-    numbers = parse_budgets(budget, table.num_heads) if is_range(budget) else [parse_budget(budget, table.num_heads)]
-    if is_range(budget) and tau == "match-budget":
-        raise UserError("--tau match-budget needs one budget, not a range: give the threshold as a number")
-    table = resolve_tau(table, tau, numbers[0])
-    window = window or table.window or DEFAULT_WINDOW
-    space = Space(table, (numbers[0], numbers[-1]), window, demand.constraints)
+    requirements, effort = read_requirements(options), _effort(options)
+    second = _parse_objective(options.objective, requirements.context)
+    table = find_table(options.place, options.probe)
+    budgets = _budgets(options, table)
+    table = resolve_tau(table, options.tau, budgets[0])
+    window = options.window or table.window or DEFAULT_WINDOW
+    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints)
     space.check()
-    path = recipe or EMBEDDED / "search.yaml"
-    parsed, name = Recipe.read(path), name or table.name
-    starts = _starts(space, numbers)
-    given, others = (find_layouts(workspace, name, files) if files else {} for files in (start_files, other_files))
-    _check_given(space, starts, given, others)
-    starts, others = _distinct({**starts, **given}, others, announce)
-    workspace.check_writable()
-    head = demand.cost(table, window) if second == "kv-bytes" else None
+    path = options.recipe or EMBEDDED / "search.yaml"
+    recipe, name = Recipe.read(path), options.name or table.name
+    candidates = _candidates(options, space, budgets, reporter.announce)
+    place = options.place
+    place.check_writable()
     judge = RecipeJudge.prepare(
-        parsed, path.parent, workspace.run_dir(parsed.name),
-        max_tokens=effort.max_tokens, short_steps=effort.short_steps, device=device, announce=announce,
+        recipe, path.parent, place.run_dir(recipe.name), max_tokens=effort.max_tokens,
+        short_steps=effort.short_steps, device=options.device, announce=reporter.announce,
     )  # fmt: skip
-    cost = None
-    if head is not None:
-        cost = LayoutCost("KV bytes", lambda layout: float(head.total(layout.num_global, layout.num_heads)))
-    elif second == "time" and (context := demand.context) is not None:
+    cost = _cost(second, options, requirements, space, judge.shape, name, reporter.announce)
+    work = Search(
+        judge, space, candidates.starts, candidates.others, effort, place.run_dir(name) / "search",
+        name=name, cost=cost, storage=options.storage, announce=reporter.announce,
+    )  # fmt: skip
+    folder, cost_name = place.report_dir(name), None if cost is None else cost.name
+    rows = write_results(work, work.run(), folder, place.layout_dir(name) / "search")
+    write_study_figures(folder, rows, cost_name)
+    return SearchResult(rows, cost_name, folder)
+
+
+def _cost(
+    second: str | None,
+    options: SearchOptions,
+    requirements: Requirements,
+    space: Space,
+    shape: Shape,
+    name: str,
+    announce: Announce,
+) -> LayoutCost | None:
+    """The second objective, if there is one: the cache's bytes, or the time of a decoded token."""
+    if second == "kv-bytes":
+        memory = requirements.cache_cost(space.table, space.window)
+        assert memory is not None  # there is a context
+        return LayoutCost("KV bytes", lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
+    if second == "time" and (context := requirements.context) is not None:
         times = find_times(
-            workspace, name, judge.shape, [window], context,
-            calibration=calibration, hardware=hardware, announce=announce,
+            options.place, name, shape, [space.window], context,
+            calibration=options.calibration, hardware=options.hardware, announce=announce,
         )  # fmt: skip
-        cost = LayoutCost(
-            f"decode seconds per token, {times.source}", lambda layout: times.layout_seconds(layout, context)
-        )
-    search = Search(
-        judge, space, starts, others, effort, workspace.run_dir(name) / "search",
-        name=name, cost=cost, storage=storage, announce=announce,
-    )  # fmt: skip
-    trials = search.run()
-    folder = workspace.report_dir(name)
-    rows = write_results(search, trials, folder, workspace.layout_dir(name) / "search")
-    write_study_figures(folder, rows, None if cost is None else cost.name)
-    return search, trials, rows
+        unit = f"decode seconds per token, {times.source}"
+        return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context))
+    return None
+
+
+def _effort(options: SearchOptions) -> Effort:
+    """How much to search, and what with. Raises ``UserError`` for an unknown sampler."""
+    controls = list(dict.fromkeys(part.strip() for part in options.control.split(",") if part.strip() != "none"))
+    for kind in controls:
+        if kind not in KINDS or kind == DENSITY:
+            raise UserError(f"--control '{kind}' is unknown; there are random, tpe and none")
+    return Effort(
+        trials=options.trials,
+        samplers=(DENSITY, *controls),
+        seeds=tuple(range(options.seed, options.seed + options.seeds)),
+        short=options.short,
+        full=min(options.full, options.short),
+        short_steps=options.short_steps,
+        max_tokens=options.max_tokens,
+    )
+
+
+def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
+    """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
+    if not is_range(options.budget):
+        return [parse_budget(options.budget, table.num_heads)]
+    if options.tau == "match-budget":
+        raise UserError("--tau match-budget needs one budget, not a range: give the threshold as a number")
+    return parse_budgets(options.budget, table.num_heads)
 
 
 def _starts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     """The strategies' layouts: of one budget those that meet the constraints; of a range the best of five budgets."""
     table, window = space.table, space.window
     if len(budgets) == 1:
-        found = propose(table, budgets[0], window=window, num_random=0)
-        del found["sparsest"]
+        layouts = propose(table, budgets[0], window=window, num_random=0)
+        del layouts["sparsest"]
         if space.constraints.named:
-            found["constrained"] = solve(table, budgets[0], space.constraints, window=window)
+            layouts["constrained"] = solve(table, budgets[0], space.constraints, window=window)
     else:
         chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
-        layouts = (solve(table, number, space.constraints, window=window) for number in chosen)
-        found = {f"densest-{layout.num_global}": layout for layout in layouts}
-    return {
-        name: Layout(layout.heads, layout.window, name, layout.provenance)
-        for name, layout in found.items()
-        if space.contains(layout)
-    }
+        best = (solve(table, number, space.constraints, window=window) for number in chosen)
+        layouts = {f"densest-{layout.num_global}": layout for layout in best}
+    return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}
+
+
+def _candidates(options: SearchOptions, space: Space, budgets: list[int], announce: Announce) -> _Candidates:
+    """The layouts to start from and to compare with, each once; ``announce`` says which are left out."""
+    starts = _starts(space, budgets)
+    given, others = (Proposal.read(files or ()).layouts for files in (options.start, options.layouts))
+    _check_given(space, starts, given, others)
+    return _distinct({**starts, **given}, others, announce)
 
 
 def _check_given(
@@ -208,19 +173,17 @@ def _check_given(
             raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
 
 
-def _distinct(
-    starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce
-) -> tuple[dict[str, Layout], dict[str, Layout]]:
+def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce) -> _Candidates:
     """Both without the layouts that are there already, under another name."""
     names: dict[str, str] = {}
-    parts: tuple[dict[str, Layout], dict[str, Layout]] = ({}, {})
-    for kept, layouts in zip(parts, (starts, others), strict=True):
+    candidates = _Candidates({}, {})
+    for kept, layouts in ((candidates.starts, starts), (candidates.others, others)):
         for key, layout in layouts.items():
             if (same := names.setdefault(layout.content_hash, key)) != key:
                 announce(f"{key} is the same layout as {same}: one of them is tried")
             else:
                 kept[key] = layout
-    return parts
+    return candidates
 
 
 def _parse_objective(objective: str, context: int | None) -> str | None:

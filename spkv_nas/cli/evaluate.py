@@ -1,0 +1,41 @@
+"""What a checkpoint is worth: its NLL, that of layouts on it, and the text that it writes."""
+
+from __future__ import annotations
+
+from spkv_nas.cli import show
+from spkv_nas.cli.console import reporter
+from spkv_nas.stages.options import EvaluateOptions, GenerateOptions, ScoreOptions
+
+
+def evaluate(options: EvaluateOptions) -> None:
+    """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
+
+    Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
+    models. Without --tau-sweep nothing is written.
+    """
+    from spkv_nas.stages import evaluate as stage
+
+    show.evaluation(stage.evaluate(options, reporter))
+
+
+def score(options: ScoreOptions) -> None:
+    """Score layouts without training: NLL of a checkpoint with each on it. Writes reports/NAME/zero-shot.csv.
+
+    Of any checkpoint, dense or SP-KV. With --probe the table says the layouts' coverage too. Finished scores are kept
+    in runs/NAME/zero-shot/ and not computed again.
+    """
+    from spkv_nas.stages import evaluate as stage
+
+    show.scores(stage.score(options, reporter))
+
+
+def generate(options: GenerateOptions) -> None:
+    """Continue a prompt with the per-head paged cache; says tokens/s, bytes of the cache, and density.
+
+    The text goes to standard output, the figures to standard error. A dense checkpoint uses the cache of transformers.
+    """
+    from spkv_nas.stages import generate as stage
+
+    result = stage.generate(options, reporter, stream=lambda text: print(text, end="", flush=True))
+    print(flush=True)
+    show.generation(result)

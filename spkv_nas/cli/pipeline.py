@@ -1,0 +1,74 @@
+"""The path itself: probe, propose, compare, report, and the demo of all of it."""
+
+from __future__ import annotations
+
+import time
+
+from spkv_nas.cli import show
+from spkv_nas.cli.console import out, place, reporter
+from spkv_nas.stages.options import (
+    DEFAULT_PROBE,
+    CompareOptions,
+    DemoOptions,
+    ProbeOptions,
+    ProposeOptions,
+    ReportOptions,
+    TrainHybridOptions,
+)
+
+
+def probe(options: ProbeOptions) -> None:
+    """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
+
+    Without arguments: the embedded reference on held-out standard library text.
+    With --model and --data: your own checkpoint. With a recipe: train the reference, then probe it.
+    """
+    from spkv_nas.stages import probe as stage
+
+    show.probe(stage.probe(options, reporter))
+
+
+def propose(options: ProposeOptions) -> None:
+    """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
+
+    With a constraint, --robust or --weights: also the best layout that meets it.
+    With a range of budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
+    """
+    from spkv_nas.stages import propose as stage
+
+    if stage.is_for_range(options):
+        show.budgets(stage.propose_range(options, reporter))
+    else:
+        show.proposal(stage.propose(options, reporter))
+
+
+def compare(options: CompareOptions) -> None:
+    """Do probes agree on the heads? Of other domains, halves, thresholds, lengths, seeds or checkpoints of one grid.
+
+    Writes reports/NAME/agreement.csv and its figure.
+    """
+    from spkv_nas.stages import propose as stage
+
+    show.agreement(stage.compare(options))
+
+
+def report(options: ReportOptions) -> None:
+    """Write reports/NAME/index.html and the figures from what the other commands left in the workspace."""
+    from spkv_nas.stages import report as stage
+
+    place("report", stage.report(options))
+
+
+def demo(options: DemoOptions) -> None:
+    """The whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores)."""
+    from spkv_nas.stages import probe, propose, report, train
+
+    start, where = time.perf_counter(), options.workspace
+    show.probe(probe.probe(ProbeOptions(workspace=where), reporter))
+    asked = ProposeOptions(budget=options.budget, tau="match-budget", num_random=1, workspace=where)
+    result = propose.propose(asked, reporter)
+    show.proposal(result)
+    show.comparison(train.train_hybrid(TrainHybridOptions(probe=DEFAULT_PROBE, workspace=where), reporter))
+    out.print()
+    place("report", report.report(ReportOptions(probe=DEFAULT_PROBE, workspace=where)))
+    out.print(f"{time.perf_counter() - start:.0f} s in all")

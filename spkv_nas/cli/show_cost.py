@@ -1,0 +1,101 @@
+"""Results for people: what attention costs and takes, and the scaling law."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.cli.console import caution, out
+
+if TYPE_CHECKING:
+    from spkv_nas.stages.cost import CalibrationResult, CostResult
+    from spkv_nas.training.step_timing import StepTiming
+
+
+def cost(result: CostResult) -> None:
+    """KV bytes, FLOPs and times of full attention, of layouts and of a density."""
+    shape = result.shape
+    out.print(
+        f"[bold]{escape(result.name)}[/bold]: {shape.num_parameters / 1e6:,.4g} M parameters without embeddings, "
+        f"{shape.num_layers} layers x {shape.num_kv_heads} KV heads of size {shape.head_dim}; "
+        f"{result.context:,} tokens"
+    )
+    shown = Table(
+        "attention", "KV bytes\nper token", "KV cache\nMiB", "attention\nGFLOPs", "total\nGFLOPs", "decode\nµs",
+        "prefill\nµs", title="FLOPs and times are per token",
+    )  # fmt: skip
+    for row in result.costs:
+        shown.add_row(
+            escape(row.name),
+            f"{row.kv_bytes_per_token:,.0f}",
+            f"{row.kv_cache_bytes / 2**20:,.2f}",
+            f"{row.attention_flops / 1e9:,.4g}",
+            f"{row.total_flops / 1e9:,.4g}",
+            _microseconds(row.decode_seconds),
+            _microseconds(row.prefill_seconds),
+        )
+    out.print(shown)
+    out.print(f"times: attention of all layers, {escape(result.times.source)}")
+    if result.costs[0].prefill_seconds is None:
+        out.print(f"-: prefill was not measured at {result.context:,} tokens")
+
+
+def calibration(result: CalibrationResult) -> None:
+    """Times by number of global heads."""
+    found = result.calibration
+    case = found.case
+    counts = case.global_counts
+    shown = Table(
+        "", "tokens", *(str(g) for g in counts),
+        title=f"{escape(result.name)}: µs per token and layer\nby number of global heads",
+    )  # fmt: skip
+    seconds = {(row.phase, row.context, row.num_global): row.seconds_per_token for row in found.timings}
+    for phase, context in dict.fromkeys((row.phase, row.context) for row in found.timings):
+        shown.add_row(phase, f"{context:,}", *(_microseconds(seconds[phase, context, g]) for g in counts))
+    out.print(shown)
+    out.print(f"{case.title}, window {case.window}, {escape(found.source)}")
+    if (last := found.contexts("prefill")[-1]) < found.contexts("decode")[-1]:
+        out.print(f"prefill: not measured beyond {last:,} tokens, where a call would take too long")
+    if found.is_disturbed:
+        caution("longer contexts were decoded faster: calibrate again when the machine is idle")
+
+
+def training_steps(timings: list[StepTiming]) -> None:
+    """What whole training steps take."""
+    shown = Table("", "ms", "tokens/s", "of full attention", title="a training step")
+    for row in timings:
+        shown.add_row(row.case, f"{1e3 * row.seconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}")
+    out.print(shown)
+
+
+def scaling(name: str, law: dict[str, Any]) -> None:
+    """One fitted law and what it predicts."""
+    title = f"{name}, {law['variant']}" if law["variant"] else name
+    shown = Table("", "value", f"{law['confidence']:.0%} interval", title=escape(f"{title}: {law['law']}"))
+    for parameter, (value, low, high) in law["parameters"].items():
+        shown.add_row(parameter, f"{value:.4g}", f"{low:.4g} .. {high:.4g}")
+    out.print(shown)
+    out.print(
+        f"R² {law['r_squared']:.5f} over {law['num_runs']} runs; a run's standard deviation {law['residual']:.4f}"
+    )
+    last = law["leave_last_out"]
+    if last["predicted"] is not None:
+        out.print(
+            f"last run from the others: {escape(last['name'])} predicted {last['predicted']:.4f}, "
+            f"is {last['nll']:.4f} ({last['error_percent']:+.2f} %)"
+        )
+    for run in law["runs"]:
+        if run["held_out"]:
+            out.print(
+                f"held out: {escape(run['name'])} predicted {run['predicted']:.4f} ({run['low']:.4f} .. "
+                f"{run['high']:.4f}), is {run['nll']:.4f} ({run['error_percent']:+.2f} %)"
+            )
+
+
+def _microseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    value = 1e6 * seconds
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

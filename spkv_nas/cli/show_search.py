@@ -1,0 +1,60 @@
+"""Results for people: what a search found, and what guidance was worth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.cli.console import out, place, say
+from spkv_nas.cli.show import change
+
+if TYPE_CHECKING:
+    from spkv_nas.evaluation.guidance import Reached
+    from spkv_nas.stages.search import SearchResult
+
+_ROWS = 12  # best layouts that are shown
+
+
+def search(result: SearchResult) -> None:
+    """The best layouts, what each sampler reached, and how well cheap measures order the layouts."""
+    from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
+
+    rows, cost = result.rows, result.cost
+    columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
+    shown = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")
+    for row in best_layouts(rows, _ROWS).to_dict("records"):
+        shown.add_row(
+            escape(row["name"]), str(row["num_global"]), f"{row['coverage_percent']:.1f}",
+            *([f"{row['cost']:.4g}"] if cost else []), f"{row['zero_shot_delta_percent']:+.3f}",
+            change(row["short_delta_percent"]), change(row["full_delta_percent"], row["full_standard_error"]),
+        )  # fmt: skip
+    out.print(shown)
+    quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"
+    for sampler, reached in guidance(rows).items():
+        for sentence in _sentences(sampler, reached, quality):
+            say(sentence)
+    for pair, found in correlations(rows).items():
+        if found is not None:
+            low, high = found["interval"]
+            out.print(
+                f"rank correlation of {pair} over {found['layouts']} layouts: {found['rho']:+.2f} "
+                f"({low:+.2f} to {high:+.2f})"
+            )
+    place("search", result.folder / "search.csv")
+
+
+def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
+    said = []
+    if reached.after_trials:
+        steps = ", ".join(f"{value:.3f} after {count}" for count, value in reached.after_trials.items())
+        number, error = len(reached.by_seed), reached.standard_error
+        spread = f" (± {error:.3f} over {number} seeds)" if error is not None else ""
+        said.append(f"{sampler}: {quality}: {steps}{spread}")
+    if (best := reached.retrained) is not None:
+        said.append(
+            f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: ΔNLL "
+            f"{best.delta_nll_percent:+.3f} ± {best.standard_error:.3f} %"
+        )
+    return said

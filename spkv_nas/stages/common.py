@@ -1,0 +1,169 @@
+"""What the stages share: what they measure on what text, and the tables and layouts of a workspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.distributed import process_index
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import parse_context
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.proposal.constraints import Constraints, parse_layers
+from spkv_nas.proposal.foreign_formats import read_score_table
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.options import ConstraintOptions, SubjectOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.training.recipe import Recipe
+
+EMBEDDED_PREFIX = "embedded:"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A loaded subject: the model on its device, the blocks, and what text they are of."""
+
+    model: PreTrainedModel
+    blocks: TokenBlocks
+    text: Any
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a measuring command measures: a checkpoint, on a text of one's own or on a recipe's held-out text.
+
+    Attributes:
+        source: a model folder, an id, or "embedded:NAME".
+        family: name of the model's layouts and other results: of the recipe, the embedded models, or the folder.
+        name: of the results; ``family``, or of an embedded model on a text of one's own a name that is not the demo's.
+        recipe, base: whose held-out text is taken without ``data``, and the folder its relative paths start from.
+    """
+
+    source: str
+    family: str
+    name: str
+    recipe: Recipe
+    base: Path
+    options: SubjectOptions
+
+    @classmethod
+    def of(cls, options: SubjectOptions, default: str, purpose: str) -> Subject:
+        """The subject that options name, ``default`` without any; ``purpose`` ends the error ("the text to probe on").
+
+        Raises:
+            UserError: a checkpoint of one's own without a text.
+        """
+        from spkv_nas.training.recipe import Recipe
+
+        source = options.model or default
+        if not source.startswith(EMBEDDED_PREFIX) and not options.data:
+            raise UserError(f"--model needs --data: the text to {purpose} (files or folders)")
+        family = model_name(source)
+        own_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
+        name = source.replace(":", "-") if own_text else family
+        return cls(source, family, options.name or name, Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED, options)
+
+    @classmethod
+    def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
+        """A recipe's own checkpoint on its held-out text."""
+        from spkv_nas.training.recipe import Recipe
+
+        recipe = Recipe.read(file)
+        return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
+
+    def load(self, reporter: Reporter = SILENT) -> Measured:
+        """The model and the blocks. Raises ``UserError`` for too few tokens, or what cannot be loaded."""
+        from spkv_nas.base.device import choose_device
+        from spkv_nas.data.blocks import build_blocks
+        from spkv_nas.data.sources import documents
+        from spkv_nas.data.splits import load_heldout
+        from spkv_nas.model.checkpoint import load
+
+        options, recipe = self.options, self.recipe
+        length = options.block_size if options.data else recipe.data.block_size
+        limit = options.max_tokens
+        if limit is not None and limit < length:
+            raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
+        reporter.announce(f"loading {self.source}")
+        model, tokenizer = load(self.source)
+        model.to(choose_device(options.device))
+        text: Any = options.data
+        if options.data:
+            blocks = build_blocks(documents(options.data, Path()), tokenizer, length, limit)
+        else:
+            reporter.announce("reading and tokenising held-out text")
+            cache = options.place.run_dir(recipe.name) / "blocks"
+            blocks = load_heldout(recipe.data, tokenizer, cache, self.base)
+            text = recipe.data.model_dump(mode="json")
+        return Measured(model, blocks if limit is None else blocks.take(limit // length), text)
+
+
+def model_name(source: str) -> str:
+    """What results of a model are called: its folder's name, that of a config file's folder, or of an id."""
+    if source.startswith(EMBEDDED_PREFIX):
+        return EMBEDDED.name
+    place = Path(source).resolve()
+    return (place.parent if place.suffix == ".json" else place).name
+
+
+def check_tau(tau: float | None) -> None:
+    """Raises ``UserError`` for a threshold outside [0, 1]."""
+    if tau is not None and not 0.0 <= tau <= 1.0:
+        raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
+
+
+def quiet_transformers() -> None:
+    """Switch off the bars with which transformers reports every file that it reads or writes, and its other voices."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if process_index():
+        logging.set_verbosity_error()
+
+
+def find_table(workspace: Workspace, probe: str) -> DensityTable:
+    """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities."""
+    if probe.endswith(".csv"):
+        return DensityTable.read(Path(probe))
+    if probe.endswith(".tsv"):
+        return read_score_table(Path(probe))
+    folder = workspace.probe_dir(probe)
+    if not (folder / "density.csv").is_file():
+        raise UserError(
+            f"no density table '{probe}' in {workspace.root / 'probes'}\n"
+            "run spkv-nas probe first, or give --probe FILE.csv"
+        )
+    return DensityTable.read(folder)
+
+
+def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
+    """The layouts in files, by default all of ``layouts/<name>/``."""
+    return Proposal.read(files) if files else Proposal.read_folder(workspace.layout_dir(name))
+
+
+def read_requirements(options: ConstraintOptions) -> Requirements:
+    """The constraints and the cache that options ask for. Raises ``UserError`` for one that makes no sense."""
+    constraints = Constraints(
+        min_per_layer=options.min_per_layer,
+        max_per_layer=options.max_per_layer,
+        global_layers=parse_layers(options.global_layers, "--global-layers"),
+        local_layers=parse_layers(options.local_layers, "--local-layers"),
+        granularity=options.granularity,
+        uniform=options.uniform,
+    )
+    return Requirements(
+        constraints,
+        context=None if options.context is None else parse_context(options.context),
+        batch=options.batch,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+    )

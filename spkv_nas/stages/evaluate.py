@@ -1,0 +1,104 @@
+"""Evaluate a checkpoint, or score layouts on it without training, to ``reports/<name>/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.version import environment
+from spkv_nas.evaluation import sweep
+from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.report.plot import save_chart
+from spkv_nas.report.result_charts import tau_sweep_chart
+from spkv_nas.stages.common import Measured, Subject, check_tau, find_proposal, find_table, quiet_transformers
+from spkv_nas.stages.options import EvaluateOptions, ScoreOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What ``evaluate`` measured: at one threshold, or with open gates and, by row, at every threshold of a sweep."""
+
+    name: str
+    evaluation: sweep.Evaluation
+    folder: Path
+    sweep: pd.DataFrame | None = None
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """What ``score`` measured: its name, the table of ``evaluation.zero_shot``, and the table's folder."""
+
+    name: str
+    rows: pd.DataFrame
+    folder: Path
+
+
+def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> EvaluationResult:
+    """Held-out NLL of a checkpoint; with ``tau_sweep`` also the trade-off figure, written to ``reports/<name>/``."""
+    quiet_transformers()
+    subject = Subject.of(options, "embedded:reference", "evaluate on")
+    if options.tau is not None and options.tau_sweep is not None:
+        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
+    if options.points is not None and options.tau_sweep is None:
+        raise UserError("--points goes with --tau-sweep LOW..HIGH")
+    check_tau(options.tau)
+    taus = None if options.tau_sweep is None else sweep.parse_taus(options.tau_sweep, options.points)
+    options.place.check_writable()
+    folder = options.place.report_dir(subject.name)
+    measured = subject.load(reporter)
+    with reporter.bar("evaluating") as progress:
+        if taus is None:
+            found = sweep.evaluate(measured.model, measured.blocks, options.tau, progress=progress)
+            return EvaluationResult(subject.name, found, folder)
+        evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, progress=progress)
+    rows = sweep.sweep_table(evaluations)
+    sweep.write_sweep(folder, rows, _origin(subject, measured, evaluations[0].nll))
+    save_chart(folder, tau_sweep_chart(rows))
+    return EvaluationResult(subject.name, evaluations[0], folder, rows)
+
+
+def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
+    """Zero-shot NLL of layouts on a checkpoint, written to ``reports/<name>/zero-shot.csv``."""
+    quiet_transformers()
+    subject = Subject.of(options, "embedded:dense", "score on")
+    place = options.place
+    table = None if options.probe is None else find_table(place, options.probe)
+    family = subject.family if table is None else table.name
+    name = options.name or (subject.name if table is None else table.name)
+    proposal = find_proposal(place, options.name or family, options.layouts)
+    covered = {}
+    if table is not None:
+        counted = proposal.table(table)
+        covered = {key: coverage(counted, layout) for key, layout in proposal.layouts.items()}
+    place.check_writable()
+    measured = subject.load(reporter)
+    cache = cache_folder(place.run_dir(name) / "zero-shot", measured.model, subject.source, measured.blocks)
+    with reporter.bar("scoring") as progress:
+        full, *scores = zero_shot(
+            measured.model, [None, *proposal.layouts.values()], measured.blocks, cache=cache, progress=progress
+        )
+    rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
+    origin = _origin(subject, measured, full, probe=None if table is None else table.name)
+    folder = place.report_dir(name)
+    write_scores(folder, rows, origin)
+    return ScoreResult(name, rows, folder)
+
+
+def _origin(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
+    """What a table was measured on, for the file beside it."""
+    return {
+        "model": subject.source,
+        "data": measured.text,
+        "block_size": measured.blocks.block_size,
+        "num_tokens": int(nll.num_tokens.sum()),
+        "num_documents": int((nll.num_tokens > 0).sum()),
+        **more,
+        "environment": environment(),
+    }

@@ -1,0 +1,211 @@
+"""Every option and argument of the commands, declared once: its type, its words, its bounds.
+
+``options`` says which command takes which of them, with which default; ``spkv_nas.cli.options`` makes a command line of
+that. Two flags of one name stand here only where their values differ: ``--tau`` is a number, or a choice of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One option of the command line, but for its default.
+
+    Attributes:
+        help: one or two sentences.
+        names: such as ("--budget", "-b"); the field's name with dashes by default.
+        metavar: what stands for the value in the help.
+        low, high: bounds of a number, both allowed.
+        panel: heading in the help.
+        argument: given by its place, not by a name.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    low: float | None = None
+    high: float | None = None
+    panel: str | None = None
+    argument: bool = False
+
+
+_MEMORY, _SEARCH = "Constraints and memory", "How much to search"
+_RECIPE = "Recipe (YAML): model, text, training, gates."
+_RECIPE_FILE = Flag(_RECIPE, argument=True)
+_MODEL = Flag("Checkpoint: a folder, an id, or embedded:NAME.")
+_LAYOUT = Flag("Layout file (YAML).", argument=True)
+_LAYOUTS = Flag("Layout files (YAML).", argument=True)
+_PROBE = Flag("Density table: a name in the workspace, or a file (CSV, TSV).", ("--probe", "-p"), "NAME|FILE")
+_BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
+_BUDGET_OR_RANGE = Flag(
+    "Global KV heads: a number, a share such as 25%, or a range: 6..40, 10%..50%, 6..40:2.", ("--budget", "-b"),
+    "N|N%|RANGE",
+)  # fmt: skip
+_MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1)
+_WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1)
+_CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)
+
+# where
+Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
+Name = Annotated[str | None, Flag("Name of the result.")]
+Out = Annotated[Path, Flag("New folder.", ("--out",))]
+Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.")]
+
+# a model and a text
+Model = Annotated[str, _MODEL]
+OptionalModel = Annotated[str | None, _MODEL]
+Data = Annotated[list[str] | None, Flag("Text to measure on: files or folders; repeat for several.")]
+BlockSize = Annotated[int, Flag("Tokens per block, with --data.", low=2)]
+MaxTokens = Annotated[int, _MAX_TOKENS]
+OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]
+RecipeFile = Annotated[Path, _RECIPE_FILE]
+OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
+RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
+Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewer keys.")]
+Seed = Annotated[int, Flag("Seed of what is drawn at random.", low=0)]
+Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1)]
+Steps = Annotated[int | None, Flag("Training steps.", low=1)]
+
+# measuring
+Signal = Annotated[str, Flag("density, or a rival of it: attention-mass, duo, retrieval; they need no gates.")]
+TauSweep = Annotated[
+    str | None,
+    Flag(
+        "Thresholds to compare with open gates: a range, evenly spaced in logit, or a list.", metavar="LOW..HIGH|LIST"
+    ),
+]
+Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.")]
+Probe = Annotated[str, _PROBE]
+OptionalProbe = Annotated[str | None, _PROBE]
+Probes = Annotated[
+    list[str], Flag("Names or CSV files; NAME@0.7 is at another threshold.", metavar="PROBE", argument=True)
+]
+By = Annotated[str | None, Flag("Split every probe: by domain, or by half of its documents.", metavar="domain|half")]
+
+# generating
+Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
+PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - is standard input.", ("--file", "-f"))]
+MaxNewTokens = Annotated[int, Flag("Stop after so many.", ("--max-new-tokens", "-n"), low=1)]
+Temperature = Annotated[float, Flag("0 takes the likeliest token, more samples.", low=0.0)]
+TopP = Annotated[float, Flag("Sample from this share of the probability.", low=0.0, high=1.0)]
+
+# layouts
+LayoutFiles = Annotated[list[Path], _LAYOUTS]
+OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
+LayoutFile = Annotated[Path, _LAYOUT]
+OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
+Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.", ("--layout",))]
+Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
+Budget = Annotated[str, _BUDGET]
+OptionalBudget = Annotated[str | None, _BUDGET]
+BudgetOrRange = Annotated[str, _BUDGET_OR_RANGE]
+OptionalBudgetOrRange = Annotated[str | None, _BUDGET_OR_RANGE]
+ChosenTau = Annotated[
+    str | None,
+    Flag(
+        "Another threshold, or match-budget: the one whose mean density is the budget's share of heads.", ("--tau",),
+        "TAU",
+    ),
+]  # fmt: skip
+Window = Annotated[int, _WINDOW]
+OptionalWindow = Annotated[int | None, _WINDOW]
+NumRandom = Annotated[int, Flag("Number of random layouts.", low=0)]
+
+# constraints and memory
+KvBytes = Annotated[
+    str | None,
+    Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=_MEMORY),
+]
+Context = Annotated[str, _CONTEXT]
+OptionalContext = Annotated[str | None, _CONTEXT]
+Batch = Annotated[int, Flag("Sequences held at once.", low=1, panel=_MEMORY)]
+HeadDim = Annotated[int | None, Flag("Channels of a head.", panel=_MEMORY)]
+Dtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=_MEMORY)]
+Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=_MEMORY)]
+MinPerLayer = Annotated[int | None, Flag("Least global heads in a layer, those named below aside.", panel=_MEMORY)]
+MaxPerLayer = Annotated[int | None, Flag("Most global heads in a layer, those named below aside.", panel=_MEMORY)]
+GlobalLayers = Annotated[
+    str | None, Flag("Layers with global heads alone, such as 0,20.", metavar="LAYERS", panel=_MEMORY)
+]
+LocalLayers = Annotated[
+    str | None, Flag("Layers with local heads alone, such as 3-5.", metavar="LAYERS", panel=_MEMORY)
+]
+Granularity = Annotated[str, Flag("head, or layer for whole layers only.", metavar="head|layer", panel=_MEMORY)]
+Uniform = Annotated[
+    bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=_MEMORY)
+]
+Weights = Annotated[
+    Path | None,
+    Flag(
+        "What a global head costs, in place of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
+        metavar="FILE.csv", panel=_MEMORY,
+    ),
+]  # fmt: skip
+
+# searching
+Objective = Annotated[str, Flag("nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES")]
+Trials = Annotated[int, Flag("Layouts scored without training, per sampler and seed.", low=1, panel=_SEARCH)]
+Control = Annotated[
+    str,
+    Flag(
+        "Samplers to compare with: random, tpe (without densities), both by comma, or none.", metavar="NAMES",
+        panel=_SEARCH,
+    ),
+]  # fmt: skip
+Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, panel=_SEARCH)]
+Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, panel=_SEARCH)]
+ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, panel=_SEARCH)]
+Storage = Annotated[str | None, Flag("Optuna storage, such as postgresql://...")]
+
+# cost
+Level = Annotated[
+    str | None,
+    Flag(
+        "Level of the ladder: level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.", metavar="LEVEL",
+        argument=True,
+    ),
+]  # fmt: skip
+Density = Annotated[float | None, Flag("Share of keys that SP-KV keeps beyond the window.")]
+ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1)]
+CalibrationName = Annotated[
+    str | None, Flag("Take times from this calibration of the workspace.", ("--calibration",), "NAME")
+]
+Hardware = Annotated[str | None, Flag("Take times from the roofline of h200, h100 or a100.")]
+Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
+TrainStep = Annotated[
+    bool,
+    Flag("Time whole training steps instead, with gates and as a hybrid, against full attention.", ("--train-step",)),
+]
+Runs = Annotated[
+    Path | None,
+    Flag(
+        "CSV with a row per run: train_flops (training compute), nll (nats per token); if there, name, variant (a "
+        "ladder of its own, such as dense or sp-kv) and held_out (1: predicted, not fitted).",
+        argument=True,
+    ),
+]  # fmt: skip
+
+# training
+BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1)]
+AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
+
+# formats of layouts
+Source = Annotated[
+    Path,
+    Flag(
+        "Layout (.yaml), DuoAttention folder, PruLong or DuoAttention file (.tsv), density table (.csv).", argument=True
+    ),
+]  # fmt: skip
+Target = Annotated[
+    Path,
+    Flag("New file: .yaml is a layout, .tsv a PruLong mask; a folder gets DuoAttention's two files.", argument=True),
+]
+Sparsity = Annotated[
+    float | None, Flag("Local: heads below this quantile of the scores, as DuoAttention and PruLong do.")
+]
+Threshold = Annotated[float | None, Flag("Global: heads with at least this score.")]
+SchemaOf = Annotated[str, Flag("layout or recipe.", metavar="layout|recipe", argument=True)]

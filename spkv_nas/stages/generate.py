@@ -1,0 +1,42 @@
+"""Generate: continue a prompt with a checkpoint and the cache that suits it."""
+
+from __future__ import annotations
+
+import sys
+
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_text
+from spkv_nas.base.progress import Announce, silent
+from spkv_nas.model import generation
+from spkv_nas.model.checkpoint import load
+from spkv_nas.stages.common import check_tau, quiet_transformers
+from spkv_nas.stages.options import GenerateOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+
+
+def generate(
+    options: GenerateOptions, reporter: Reporter = SILENT, *, stream: Announce = silent
+) -> generation.Generation:
+    """Continue a prompt with a checkpoint; ``stream`` gets the text as it comes."""
+    prompt = _prompt(options)
+    quiet_transformers()
+    check_tau(options.tau)
+    reporter.announce(f"loading {options.model}")
+    network, tokenizer = load(options.model)
+    network.to(choose_device(options.device))
+    return generation.generate(
+        network, tokenizer, prompt, max_new_tokens=options.max_new_tokens, tau=options.tau,
+        temperature=options.temperature, top_p=options.top_p, seed=options.seed, stream=stream,
+    )  # fmt: skip
+
+
+def _prompt(options: GenerateOptions) -> str:
+    prompt, file = options.prompt, options.file
+    if prompt is not None and file is not None:
+        raise UserError("give a prompt or --file, not both")
+    if file is not None:
+        return sys.stdin.read() if str(file) == "-" else read_text(file, "prompt")
+    if prompt is None:
+        raise UserError("give a prompt, or --file with one")
+    return prompt

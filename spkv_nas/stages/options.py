@@ -1,0 +1,295 @@
+"""What each command takes: one dataclass per stage, read by the stage and made into a command line by ``cli.options``.
+
+A field is a flag of ``flags`` with the command's own default. Where the default depends on other things, ``default``
+says in words what is taken. Nothing heavy is imported here: ``--help`` needs this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.stages import flags
+
+DEFAULT_PROBE = "stdlib-21x3"  # of the embedded reference
+SHOWN = "shown"  # key of a field's metadata: the words of ``default``
+
+
+def default(value: Any = None, shown: str | None = None) -> Any:
+    """A field's default, and the words that the help shows in its place."""
+    return field(default=value, metadata={SHOWN: shown})
+
+
+@dataclass(frozen=True, kw_only=True)
+class InWorkspace:
+    """A stage that reads and writes a workspace."""
+
+    workspace: flags.Root = default(Path(), "here")
+
+    @property
+    def place(self) -> Workspace:
+        """The workspace."""
+        return Workspace(self.workspace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDevice:
+    """A stage that computes with torch."""
+
+    device: flags.Device = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(InWorkspace, OnDevice):
+    """A model and the text to measure it on."""
+
+    model: flags.OptionalModel = None
+    data: flags.Data = None
+    max_tokens: flags.OptionalMaxTokens = default(None, "all")
+    name: flags.Name = None
+    block_size: flags.BlockSize = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstraintOptions:
+    """What layouts must meet, and the cache that they are for."""
+
+    context: flags.OptionalContext = None
+    batch: flags.Batch = 1
+    head_dim: flags.HeadDim = default(None, "the probe's")
+    dtype: flags.Dtype = default(None, "the probe's")
+    min_per_layer: flags.MinPerLayer = None
+    max_per_layer: flags.MaxPerLayer = None
+    global_layers: flags.GlobalLayers = None
+    local_layers: flags.LocalLayers = None
+    granularity: flags.Granularity = "head"
+    uniform: flags.Uniform = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions(SubjectOptions):
+    """Of ``probe``."""
+
+    recipe: flags.OptionalRecipeFile = None
+    tau: flags.Tau = default(None, "the checkpoint's")
+    signal: flags.Signal = "density"
+    window: flags.OptionalWindow = default(None, "the gates', or 128; of the rival signals")
+    steps: flags.Steps = default(None, "200; of duo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(SubjectOptions):
+    """Of ``evaluate``."""
+
+    model: flags.OptionalModel = "embedded:reference"
+    tau: flags.Tau = default(None, "the checkpoint's")
+    tau_sweep: flags.TauSweep = None
+    points: flags.Points = default(None, "13")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(SubjectOptions):
+    """Of ``score``."""
+
+    layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
+    model: flags.OptionalModel = "embedded:dense"
+    probe: flags.OptionalProbe = None
+    name: flags.Name = default(None, "the probe's or the model's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(OnDevice):
+    """Of ``generate``."""
+
+    prompt: flags.Prompt = None
+    file: flags.PromptFile = None
+    model: flags.Model = "embedded:reference"
+    tau: flags.Tau = default(None, "the checkpoint's")
+    max_new_tokens: flags.MaxNewTokens = 200
+    temperature: flags.Temperature = 0.0
+    top_p: flags.TopP = 1.0
+    seed: flags.Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposeOptions(ConstraintOptions, InWorkspace):
+    """Of ``propose``."""
+
+    budget: flags.OptionalBudgetOrRange = default(None, "18")
+    probe: flags.Probe = DEFAULT_PROBE
+    tau: flags.ChosenTau = None
+    window: flags.OptionalWindow = default(None, "the probe's")
+    num_random: flags.NumRandom = 3
+    seed: flags.Seed = 0
+    kv_bytes: flags.KvBytes = None
+    robust: flags.Robust = False
+    weights: flags.Weights = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(InWorkspace):
+    """Of ``compare``."""
+
+    probes: flags.Probes
+    budget: flags.Budget = "18"
+    by: flags.By = None
+    name: flags.Name = default(None, "the first probe's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(ConstraintOptions, InWorkspace, OnDevice):
+    """Of ``search``."""
+
+    layouts: flags.OptionalLayoutFiles = default(None, "none beside the strategies'")
+    start: flags.Start = None
+    budget: flags.BudgetOrRange = "18"
+    probe: flags.Probe = DEFAULT_PROBE
+    tau: flags.ChosenTau = None
+    recipe: flags.RecipeOption = default(None, "the embedded one")
+    objective: flags.Objective = "nll"
+    trials: flags.Trials = 100
+    seeds: flags.Seeds = 1
+    control: flags.Control = "random"
+    short: flags.Short = 8
+    full: flags.Full = 4
+    short_steps: flags.ShortSteps = default(None, "a fourth of the recipe's")
+    max_tokens: flags.MaxTokens = 65_536
+    calibration: flags.CalibrationName = default(None, "this name's")
+    hardware: flags.Hardware = None
+    window: flags.OptionalWindow = default(None, "the probe's")
+    storage: flags.Storage = default(None, "SQLite in runs/NAME/search/")
+    name: flags.Name = default(None, "the probe's")
+    seed: flags.Seed = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(InWorkspace, OnDevice):
+    """Of ``train``."""
+
+    recipe: flags.RecipeFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainHybridOptions(InWorkspace, OnDevice):
+    """Of ``train-hybrid``."""
+
+    layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
+    recipe: flags.RecipeOption = default(None, "the embedded one")
+    probe: flags.Probe = DEFAULT_PROBE
+    seeds: flags.Seeds = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateOptions(InWorkspace, OnDevice):
+    """Of ``ablate``."""
+
+    file: flags.AblationsFile = default(None, "the embedded ones")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PalindromeOptions(InWorkspace, OnDevice):
+    """Of ``palindrome``."""
+
+    steps: flags.Steps = default(None, "500")
+    batch_size: flags.BatchSize = default(None, "32")
+    seed: flags.Seed = 0
+    name: flags.Name = "palindrome"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(InWorkspace):
+    """Of ``report``."""
+
+    probe: flags.Probe = DEFAULT_PROBE
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions(InWorkspace):
+    """Of ``demo``."""
+
+    budget: flags.Budget = "18"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingOptions(InWorkspace):
+    """Of ``scaling``."""
+
+    runs: flags.Runs = default(None, "the paper's levels")
+    name: flags.Name = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostOptions(InWorkspace):
+    """Of ``cost``."""
+
+    level: flags.Level = None
+    model: flags.OptionalModel = default(None, "embedded:reference")
+    layout: flags.Layouts = None
+    density: flags.Density = None
+    context: flags.Context = "128k"
+    window: flags.Window = 128
+    element_size: flags.ElementSize = 2
+    calibration: flags.CalibrationName = default(None, "the level's or model's own, if there is one that fits")
+    hardware: flags.Hardware = default(None, "h200, uncalibrated")
+    figure: flags.Figure = False
+    name: flags.Name = "paper"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(InWorkspace, OnDevice):
+    """Of ``calibrate``."""
+
+    level: flags.Level = None
+    model: flags.OptionalModel = default(None, "embedded:reference")
+    context: flags.Context = "32k"
+    batch: flags.Batch = 1
+    window: flags.Window = 128
+    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16")
+    train_step: flags.TrainStep = False
+    name: flags.Name = default(None, "the level's or model's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Of ``export``."""
+
+    layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
+    model: flags.Model
+    out: flags.Out
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowLayoutsOptions(InWorkspace):
+    """Of ``layout show``."""
+
+    files: flags.LayoutFiles
+    probe: flags.OptionalProbe = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Of ``layout diff``."""
+
+    a: flags.LayoutFile
+    b: flags.LayoutFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Of ``layout convert``."""
+
+    source: flags.Source
+    target: flags.Target
+    budget: flags.OptionalBudget = None
+    sparsity: flags.Sparsity = None
+    threshold: flags.Threshold = None
+    window: flags.OptionalWindow = default(None, "the source's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaOptions:
+    """Of ``schema``."""
+
+    of: flags.SchemaOf = "layout"

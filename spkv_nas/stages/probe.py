@@ -1,0 +1,59 @@
+"""Probe: the density of every KV head, or another signal, to ``probes/<name>/``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.version import environment
+from spkv_nas.probing import density, signals
+from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
+from spkv_nas.stages.options import ProbeOptions, TrainOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+from spkv_nas.stages.train import train
+
+
+def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
+    """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
+
+    A signal other than density needs no gates; it is written under the name with the signal's behind it.
+    """
+    quiet_transformers()
+    signals.check_options(options.signal, tau=options.tau, window=options.window, steps=options.steps)
+    if options.recipe is not None and (options.model is not None or options.data):
+        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
+    check_tau(options.tau)
+    subject = _subject(options, reporter)
+    measured = subject.load(reporter)
+    source = subject.source if options.recipe is None else subject.recipe.name
+    with reporter.bar("probing") as progress:
+        told: dict[str, Any] = {
+            "name": subject.name,
+            "metadata": {"model": source, "data": measured.text, "environment": environment()},
+            "progress": progress,
+        }
+        if options.signal == signals.DENSITY:
+            table = density.probe(measured.model, measured.blocks, options.tau, **told)
+        else:
+            table = signals.measure_signal(
+                options.signal, measured.model, measured.blocks, window=options.window, steps=options.steps, **told
+            )
+    table.write(options.place.probe_dir(subject.name))
+    return table
+
+
+def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
+    """What is probed; the reference of a recipe is trained first."""
+    if options.recipe is None:
+        subject = Subject.of(options, "embedded:reference", "probe on")
+        options.place.check_writable()
+    else:
+        trained = train(
+            TrainOptions(recipe=options.recipe, workspace=options.workspace, device=options.device), reporter
+        )
+        subject = Subject.of_recipe(options, options.recipe, trained.reference)
+    if options.name is None and options.signal != signals.DENSITY:
+        return replace(subject, name=f"{subject.name}-{options.signal}")
+    return subject

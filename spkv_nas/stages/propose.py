@@ -1,0 +1,124 @@
+"""Propose: layouts for a budget, or for every budget of a range, and how far probes agree on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
+from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
+from spkv_nas.proposal.propose import tau_advice
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.stability import caution
+from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
+from spkv_nas.report.plot import save_chart
+from spkv_nas.stages.common import find_table, read_requirements
+from spkv_nas.stages.options import CompareOptions, ProposeOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+
+
+@dataclass(frozen=True)
+class ProposalResult:
+    """What ``propose`` found.
+
+    Attributes:
+        answer: the layouts, their coverage and how sure it is.
+        sentences: what else was asked: memory, the worst domain, certainty.
+        advice: why another threshold would order the heads better; None if it would not.
+        folder: of the layouts.
+    """
+
+    answer: Answer
+    sentences: list[str]
+    advice: str | None
+    folder: Path
+
+
+@dataclass(frozen=True)
+class BudgetsResult:
+    """The best layout at every budget of a range, what its intervals do not show, and the folder of all."""
+
+    curve: BudgetCurve
+    caution: str | None
+    folder: Path
+
+
+@dataclass(frozen=True)
+class AgreementResult:
+    """How far probes agree: the table of ``proposal.agreement``, and the folder of table and figure."""
+
+    rows: pd.DataFrame
+    folder: Path
+
+
+def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
+    """Layouts for a budget by every strategy, and the one that meets the requirements, to ``layouts/<name>/``."""
+    requirements, table = _requirements(options), find_table(options.place, options.probe)
+    with reporter.bar("resampling") as progress:
+        answer = propose_for(
+            table, requirements, options.budget, tau=options.tau, window=options.window, seed=options.seed,
+            num_random=options.num_random, progress=progress,
+        )  # fmt: skip
+    folder = options.place.layout_dir(table.name)
+    write_proposal(folder, answer)
+    advice = tau_advice(answer.table, answer.layouts["densest"].num_global) if options.tau is None else None
+    return ProposalResult(answer, _sentences(answer, requirements, options.window), advice, folder)
+
+
+def _sentences(answer: Answer, requirements: Requirements, window: int | None) -> list[str]:
+    """What a proposal answers beside its table: memory, the worst domain, and how sure it is."""
+    said = [requirements.memory(answer.table, answer.layouts["densest"].num_global, window)]
+    if requirements.robust:
+        worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
+        said += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+    said += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
+    return [sentence for sentence in said if sentence is not None]
+
+
+def _requirements(options: ProposeOptions) -> Requirements:
+    return replace(
+        read_requirements(options), robust=options.robust, weights=options.weights, kv_bytes=options.kv_bytes
+    )
+
+
+def is_for_range(options: ProposeOptions) -> bool:
+    """Whether the budget is a range. Raises ``UserError`` for options that do not go with one."""
+    return _requirements(options).asks_for_curve(options.budget, options.tau)
+
+
+def propose_range(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
+    """The best layout at every budget of a range, to ``layouts/<name>/budgets/`` with curve and figure."""
+    table = find_table(options.place, options.probe)
+    with reporter.bar("solving") as progress:
+        curve = curve_for(
+            table, _requirements(options), str(options.budget), tau=options.tau, window=options.window,
+            progress=progress,
+        )  # fmt: skip
+    folder = options.place.layout_dir(table.name)
+    write_budgets(folder, curve)
+    save_chart(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
+    return BudgetsResult(curve, caution(curve.table), folder)
+
+
+def compare(options: CompareOptions) -> AgreementResult:
+    """How far probes, or with ``by`` the parts of each probe, agree on the heads to choose, to ``reports/<name>/``."""
+    tables: dict[str, DensityTable] = {}
+    for probe in options.probes:
+        for label, table in parse_probe(probe, lambda source: find_table(options.place, source), options.by):
+            if label in tables:
+                raise UserError(f"the probe '{label}' is named twice")
+            tables[label] = table
+    if len(tables) < 2:
+        raise UserError("there is only one probe to compare: name another, or split it, --by domain or --by half")
+    first = next(iter(tables.values()))
+    rows = agreement(tables, parse_budget(options.budget, first.num_heads))
+    folder = options.place.report_dir(options.name or first.name)
+    write_agreement(folder, rows)
+    save_chart(folder, agreement_charts(rows))
+    return AgreementResult(rows, folder)

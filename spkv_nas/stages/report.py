@@ -1,0 +1,31 @@
+"""Report: one page and its figures, from what the other commands left in the workspace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spkv_nas.artifacts.comparison import read_comparison
+from spkv_nas.artifacts.search_table import read_search
+from spkv_nas.base.files import read_yaml
+from spkv_nas.proposal.agreement import read_agreement
+from spkv_nas.report.page import write_report
+from spkv_nas.stages.common import find_proposal, find_table
+from spkv_nas.stages.options import ReportOptions
+
+
+def report(options: ReportOptions) -> Path:
+    """Write the report of what the workspace holds under the probe's name; the page."""
+    table = find_table(options.place, options.probe)
+    proposal = find_proposal(options.place, table.name)
+    folder = options.place.report_dir(table.name)
+    comparison, record = folder / "comparison.csv", folder / "comparison.yaml"
+    agreement, search = folder / "agreement.csv", folder / "search.csv"
+    return write_report(
+        folder,
+        table=proposal.table(table),
+        layouts=proposal.layouts,
+        comparison=read_comparison(comparison) if comparison.is_file() else None,
+        record=read_yaml(record, "comparison") if record.is_file() else None,
+        agreement=read_agreement(agreement) if agreement.is_file() else None,
+        search=read_search(search) if search.is_file() else None,
+    )

@@ -1,0 +1,37 @@
+"""Scaling: the law of NLL against training compute, fitted to runs, to ``reports/<name>/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spkv_nas.base.assets import PAPER_TABLE
+from spkv_nas.cost.scaling_law import describe_laws, fit_runs, read_runs, write_laws
+from spkv_nas.report.cost_charts import scaling_chart
+from spkv_nas.report.plot import save_chart
+from spkv_nas.stages.cost import PAPER
+from spkv_nas.stages.options import ScalingOptions
+
+
+@dataclass(frozen=True)
+class ScalingResult:
+    """The fitted laws as ``cost.scaling_law.describe_laws`` gives them, and the folder and name of the result."""
+
+    name: str
+    laws: list[dict[str, Any]]
+    folder: Path
+
+
+def scaling(options: ScalingOptions) -> ScalingResult:
+    """Fit the scaling law to runs, the paper's by default; written with its figure to ``reports/<name>/``."""
+    runs = read_runs(options.runs or PAPER_TABLE)
+    laws = fit_runs(runs)
+    described = describe_laws(runs, laws)
+    name = options.name or (PAPER if options.runs is None else options.runs.stem)
+    options.place.check_writable()
+    source = PAPER if options.runs is None else str(options.runs)
+    folder = options.place.report_dir(name)
+    write_laws(folder, described, source)
+    save_chart(folder, scaling_chart(runs, laws))
+    return ScalingResult(name, described, folder)

@@ -1,0 +1,116 @@
+"""Train: a recipe's two models, its retrained layouts, its ablations, and the palindrome comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.files import write_atomic
+from spkv_nas.report.plot import save_chart
+from spkv_nas.report.training_charts import density_evolution_chart, palindrome_charts
+from spkv_nas.stages.common import find_proposal, find_table, quiet_transformers
+from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.reporter import SILENT, Reporter
+from spkv_nas.training import ablation, hybrids
+from spkv_nas.training.branches import Trunk
+from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.palindrome import results
+from spkv_nas.training.palindrome.run import PalindromeSettings, compare
+from spkv_nas.training.palindrome.task import Palindromes
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The checkpoints of a recipe."""
+
+    dense: Path
+    reference: Path
+
+
+@dataclass(frozen=True)
+class PalindromeResult:
+    """The table of the palindrome comparison, and the folder of table, curves and figure."""
+
+    rows: pd.DataFrame
+    folder: Path
+
+
+@dataclass(frozen=True)
+class AblationResult:
+    """The name of a file of ablations, and the table of ``training.ablation``."""
+
+    name: str
+    rows: pd.DataFrame
+
+
+def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
+    """Train a recipe's dense model and its SP-KV branch. Finished ones are not trained again."""
+    quiet_transformers()
+    recipe = Recipe.read(options.recipe)
+    join_processes(recipe, options.device)
+    place = options.place
+    place.check_writable()
+    for line in recipe.warnings():
+        reporter.announce(f"warning: {line}")
+    trunk = Trunk.prepare(
+        recipe, options.recipe.parent, place.run_dir(recipe.name), device=options.device, announce=reporter.announce
+    )
+    reference = trunk.train(Variant.sp_kv()).checkpoint
+    on_main(lambda: _show_training(reference, place.report_dir(recipe.name)))
+    return Trained(trunk.dense, reference)
+
+
+def _show_training(checkpoint: Path, folder: Path) -> None:
+    """``density-evolution`` (.csv and figure) and ``heldout-log.csv`` of a run, if it was long enough to log them."""
+    log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
+    if log.is_file():
+        write_atomic(folder / "density-evolution.csv", log.read_text())
+        save_chart(folder, density_evolution_chart(pd.read_csv(log)))
+    if heldout.is_file():
+        write_atomic(folder / "heldout-log.csv", heldout.read_text())
+
+
+def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
+    """Retrain layouts (all of the workspace's by default) and compare them, to ``reports/<name>/``."""
+    place = options.place
+    table = find_table(place, options.probe)
+    proposal = find_proposal(place, table.name, options.layouts)
+    path = options.recipe or EMBEDDED / "demo.yaml"
+    recipe = Recipe.read(path)
+    quiet_transformers()
+    if recipe.gates.start_from is None:
+        for line in recipe.warnings():
+            reporter.announce(f"warning: {line}")
+    return hybrids.train_hybrids(
+        recipe, proposal.layouts, proposal.table(table), place, base=path.parent, num_seeds=options.seeds,
+        device=options.device, announce=reporter.announce,
+    )  # fmt: skip
+
+
+def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
+    """Train the rows of a file of ablations, by default the embedded ones, to ``reports/<name>/``."""
+    quiet_transformers()
+    file = options.file or EMBEDDED / "ablations.yaml"
+    return AblationResult(*ablation.ablate(file, options.place, device=options.device, announce=reporter.announce))
+
+
+def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> PalindromeResult:
+    """Train the paper's palindrome comparison and write it to ``reports/<name>/``."""
+    quiet_transformers()
+    options.place.check_writable()
+    given = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
+    settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
+    name = options.name or "palindrome"
+    device = choose_device(options.device)
+    finished = compare(settings, options.place.run_dir(name), device=device, announce=reporter.announce)
+    folder = options.place.report_dir(name)
+    results.write_results(folder, settings, finished)
+    save_chart(folder, palindrome_charts(results.curve_table(finished), Palindromes(0).chance_nll))
+    return PalindromeResult(results.result_table(settings, finished), folder)

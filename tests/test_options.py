@@ -1,0 +1,104 @@
+"""The options of the commands: declared once, read by the stages, expanded into a command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from spkv_nas.cli.app import COMMANDS, app
+from spkv_nas.cli.options import command
+from spkv_nas.stages import flags, options
+from spkv_nas.stages.flags import Flag
+
+CLASSES = [
+    one for one in vars(options).values()
+    if isinstance(one, type) and is_dataclass(one) and one.__module__ == options.__name__
+]  # fmt: skip
+ALIASES = {name: hint for name, hint in vars(flags).items() if hasattr(hint, "__metadata__")}
+
+
+def test_every_flag_is_declared_once() -> None:
+    """Aliases of one flag for values that may and may not be left out share its declaration."""
+    declared = {id(hint.__metadata__[0]): hint.__metadata__[0] for hint in ALIASES.values()}
+    words = [(flag.help, flag.argument) for flag in declared.values()]
+    assert sorted(words) == sorted(set(words))
+
+
+def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
+    hints = [hint for one in CLASSES for hint in get_type_hints(one, include_extras=True).values()]
+    assert all(isinstance(hint.__metadata__[0], Flag) for hint in hints)
+    taken = {id(hint.__metadata__[0]) for hint in hints}
+    assert [name for name, hint in ALIASES.items() if id(hint.__metadata__[0]) not in taken] == []
+
+
+def test_a_name_means_one_thing() -> None:
+    """Fields of one name, in whichever command, are of one flag, or of one that takes other values."""
+    allowed = {"budget": 2, "tau": 2, "recipe": 2, "file": 2, "layout": 2}  # a range too; a choice; by place or by name
+    flags_of: dict[str, set[int]] = {}
+    for one in CLASSES:
+        for name, hint in get_type_hints(one, include_extras=True).items():
+            flags_of.setdefault(name, set()).add(id(hint.__metadata__[0]))
+    assert {name: len(found) for name, found in flags_of.items() if len(found) > allowed.get(name, 1)} == {}
+
+
+def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
+    taken = {next(iter(get_type_hints(function).values())) for function in COMMANDS}
+    mixins = {options.InWorkspace, options.OnDevice, options.SubjectOptions, options.ConstraintOptions}
+    nested = {options.DemoOptions, options.ShowLayoutsOptions, options.DiffOptions, options.ConvertOptions}
+    assert taken | nested == set(CLASSES) - mixins
+
+
+class TestExpansion:
+    @pytest.fixture
+    def seen(self) -> list[options.ProposeOptions]:
+        return []
+
+    @pytest.fixture
+    def line(self, seen: list[options.ProposeOptions]) -> typer.Typer:
+        line = typer.Typer()
+
+        @command(line)
+        def ask(given: options.ProposeOptions) -> None:
+            """Ask for layouts."""
+            seen.append(given)
+
+        return line
+
+    def test_defaults_are_those_of_the_dataclass(self, line: typer.Typer, seen: list[options.ProposeOptions]) -> None:
+        assert CliRunner().invoke(line, []).exit_code == 0
+        assert seen == [options.ProposeOptions()]
+
+    def test_values_arrive_as_their_types(self, line: typer.Typer, seen: list[options.ProposeOptions]) -> None:
+        arguments = ["-b", "25%", "--num-random", "2", "--uniform", "--weights", "w.csv", "-w", "there"]
+        assert CliRunner().invoke(line, arguments).exit_code == 0
+        assert seen == [
+            options.ProposeOptions(
+                budget="25%", num_random=2, uniform=True, weights=Path("w.csv"), workspace=Path("there")
+            )
+        ]
+
+    def test_bounds_are_checked(self, line: typer.Typer, seen: list[options.ProposeOptions]) -> None:
+        assert CliRunner().invoke(line, ["--window", "0"]).exit_code == 2
+        assert seen == []
+
+    def test_help_says_what_a_default_depends_on(self, line: typer.Typer) -> None:
+        text = CliRunner().invoke(line, ["--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+        assert "Ask for layouts." in text
+        assert "[default: (the probe's)]" in text
+        assert "Constraints and memory" in text
+
+
+def test_every_command_has_a_first_line_and_an_example_of_its_options() -> None:
+    runner = CliRunner()
+    for function in COMMANDS:
+        name = function.__name__.replace("_", "-")
+        done = runner.invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+        assert done.exit_code == 0, name
+        for one in fields(next(iter(get_type_hints(function).values()))):
+            shown = one.name.replace("_", "-")
+            assert shown in done.stdout or one.name in done.stdout or one.name == "level", (name, one.name)

@@ -1,0 +1,130 @@
+"""The rooms of the package and the imports between them: down only, so that a reader finds the way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = (
+    ("base", "kernels"),
+    ("artifacts",),
+    ("data", "model", "cost"),
+    ("evaluation", "probing", "proposal"),
+    ("training", "search", "report"),
+    ("stages",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
+MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS = 400, 60, 15
+
+
+def sources() -> list[Path]:
+    """Every module of the package and of the kernels, benchmarks among them."""
+    return sorted([*(ROOT / "spkv_nas").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+
+
+def room(module: str) -> str:
+    """The room of a module's dotted name; "" for the package's face."""
+    package, _, rest = module.partition(".")
+    return "kernels" if package == "spkv_kernels" else rest.partition(".")[0]
+
+
+def home(file: Path) -> str:
+    """The room of a file."""
+    path = file.relative_to(ROOT)
+    return "kernels" if path.parts[0] == "kernels" else path.parts[1].removesuffix(".py").replace("__init__", "")
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of the project's own, those inside functions and for types alone too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] in ("spkv_nas", "spkv_kernels"):
+                yield node.lineno, name
+
+
+def is_upward(origin: str, target: str) -> bool:
+    """Whether an import from one room may not be: to the same floor, to a higher one, or to the package's face."""
+    return origin != target and (target not in FLOOR or FLOOR[target] >= FLOOR[origin])
+
+
+def test_every_room_has_a_floor() -> None:
+    there = {home(file) for file in sources()} - {""}
+    assert there == set(FLOOR)
+    flat = {path.name for path in (ROOT / "spkv_nas").iterdir() if path.is_file()}
+    assert flat == {"__init__.py", "__init__.pyi", "__main__.py", "py.typed"}
+
+
+def test_imports_go_down() -> None:
+    upward = [
+        f"{file.relative_to(ROOT)}:{line} {name}"
+        for file in sources()
+        for line, name in imports(file)
+        if is_upward(home(file), room(name))
+    ]
+    assert not upward, "\n".join(upward)
+
+
+@pytest.mark.parametrize(
+    ("origin", "target", "expected"),
+    [("cli", "stages", False), ("stages", "cli", True), ("search", "training", True), ("model", "kernels", False)],
+)
+def test_what_is_upward(origin: str, target: str, expected: bool) -> None:
+    assert is_upward(origin, target) is expected
+
+
+def test_no_circle_between_files() -> None:
+    """Packages' faces aside, which only hand names on."""
+    files = {module(file): file for file in sources() if file.name != "__init__.py"}
+    left = {
+        name: {known for _, full in imports(file) for known in (full, full.rpartition(".")[0]) if known in files}
+        for name, file in files.items()
+    }
+    while free := [name for name, targets in left.items() if not targets & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, "\n".join(f"{name}: {targets}" for name, targets in left.items())
+
+
+def module(file: Path) -> str:
+    """Dotted name of a file."""
+    path = file.relative_to(ROOT).with_suffix("")
+    return ".".join(path.parts).removeprefix("kernels.")
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_and_functions_are_short() -> None:
+    """But for kernels."""
+    own = [file for file in sources() if home(file) != "kernels"]
+    long = [f"{file.name} {lines}" for file in own if (lines := len(file.read_text().splitlines())) > MOST_LINES]
+    assert not long, "\n".join(long)
+    long = [
+        f"{file.name}:{node.lineno} {node.name}"
+        for file in own
+        for node in functions(file)
+        if node.end_lineno is not None and node.end_lineno - node.lineno >= MOST_FUNCTION_LINES
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_commands_take_few_parameters() -> None:
+    for file in (ROOT / "spkv_nas" / "cli").glob("*.py"):
+        for node in functions(file):
+            assert len(node.args.args) + len(node.args.kwonlyargs) <= MOST_PARAMETERS, f"{file.name}: {node.name}"
