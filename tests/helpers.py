@@ -84,7 +84,7 @@ def write_project(folder: Path, recipe: str = RECIPE) -> Path:
     return file
 
 
-BLOCK = 32  # tokens of a block of the next two
+BLOCK = 32  # tokens of a block of the fixture ``blocks``
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
@@ -204,3 +204,57 @@ class Page(HTMLParser):
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(load(folder)[0].state_dict())
+
+
+def make_positions() -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"layer": layer, "kv_head": head, "start": start, "end": start + 8, "density": 0.1 * head + start / 100}
+            for layer in range(4)
+            for head in range(2)
+            for start in (0, 8)
+        ]
+    )
+
+
+def make_comparison(**columns: list[Any]) -> pd.DataFrame:
+    frame = pd.DataFrame(
+        {
+            "strategy": ["full-attention", "sp-kv", "densest", "last", "spread"],
+            "density_percent": [100.0, 42.5, 25.0, 25.0, 25.0],
+            "coverage_percent": [100.0, 100.0, 47.1, 35.3, 2.9],
+            "nll": [2.0, 2.001, 2.004, 2.006, 2.01],
+            "delta_nll_percent": [np.nan, 0.05, 0.2, 0.3, 0.5],
+            "delta_nll_standard_error": [np.nan, 0.01, 0.01, 0.01, 0.01],
+            "num_global": [np.nan, np.nan, 2, 2, 2],
+            "num_seeds": 1,
+            "steps": 100,
+            "note": [np.nan, "", "", "", ""],
+        }
+    )
+    return frame.assign(**columns)
+
+
+def make_search(**columns: list[Any]) -> pd.DataFrame:
+    """A search of two samplers: two layouts retrained, one of them a baseline."""
+    nan = np.nan
+    frame = pd.DataFrame(
+        {
+            "name": ["densest", "density-0-0", "density-0-1", "random-0-0", "random-0-1"],
+            "sampler": ["baseline", "density", "density", "random", "random"],
+            "seed": 0,
+            "trial": [0.0, 0.0, 1.0, 0.0, 1.0],
+            "hash": ["a", "a", "b", "c", "d"],
+            "num_global": 3.0,
+            "coverage_percent": [60.0, 60.0, 50.0, 20.0, 30.0],
+            "cost": nan,
+            "zero_shot_delta_percent": [0.9, 0.9, 0.5, 2.0, 1.5],
+            "zero_shot_standard_error": 0.1,
+            "short_delta_percent": [0.8, 0.8, 0.6, nan, 1.4],
+            "short_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
+            "full_delta_percent": [0.7, 0.7, 0.4, nan, 1.1],
+            "full_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
+            "heads": "GL LG GL LL",
+        }
+    )
+    return frame.assign(**columns)

@@ -27,7 +27,8 @@ from spkv_nas.cost.formulas import mean_visible_keys
 from spkv_nas.cost.roofline import Hardware, Roofline, find_hardware
 from spkv_nas.cost.times import Phase
 from spkv_nas.cost.timing import time_attention
-from spkv_nas.stages import cost as cost_stages
+from spkv_nas.stages.cost import cost
+from spkv_nas.stages.options import CostOptions
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
 SHAPE = Shape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=1000)
@@ -287,11 +288,14 @@ class TestCommands:
         make_calibration(heads).write(tmp_path / "reports" / "micro-3")
         layout = Layout(("GL", "LL", "LL", "GG"), window=4)
         layout.write(tmp_path / "mine.yaml")
-        *_, rows, times = cost_stages.cost_stage(
-            cost_stages.Workspace(tmp_path), "micro-3", layouts=[tmp_path / "mine.yaml"], density=0.5, window=4,
-            context="100",
+        result = cost(
+            CostOptions(
+                level="micro-3", layout=[tmp_path / "mine.yaml"], density=0.5, window=4, context="100",
+                workspace=tmp_path,
+            )
         )  # fmt: skip
-        assert isinstance(times, Calibration)
+        rows = result.costs
+        assert isinstance(result.times, Calibration)
         assert [row.decode_seconds for row in rows] == pytest.approx([4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0])
         assert [row.prefill_seconds for row in rows] == pytest.approx([8.0, 4.0, 4.0])
 
@@ -336,6 +340,8 @@ class TestCommands:
             (["calibrate", "micro-0", "--context", "0"], "at least 1 token; found 0"),
             (["calibrate", "micro-0", "--dtype", "int3"], "'int3' is unknown; known are float32, bfloat16, float16"),
             (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
+            (["calibrate", "micro-0", "--train-step", "--context", "1k"], "leave --context out"),
+            (["calibrate", "--model", "x", "--train-step"], "give a level"),
             (["cost", "micro-0", "--hardware", "tpu"], "no hardware 'tpu'"),
             (["cost", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
             (["cost", "micro-0", "--calibration", "a", "--hardware", "h200"], "not both"),

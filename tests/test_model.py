@@ -215,6 +215,11 @@ class TestRefusals:
         with pytest.raises(UserError, match="Bloom"):
             attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
 
+    def test_a_model_without_attention(self) -> None:
+        config = AutoConfig.for_model("mamba", vocab_size=97, hidden_size=16, num_hidden_layers=2)
+        with pytest.raises(UserError, match="0 of 2 attention layers"):
+            attach_gates(AutoModelForCausalLM.from_config(config), CONFIG)
+
     def test_gates_twice(self) -> None:
         with pytest.raises(UserError, match="has gates already"):
             attach_gates(self.gated(), CONFIG)

@@ -1,4 +1,4 @@
-"""The report: what it says, that nothing in it can act, and that its figures are the same every time."""
+"""The report: what it says, and that nothing in it can act."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -17,92 +16,26 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import Page, make_domain_table, make_layouts
-from matplotlib.text import Text
+from helpers import Page, make_comparison, make_domain_table, make_layouts, make_positions, make_search
 
-from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
-from spkv_nas.report.axes import decades_axis, log_axis, round_axis
-from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
-from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
-from spkv_nas.report.colours import cividis
+from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.data import page_data
-from spkv_nas.report.density_charts import density_chart
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.inputs import Inputs
-from spkv_nas.report.labels import Box, Label, chart_labels, place_labels, spread
 from spkv_nas.report.page import write_report
-from spkv_nas.report.plot import draw, save_chart
-from spkv_nas.report.profiles import budget_curve, domain_profile, position_profile
-from spkv_nas.report.result_charts import coverage_nll_chart
-from spkv_nas.report.search_charts import front_chart, progress_chart, search_charts
-from spkv_nas.report.svg import Frame
+from spkv_nas.report.search_charts import front_chart, search_charts
 from spkv_nas.report.tables import safe_csv, search_rows
-from spkv_nas.report.training_charts import palindrome_charts
 
 HOSTILE = "<script>alert(1)</script>"
 QUOTED = "\"'><img src=x onerror=alert(1)>"
 
 
-def make_positions() -> pd.DataFrame:
-    return pd.DataFrame(
-        [
-            {"layer": layer, "kv_head": head, "start": start, "end": start + 8, "density": 0.1 * head + start / 100}
-            for layer in range(4)
-            for head in range(2)
-            for start in (0, 8)
-        ]
-    )
-
-
-def make_comparison(**columns: list[Any]) -> pd.DataFrame:
-    frame = pd.DataFrame(
-        {
-            "strategy": ["full-attention", "sp-kv", "densest", "last", "spread"],
-            "density_percent": [100.0, 42.5, 25.0, 25.0, 25.0],
-            "coverage_percent": [100.0, 100.0, 47.1, 35.3, 2.9],
-            "nll": [2.0, 2.001, 2.004, 2.006, 2.01],
-            "delta_nll_percent": [np.nan, 0.05, 0.2, 0.3, 0.5],
-            "delta_nll_standard_error": [np.nan, 0.01, 0.01, 0.01, 0.01],
-            "num_global": [np.nan, np.nan, 2, 2, 2],
-            "num_seeds": 1,
-            "steps": 100,
-            "note": [np.nan, "", "", "", ""],
-        }
-    )
-    return frame.assign(**columns)
-
-
 def say(comparison: pd.DataFrame | None, layouts: dict[str, Layout] | None = None, **record: Any) -> str:
     return " ".join(findings(Inputs.check(make_domain_table(), layouts or {}, comparison=comparison, record=record)))
-
-
-def make_search(**columns: list[Any]) -> pd.DataFrame:
-    """A search of two samplers: two layouts retrained, one of them a baseline."""
-    nan = np.nan
-    frame = pd.DataFrame(
-        {
-            "name": ["densest", "density-0-0", "density-0-1", "random-0-0", "random-0-1"],
-            "sampler": ["baseline", "density", "density", "random", "random"],
-            "seed": 0,
-            "trial": [0.0, 0.0, 1.0, 0.0, 1.0],
-            "hash": ["a", "a", "b", "c", "d"],
-            "num_global": 3.0,
-            "coverage_percent": [60.0, 60.0, 50.0, 20.0, 30.0],
-            "cost": nan,
-            "zero_shot_delta_percent": [0.9, 0.9, 0.5, 2.0, 1.5],
-            "zero_shot_standard_error": 0.1,
-            "short_delta_percent": [0.8, 0.8, 0.6, nan, 1.4],
-            "short_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
-            "full_delta_percent": [0.7, 0.7, 0.4, nan, 1.1],
-            "full_standard_error": [0.1, 0.1, 0.1, nan, 0.1],
-            "heads": "GL LG GL LL",
-        }
-    )
-    return frame.assign(**columns)
 
 
 @pytest.fixture(scope="module")
@@ -382,205 +315,3 @@ def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path:
     with pytest.raises(UserError, match="1 layers x 2 KV heads"):
         write_report(tmp_path / "out", table=make_domain_table(), layouts={"small": Layout(("GL",), 8, "small")})
     assert not (tmp_path / "out").exists()
-
-
-def test_colours_are_cividis_from_zero_to_one() -> None:
-    assert cividis(1.0) == cividis(1.5) == ("#fee838", "#000")
-    assert cividis(0.0) == cividis(-0.5) == ("#00224e", "#fff")
-    cells = density_chart(make_domain_table()).marks[0]
-    assert isinstance(cells, Heatmap)
-    assert cells.values[1][1] == 0.6
-    assert cells.tips[1 * 4 + 1] == "Layer 1, KV head 1: density 0.600\n1,000 tokens"
-
-
-def test_error_bars_reach_one_standard_error() -> None:
-    comparison = Inputs.check(make_domain_table(), {}, comparison=make_comparison()).comparison
-    assert comparison is not None
-    chart = coverage_nll_chart(comparison)
-    assert chart is not None
-    layouts, gates, full = [mark for mark in chart.marks if isinstance(mark, Points)]
-    assert layouts.names == ("densest", "last", "spread")
-    assert (layouts.x[0], layouts.y[0], layouts.error[0]) == (47.1, 0.2, 0.01)
-    assert gates.shape != full.shape != layouts.shape
-    assert math.isnan(full.error[0])
-    frame, (ax,) = Frame.of(chart), draw(chart).axes
-    (drawn,) = [
-        path for path in ax.collections if np.allclose(path.get_paths()[0].vertices, [[47.1, 0.19], [47.1, 0.21]])
-    ]
-    assert drawn is not None
-    assert frame.y(0.19) - frame.y(0.21) == pytest.approx(
-        0.02 / (chart.y.high - chart.y.low) * (frame.bottom - frame.top)
-    )
-
-
-def test_labels_cover_no_mark_and_no_other_label() -> None:
-    marks = [(100.0 + 3 * i, 100.0 + 2 * (i % 3)) for i in range(7)]
-    taken: list[Box] = [(x - 7, y - 9, x + 7, y + 9) for x, y in marks]
-    labels = place_labels(marks, ["strategy"] * 7, (0, 0, 400, 300), taken=taken, letter=6.6, line=15)
-    width, height = 8 * 6.6, 15
-    left = [label.x - (width if label.anchor == "end" else 0) for label in labels]
-    for i in range(7):
-        for k in range(i):
-            assert abs(left[i] - left[k]) >= width - 1e-6 or abs(labels[i].y - labels[k].y) >= height - 1e-6
-        for x, y in marks:
-            assert not (left[i] < x < left[i] + width and abs(labels[i].y - y) < height / 2)
-
-
-def test_names_of_baselines_lie_on_no_line() -> None:
-    """They were written across the curves that ended where the baselines are."""
-    names = ["one", "two", "three", "density-0-0", "density-0-1"]
-    search = make_search(name=names, sampler=["baseline"] * 3 + ["density"] * 2, hash=list("abcde"),
-                         zero_shot_delta_percent=[0.52, 0.51, 2.0, 2.0, 0.5])  # fmt: skip
-    chart = progress_chart(search, None)
-    frame = Frame.of(chart)
-    labels = frame.labels()
-    assert {label.text for label in labels} == {"one", "two", "three"}
-    assert all(label.x > frame.right for label in labels)
-    heights = sorted(label.y for label in labels)
-    assert min(np.diff(heights)) >= 15 - 1e-6
-    figure = draw(chart)
-    (ax,) = figure.axes
-    figure.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in ax.texts]  # without the leaders
-    assert len(boxes) == 3
-    assert all(box.x0 > ax.get_window_extent().x1 for box in boxes)
-    assert all(box.x1 < figure.bbox.x1 for box in boxes)
-    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-
-
-def test_the_label_of_a_vertical_line_keeps_off_curves() -> None:
-    axis = Axis("x", 0.0, 10.0, ())
-    chart = Chart(
-        "a", "", "", axis, axis, (Rule(5.0, "knee"), Line((0.0, 10.0), (9.9, 9.9)), Line((5.0, 9.0), (0.0, 9.0)))
-    )
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return 40 * x, 200 - 20 * y
-
-    assert chart_labels(chart, at, (0, 0, 400, 200), letter=6.6, line=15) == [Label(206, 15, "knee")]
-
-
-def test_spread_places_keep_their_distance_and_move_least() -> None:
-    assert spread([0.0, 50.0], 10) == [0.0, 50.0]
-    assert spread([20.0, 20.0], 10) == [15.0, 25.0]
-    assert spread([0.0, 1.0, 2.0, 100.0], 10) == pytest.approx([-9.0, 1.0, 11.0, 100.0])
-
-
-def test_ticks_are_round() -> None:
-    def shown(axis: Axis) -> list[str]:
-        assert all(-1e-9 <= axis.fraction(value) <= 1 + 1e-9 for value, _ in axis.ticks)
-        return [text for _, text in axis.ticks]
-
-    assert shown(round_axis("", 0, 1)) == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
-    assert shown(round_axis("", 0, 63, exact=True)) == ["0", "20", "40", "60"]
-    assert shown(round_axis("", -0.13, 0.3)) == ["\N{MINUS SIGN}0.1", "0", "0.1", "0.2", "0.3"]
-    assert round_axis("", 0, 4.05).high == pytest.approx(4.35)
-    assert round_axis("", 0, 4, padded=True).low == pytest.approx(-0.3)
-    assert shown(round_axis("", 2, 2)) == ["2", "2.2", "2.4", "2.6", "2.8", "3"]
-    assert shown(decades_axis("", 3e18, 2e21, powers=True)) == ["10¹⁹", "10²⁰", "10²¹"]
-    assert shown(decades_axis("", 0.04, 3, multiples=(1, 2, 5))) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
-    assert shown(log_axis("", 1.9, 3.3)) == ["2", "2.25", "2.5", "2.75", "3", "3.25"]
-
-
-AGREEMENT = pd.DataFrame({"first": ["a", "a", "b"], "second": ["b", "c", "c"], "budget": 2, "jaccard": [0.5, 0.1, 0.2],
-                          "chance": 0.1, "spearman": [0.3, -0.2, math.nan]})  # fmt: skip
-BUDGETS = pd.DataFrame({"budget": [1, 2, 3], "num_global": [1, 2, 3], "coverage": [0.4, 0.7, 1.0], "random": 0.5,
-                        "worst_domain": 0.3, "coverage_low": [0.3, 0.6, 1.0], "coverage_high": [0.5, 0.8, 1.0],
-                        "kv_bytes": [2.0**30, 2.0**31, 3 * 2.0**30]})  # fmt: skip
-CURVES = pd.DataFrame(
-    {
-        "variant": ["full", "full", "sp-kv", "sp-kv"],
-        "step": [10, 20] * 2,
-        "loss": [9.0, 1.0, 8.0, 2.0],
-        "mean_utility": [math.nan, math.nan, 0.9, 0.5],
-        "density": [math.nan, math.nan, 1.0, 0.5],
-    }
-)
-
-
-@pytest.mark.parametrize(
-    "chart",
-    [agreement_charts(AGREEMENT), budgets_chart(BUDGETS, 2, num_domains=2), palindrome_charts(CURVES, 2.3)],
-    ids=lambda chart: chart.name,
-)
-def test_pictures_have_the_same_bytes_every_time(chart: Chart | Panels, tmp_path: Path) -> None:
-    for run in ("one", "two"):
-        save_chart(tmp_path / run, chart)
-    for kind in ("png", "svg"):
-        one, two = ((tmp_path / run / f"{chart.name}.{kind}").read_bytes() for run in ("one", "two"))
-        assert one == two
-
-
-def test_memory_stands_above_the_budgets() -> None:
-    above = budgets_chart(BUDGETS, 2, num_domains=1).above
-    assert above is not None
-    assert [(round(value, 6), text) for value, text in above.ticks] == [
-        (1.0, "1"),
-        (1.5, "1.5"),
-        (2.0, "2"),
-        (2.5, "2.5"),
-        (3.0, "3"),
-    ]
-
-
-def test_a_comparison_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = make_comparison().reindex(columns=list(COLUMNS))
-    write_comparison(tmp_path / "comparison.csv", rows)
-    read = read_comparison(tmp_path / "comparison.csv")
-    assert list(read.columns) == list(COLUMNS)
-    assert read["nll"].tolist() == rows["nll"].tolist()
-    assert read["delta_nll_percent"][0] == 0.0
-    assert read["zero_shot_nll"].isna().all()
-    assert read["note"].tolist() == [""] * 5
-    write_comparison(tmp_path / "comparison.csv", rows.head(0))
-    assert read_comparison(tmp_path / "comparison.csv").empty
-
-
-def test_a_layout_may_be_called_as_a_missing_value(tmp_path: Path) -> None:
-    """A layout named NA or null was read as one without a name."""
-    write_comparison(
-        tmp_path / "comparison.csv", make_comparison(strategy=["full-attention", "NA", "null", "nan", "a"])
-    )
-    assert read_comparison(tmp_path / "comparison.csv")["strategy"].tolist() == [
-        "full-attention",
-        "NA",
-        "null",
-        "nan",
-        "a",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nll\n2.0\n", "column 'strategy' is missing"),
-        ("strategy,nll\na,2.0\n,2.0\n", "line 3: the strategy has no name"),
-        ("strategy,nll\na,2.0\nb,much\n", "line 3: column 'nll' must be a number from 0; found 'much'"),
-    ],
-    ids=["column", "name", "number"],
-)
-def test_an_unreadable_comparison_file_is_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "comparison.csv").write_text(text)
-    with pytest.raises(UserError, match=re.escape(message)):
-        read_comparison(tmp_path / "comparison.csv")
-
-
-def test_budget_curve_ends_at_everything() -> None:
-    curve = budget_curve(make_domain_table())
-    assert curve is not None
-    assert curve.iloc[-1, 1:].tolist() == pytest.approx([1.0] * 4)
-    assert curve["interleaved-last"].notna().tolist() == [False, True] * 4
-    assert curve.loc[1, "interleaved-last"] == pytest.approx(1.2 / 3.4)  # one layer: the last
-    assert (curve["densest"] >= curve["random"] - 1e-12).all()
-
-
-def test_profiles() -> None:
-    table = make_domain_table(("code", "docs"), positions=make_positions())
-    domains = domain_profile(table)
-    assert domains["agreement"].tolist() == pytest.approx([1.0, 1.0])
-    assert domains["num_tokens"].tolist() == [1000, 2000]
-    positions = position_profile(table)
-    assert positions is not None
-    assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])
-    assert (positions["low"] <= positions["mean"]).all()
-    assert position_profile(make_domain_table()) is None

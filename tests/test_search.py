@@ -1,36 +1,29 @@
-"""The layout search: its space, its samplers, its queue of tasks under dying workers, and the command."""
+"""The layout search: its space, its samplers, its queue of tasks under dying workers, its results."""
 
 from __future__ import annotations
 
 import math
-import os
-import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optuna
-import pandas as pd
 import pytest
-import yaml
-from helpers import RECIPE, fails, make_table, write_project
+from helpers import make_table
 from optuna.study import StudyDirection
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, Retraining, read_search
+from spkv_nas.artifacts.search_table import Retraining, read_search
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli import main
 from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
-from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference
+from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.search import queue as queue_module
@@ -40,9 +33,6 @@ from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
-from spkv_nas.training.corpus import load_corpus
-from spkv_nas.training.judge import RecipeJudge
-from spkv_nas.training.recipe import Recipe
 
 MINIMIZE = [StudyDirection.MINIMIZE]
 
@@ -408,233 +398,3 @@ class TestJudge:
         assert best.heads == min(own, key=lambda trial: trial.values).layout.heads
         assert cost.of(second) < cost.of(best)  # the next of the front costs less
         assert all(trial.short is not None for trial in own if trial.layout.heads in (best.heads, second.heads))
-
-
-SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5")
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> tuple[Path, Path]:
-    """(recipe, workspace) with a hand-made density table of a 5 x 2 grid, called tiny."""
-    recipe, workspace = write_project(tmp_path / "project", SEARCH_RECIPE), tmp_path / "workspace"
-    folder = workspace / "probes" / "tiny"
-    folder.mkdir(parents=True)
-    density = np.random.default_rng(0).random((5, 2)).round(3)
-    lines = [f"{layer},{head},{density[layer, head]}" for layer, head in np.ndindex(5, 2)]
-    (folder / "density.csv").write_text("layer,kv_head,density\n" + "\n".join(lines) + "\n")
-    return recipe, workspace
-
-
-def command(recipe: Path, workspace: Path, *more: str) -> list[str]:
-    return [
-        "search", "--recipe", str(recipe), "--workspace", str(workspace), "--probe", "tiny", "--window", "4",
-        "--max-tokens", "640", *more,
-    ]  # fmt: skip
-
-
-class TestCommand:
-    def test_a_search_from_zero_shot_to_full_retraining(
-        self, project: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        recipe, workspace = project
-        mine = tmp_path / "mine.yaml"
-        Layout(("GG", "GG", "LL", "LL", "LL"), 4, "mine").write(mine)
-        other = tmp_path / "other.yaml"
-        Layout(("GL", "GG", "LG", "GG", "LL"), 4, "other").write(other)
-        arguments = [
-            str(other),
-            "--start",
-            str(mine),
-            "--budget",
-            "4",
-            "--trials",
-            "12",
-            "--short",
-            "2",
-            "--full",
-            "1",
-            "--short-steps",
-            "2",
-        ]
-        main(command(recipe, workspace, *arguments))
-        shown = capsys.readouterr()
-        assert "rank correlation of zero-shot and full" in shown.out
-        assert "short retraining: full-attention" in shown.err
-        reports = workspace / "reports" / "tiny"
-        rows = pd.read_csv(reports / "search.csv")
-        assert rows.groupby("sampler").size().to_dict() == {"baseline": 5, "density": 12, "random": 12}
-        assert (rows["num_global"] == np.where(rows["name"] == "other", 6, 4)).all()
-        starts = rows[rows["sampler"] == BASELINE].set_index("name")
-        assert {"densest", "interleaved-first", "interleaved-last", "mine", "other"} == set(starts.index)
-        assert starts[["short_delta_percent", "full_delta_percent"]].notna().all().all()
-        assert rows[rows["sampler"] == DENSITY]["hash"].iloc[:4].tolist() == starts["hash"].iloc[:4].tolist()
-        measured = rows.drop_duplicates("hash").set_index("hash")
-        again = rows.set_index("hash")[["zero_shot_delta_percent", "full_delta_percent"]]
-        assert (again == measured.loc[again.index, again.columns]).sum().sum() >= len(rows)  # a layout has one result
-        for sampler in (DENSITY, RANDOM):
-            own = rows[(rows["sampler"] == sampler) & ~rows["hash"].isin(starts["hash"])].drop_duplicates("hash")
-            shorts = own.sort_values("zero_shot_delta_percent")["short_delta_percent"].notna().tolist()
-            assert sum(shorts) <= 4
-        summary = yaml.safe_load((reports / "search.yaml").read_text())
-        assert summary["tokens"]["chosen_on"] == 640
-        assert summary["tokens"]["judged_on"] > 0
-        assert summary["samplers"]["density"]["retrained"]["layout"]
-        assert (reports / "search-progress.png").is_file()
-        assert (reports / "search-retrained.svg").is_file()
-        kept = list((workspace / "layouts" / "tiny" / "search").glob("*.yaml"))
-        assert kept
-        assert all(Layout.read(path).num_global == 4 for path in kept)
-
-        before = (reports / "search.csv").read_bytes()
-        main(command(recipe, workspace, *arguments))  # nothing is left to do
-        assert "retraining" not in capsys.readouterr().err
-        assert (reports / "search.csv").read_bytes() == before
-
-    def test_fewer_and_more_trials_than_before(self, project: tuple[Path, Path]) -> None:
-        recipe, workspace = project
-        counts = []
-        for number in ("8", "5", "12"):
-            main(command(recipe, workspace, "--budget", "4", "--trials", number, "--short", "0"))
-            rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
-            counts.append(rows[rows["sampler"] != BASELINE].groupby("sampler").size().tolist())
-        assert counts == [[8, 8], [5, 5], [12, 12]]
-
-    def test_another_cost_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--dtype", "float32"]
-        more += ["--trials", "3", "--short", "0", "--context"]
-        main(command(*project, *more, "1k"))
-        assert "another objective" in fails(capsys, *command(*project, *more, "2k"))
-
-    def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-        recipe, workspace = project
-        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4"]
-        more += ["--dtype", "float32", "--trials", "15", "--short", "0", "--global-layers", "0"]
-        main(command(recipe, workspace, *more))
-        assert "KV bytes" in capsys.readouterr().out
-        rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
-        assert rows["num_global"].between(2, 8).all()
-        assert rows["heads"].str.startswith("GG").all()
-        entry = 2 * 4 * 4  # key and value, D 4, float32
-        assert rows["cost"].tolist() == (entry * (1024 * rows["num_global"] + 4 * (10 - rows["num_global"]))).tolist()
-        assert (workspace / "reports" / "tiny" / "search-front.png").is_file()
-
-    def test_time_is_an_objective(self, project: tuple[Path, Path]) -> None:
-        recipe, workspace = project
-        more = ["--budget", "2..8", "--objective", "nll,time", "--context", "8k", "--hardware", "h100"]
-        main(command(recipe, workspace, *more, "--trials", "5", "--short", "0", "--control", "none"))
-        rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv").sort_values("num_global")
-        assert (np.diff(rows["cost"]) >= 0).all()
-        assert rows["cost"].nunique() == rows["num_global"].nunique()
-
-    @pytest.mark.parametrize(
-        ("more", "message"),
-        [
-            (["--budget", "99"], "the model has 10"),
-            (["--control", "sobol"], "--control 'sobol' is unknown"),
-            (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
-            (["--budget", "3", "--objective", "nll,time"], "needs --context"),
-            (["--budget", "3", "--granularity", "layer", "--min-per-layer", "1"], "no layout meets"),
-            (["--budget", "3", "--storage", "nowhere://x"], "cannot open the storage"),
-            (["--budget", "3..5", "--tau", "match-budget"], "needs one budget"),
-            (["--budget", "3", "narrow.yaml"], "is for 2 layers x 2 KV heads"),
-            (["--budget", "3", "wide.yaml"], "has a window of 9, the search one of 4"),
-            (["--budget", "3", "--start", "full.yaml"], "breaks the budget"),
-            (["--budget", "3", "full.yaml", "full.yaml"], "two layouts are called"),
-            (
-                ["--budget", "3", "--recipe", "small/recipe.yaml"],
-                "5 layers x 2 KV heads, the recipe's model has 2 layers x 2",
-            ),
-        ],
-        ids=[
-            "budget",
-            "control",
-            "objective",
-            "context",
-            "infeasible",
-            "storage",
-            "tau",
-            "shape",
-            "window",
-            "start",
-            "twice",
-            "recipe",
-        ],
-    )
-    def test_bad_input(
-        self,
-        project: tuple[Path, Path],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        more: list[str],
-        message: str,
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        write_project(tmp_path / "small")
-        for name, (layers, window) in {"narrow": (2, 4), "wide": (5, 9), "full": (5, 4)}.items():
-            Layout(("GG",) * layers, window, name).write(tmp_path / f"{name}.yaml")
-        assert message in fails(capsys, *command(*project, *more))
-
-    def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
-        recipe, workspace = Recipe.read(project[0]), project[1]
-        runs = workspace / "runs" / "tiny"
-        judge = RecipeJudge.prepare(recipe, project[0].parent, runs, max_tokens=640)
-        heldout = load_corpus(recipe, project[0].parent, runs).heldout
-        seen = set(heldout.document[:20].ravel().tolist())
-        lengths = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
-        nll = DocumentNLL(np.ones(len(heldout.documents)), lengths)
-        chosen, judged = (judge.part(nll, fidelity).num_tokens for fidelity in ("short", "full"))
-        assert judge.tokens_chosen_on == 640
-        assert judge.tokens_judged_on == judged.sum()
-        assert set(np.flatnonzero(chosen)) == seen
-        assert set(np.flatnonzero(judged)) == set(range(len(heldout.documents))) - seen
-
-    def test_two_of_three_workers_are_killed(self, project: tuple[Path, Path], tmp_path: Path) -> None:
-        """What is left finishes the study; the table is that of a worker that nobody disturbed."""
-        recipe, workspace = project
-        more = ["--budget", "4", "--trials", "60", "--control", "random,tpe", "--seeds", "2", "--short", "0"]
-        arguments = command(recipe, workspace, *more)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        run = [sys.executable, "-m", "spkv_nas"]
-        logs = [tmp_path / f"worker-{number}.log" for number in range(3)]
-        with ExitStack() as files:
-            outputs = [files.enter_context(log.open("w")) for log in logs]
-            workers = [
-                subprocess.Popen([*run, *arguments], env=environment, stdout=output, stderr=subprocess.STDOUT)
-                for output in outputs
-            ]
-        try:
-            database = workspace / "runs" / "tiny" / "search" / "study.db"
-            done = 0
-            while done < 60:
-                assert all(worker.poll() is None for worker in workers), [log.read_text()[-2000:] for log in logs]
-                time.sleep(0.2)
-                done = finished(database)
-            for worker in workers[:2]:
-                worker.send_signal(signal.SIGKILL)
-            assert finished(database) < 360  # or the kill came too late to mean anything
-            assert workers[2].wait(300) == 0, logs[2].read_text()[-2000:]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        undisturbed = tmp_path / "undisturbed"
-        (undisturbed / "probes").mkdir(parents=True)
-        (workspace / "probes" / "tiny").rename(undisturbed / "probes" / "tiny")
-        main(command(recipe, undisturbed, *more))
-        tables = [(place / "reports" / "tiny" / "search.csv").read_bytes() for place in (workspace, undisturbed)]
-        assert tables[0] == tables[1]
-        rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
-        assert len(rows[rows["sampler"] != BASELINE]) == 360
-        assert not rows.duplicated(["sampler", "seed", "trial"]).any()
-
-
-def finished(database: Path) -> int:
-    """Trials that are complete in all studies of a storage, looked up beside Optuna."""
-    if not database.is_file():
-        return 0
-    with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-        try:
-            return int(connection.execute("SELECT COUNT(*) FROM trials WHERE state = 'COMPLETE'").fetchone()[0])
-        except sqlite3.OperationalError:  # the tables are being made
-            return 0

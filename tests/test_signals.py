@@ -307,7 +307,7 @@ class TestCommand:
             (["--signal", "attention-mass", "--steps", "3"], "it goes with duo"),
             (["--signal", "attention-mass", "--window", "64"], "nothing outside a window of 64 keys"),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
-            (["--signal", "duo", "--window", "8", "--steps", "0"], "at least one step"),
+            (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),
             ([], "no gates"),
         ],
     )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spkv_nas.cli import main
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.training import step_timing
 from spkv_nas.training.step_timing import StepTiming, time_embedded_steps, time_level_steps
+
+RANDOM_BLOCKS = step_timing._random_blocks
 
 
 def run_for(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
@@ -32,12 +36,11 @@ def run_for(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[
 
 def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step is held against the dense step, a probe against a forward pass alone."""
-    random_blocks = step_timing._random_blocks
     sizes: list[tuple[int, int]] = []
 
     def few_blocks(num_blocks: int, block_size: int, vocabulary: int) -> TokenBlocks:
         sizes.append((num_blocks, block_size))
-        return random_blocks(2, 48, vocabulary)
+        return RANDOM_BLOCKS(2, 48, vocabulary)
 
     monkeypatch.setattr(step_timing, "_random_blocks", few_blocks)
     seconds = {"dense": 4.0, "soft": 5.0, "hybrid": 2.0, "dense forward": 1.0, "probe": 2.0}
@@ -50,6 +53,23 @@ def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         StepTiming("probe", 2.0, 96 / 2, 0.5, 0.85),
     ]
     assert (asked, sizes) == ([(3, "cpu")], [(8, 512)])
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """``calibrate --train-step`` prints what was timed, beside what it must reach, and writes nothing."""
+    monkeypatch.setattr(step_timing, "BARS", {"soft": 0.8})
+    monkeypatch.setattr(step_timing, "_random_blocks", lambda *_: RANDOM_BLOCKS(2, 48, 512))
+    seconds = {"dense": 4.0, "soft": 5.0, "hybrid": 2.0, "dense forward": 1.0, "probe": 2.0}
+    run_for(seconds, monkeypatch)
+    main(["calibrate", "--train-step", "--device", "cpu", "-w", str(tmp_path)])
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2:-1]
+        for line in capsys.readouterr().out.splitlines()
+        if "│" in line
+    }
+    assert [cell.strip() for cell in rows["soft"]] == ["5,000.0", "19", "0.80", "0.80"]
+    assert [cell.strip() for cell in rows["hybrid"]] == ["2,000.0", "48", "2.00", ""]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_level(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,14 @@
-"""The training variants of the paper: each does what it says, and none does nothing."""
+"""The paper's variants of gates and predictors: each does what it says, and none does nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from helpers import RECIPE, logits, scatter_gates, tiny_model, weights
+from helpers import logits, scatter_gates, tiny_model
 from pydantic import ValidationError
 from spkv_kernels import attention
 from torch import Tensor
@@ -26,15 +24,6 @@ from spkv_nas.model.gates import gate_from_logits, predictors, regularised
 from spkv_nas.model.modes import set_density_weight, set_gate_mode
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
-from spkv_nas.report.chart import Line
-from spkv_nas.report.plot import save_chart
-from spkv_nas.report.training_charts import density_evolution_chart
-from spkv_nas.training import trainer
-from spkv_nas.training.branches import Branch, train_branch
-from spkv_nas.training.corpus import Corpus
-from spkv_nas.training.phases import GateSchedule
-from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.variants import Variant
 
 
 def gated(**options: Any) -> PreTrainedModel:
@@ -260,163 +249,3 @@ class TestRegulariser:
             gradients.append(torch.stack([m.down.bias.grad for m in predictors(model).values()]))
         # u = 1/2 everywhere: d(-2 mean u)/d bias of one head of the eight is -2 * 1/4 / 8
         assert torch.allclose(gradients[1] - gradients[0], torch.tensor(-2 / 4 / 8), atol=1e-6)
-
-
-class TestSchedule:
-    def test_sampled(self) -> None:
-        schedule = GateSchedule(steps=8, soft_fraction=0.5, anneal_steps=1, mode="sampled")
-        assert [(p.mode, p.anneal) for p in map(schedule.at, range(3, 6))] == [
-            ("sampled", 0.0),
-            ("sampled", 0.5),
-            ("hard", 0.0),
-        ]
-
-    def test_from_scratch_is_hard_at_the_end_of_its_decay(self) -> None:
-        schedule = GateSchedule(steps=100, soft_fraction=0.75, decay_steps=20)
-        assert [schedule.at(s).mode for s in (0, 94, 95)] == ["soft", "soft", "hard"]
-
-
-Train = Callable[..., Branch]
-
-
-@pytest.fixture
-def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
-    """Train an SP-KV branch of the test recipe with other gates."""
-
-    def run(folder: str = "branch", top: dict[str, Any] | None = None, **gates: Any) -> Branch:
-        data = recipe.model_dump()
-        data["gates"] |= gates
-        changed = Recipe(**{**data, **(top or {})})
-        return train_branch(changed, corpus, dense, tmp_path / folder, Variant.sp_kv(), device="cpu")
-
-    return run
-
-
-class TestRuns:
-    def test_frozen_model(self, train: Train, dense: Path) -> None:
-        before, after = weights(dense), weights(train(training="frozen-model").checkpoint)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        other = weights(train("continued").checkpoint)
-        assert not all(torch.equal(before[name], other[name]) for name in before)
-
-    def test_from_scratch(self, train: Train, recipe: Recipe) -> None:
-        assert recipe.dense is not None
-        phase = recipe.dense.model_copy(update={"batch_size": recipe.branch.batch_size, "learning_rate": 2e-3})
-        top = {"dense": phase.model_dump(), "branch": {**recipe.branch.model_dump(), "learning_rate": 2e-3}}
-        branch = train(training="from-scratch", top=top)
-        log = pd.read_csv(branch.checkpoint / "density-log.csv")
-        assert log["step"].max() == 10  # one run of 6 + 8 steps, logged every 10
-        top["branch"]["learning_rate"] = 1e-3
-        with pytest.raises(ValidationError, match=r"dense\.learning_rate and branch\.learning_rate must be equal"):
-            train("other", training="from-scratch", top=top)
-
-    def test_the_regulariser_moves_density(self, train: Train) -> None:
-        found = [
-            train(f"weight{weight}", density_weight=weight, learning_rate_multiplier=20.0, bias=0.0).density
-            for weight in (-50.0, 50.0)
-        ]
-        assert found[0] < 0.3 < 0.7 < found[1]
-
-    def test_variants_differ(self, train: Train) -> None:
-        """Each of them changes what is learned."""
-        variants: list[dict[str, Any]] = [
-            {},
-            {"mode": "sampled"},
-            {"mode": "sampled", "p_min": 0.2},
-            {"predictor": "linear"},
-            {"predictor": "bidirectional", "kernel_size": 5},
-            {"sinks": 2},
-            {"layers": [1]},
-            {"heads": ["SL", "GS"]},
-            {"weight_decay": 0.0},
-            {"learning_rate_multiplier": 1.0},
-            {"init_scale": 2.0},
-            {"window": 4},
-            {"anneal_steps": 2},
-            {"tau": 0.7},
-        ]
-        nll = [train(str(i), **{"bias": 0.5, **gates}).nll.mean for i, gates in enumerate(variants)]
-        assert len(set(nll)) == len(variants)
-
-    def test_logs(self, train: Train, tmp_path: Path) -> None:
-        branch = train(top={"evaluation": {"batch_size": 4, "every": 4, "max_tokens": 100}, "tensorboard": True})
-        log = pd.read_csv(branch.checkpoint / "heldout-log.csv")
-        assert log["step"].tolist() == [4, 8]
-        assert (log["soft_nll"] != log["hard_nll"]).any()
-        assert log["density"].between(0, 1).all()
-        assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-    @pytest.mark.parametrize(
-        ("gates", "at"),
-        [
-            ({"mode": "sampled"}, 5),
-            ({"mode": "sampled", "anneal_steps": 2, "soft_fraction": 0.5}, 5),
-            ({"anneal_steps": 2}, 7),
-            ({"soft_fraction": 0.375}, 4),  # the first hard step follows a checkpoint
-            ({"target_density": 0.3}, 5),
-            ({"training": "frozen-model"}, 7),
-        ],
-    )
-    def test_an_interrupted_run_resumes_bit_for_bit(
-        self, gates: dict[str, Any], at: int, train: Train, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        whole = train("whole", **gates)
-
-        def die(self: trainer.TokenProgressCallback, args: object, state: object, *_: object, **__: object) -> None:
-            if state.global_step == at:  # type: ignore[attr-defined]
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.TokenProgressCallback, "on_step_end", die)
-            with pytest.raises(KeyboardInterrupt):
-                train("torn", **gates)
-        resumed = train("torn", **gates)
-        before, after = weights(whole.checkpoint), weights(resumed.checkpoint)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert np.array_equal(whole.nll.total, resumed.nll.total)
-
-
-def test_density_over_training_is_drawn_for_every_head(tmp_path: Path) -> None:
-    steps, layers, heads = np.meshgrid([10, 20, 30], [0, 2], [0, 1, 2], indexing="ij")
-    log = {"step": steps.ravel(), "layer": layers.ravel(), "kv_head": heads.ravel()}
-    rows = pd.DataFrame(log).assign(density=np.random.default_rng(0).random(18))
-    chart = density_evolution_chart(rows)
-    lines = [mark.y for mark in chart.marks if isinstance(mark, Line)]
-    assert len(lines) == 7  # six heads and their median
-    for line, (_, head) in zip(lines, rows.groupby(["layer", "kv_head"]), strict=False):
-        assert np.allclose(line, 100 * head["density"])
-    assert np.allclose(lines[-1], 100 * rows.groupby("step")["density"].median())
-    save_chart(tmp_path, chart)
-    assert (tmp_path / "density-evolution.png").read_bytes().startswith(b"\x89PNG")
-
-
-class TestRecipe:
-    def read(self, tmp_path: Path, gates: str) -> Recipe:
-        (tmp_path / "r.yaml").write_text(RECIPE[: RECIPE.index("gates:")] + gates)
-        return Recipe.read(tmp_path / "r.yaml")
-
-    def test_gates_of_a_layout(self, tmp_path: Path) -> None:
-        Layout(("GL", "LL"), 9).write(tmp_path / "layout.yaml")
-        gates = self.read(tmp_path, "gates: {layout: layout.yaml}\n").gates
-        assert gates.of_model((2, 2)).heads == ["SL", "LL"]
-        assert gates.window == 9
-
-    def test_gates_of_some_layers(self, tmp_path: Path) -> None:
-        gates = self.read(tmp_path, "gates: {layers: [1]}\n").gates
-        assert gates.of_model((2, 2)).heads == ["GG", "SS"]
-        with pytest.raises(UserError, match="there is no layer 2"):
-            self.read(tmp_path, "gates: {layers: [2]}\n").gates.of_model((2, 2))
-
-    @pytest.mark.parametrize(
-        ("gates", "message"),
-        [
-            ("{layers: [0], heads: [SS, GG]}", "each says which heads have gates"),
-            ("{p_min: 0.1}", "p_min belongs to mode: sampled"),
-            ("{predictor: bidirectional, window: 8}", "looks 32 tokens ahead"),
-            ("{target_density: 2}", "target_density"),
-            ("{mode: hard}", "mode"),
-        ],
-    )
-    def test_bad_gates(self, gates: str, message: str, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match=message):
-            self.read(tmp_path, f"gates: {gates}\n")

@@ -1,4 +1,4 @@
-"""``comparison.csv``: one row per retrained variant of a dense checkpoint, and the names of the two references."""
+"""``comparison.csv``: one row per retrained variant of a dense checkpoint, and the names of the two baselines."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
             checked[column.name] = math.nan
         else:
             checked[column.name] = _floats(checked[column.name])
-    reference = checked["strategy"] == FULL_ATTENTION
-    checked.loc[reference, "delta_nll_percent"] = checked.loc[reference, "delta_nll_percent"].fillna(0.0)
+    full = checked["strategy"] == FULL_ATTENTION
+    checked.loc[full, "delta_nll_percent"] = checked.loc[full, "delta_nll_percent"].fillna(0.0)
     return checked
 
 

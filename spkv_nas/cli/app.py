@@ -92,7 +92,3 @@ def _show_warning(usual: Callable[..., None], message: Warning | str, kind: type
         warn(str(message))
     else:
         usual(message, kind, file, *at)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The one place that writes to the terminal: results on standard output, all else on standard error."""
+"""How results reach standard output, and all else standard error; lines are not wrapped where they are piped."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ err = Console(stderr=True, highlight=False, quiet=process_index() > 0)
 
 def say(text: str) -> None:
     """A result, as it is."""
-    out.print(escape(text))
+    out.print(escape(text), soft_wrap=not out.is_terminal)
 
 
 def caution(text: str) -> None:
     """What the reader should know before trusting a result."""
-    err.print(f"[yellow]{escape(text)}[/yellow]")
+    err.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=not err.is_terminal)
 
 
 def announce(line: str) -> None:
     """What is being done."""
-    err.print(f"[dim]{escape(line)}[/dim]")
+    err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=not err.is_terminal)
 
 
-def place(what: str, path: Path) -> None:
+def say_where(what: str, path: Path) -> None:
     """Where a result is; never wrapped, so that it can be copied."""
     out.print(f"{what}: [bold]{escape(str(path))}[/bold]", soft_wrap=True)
 
@@ -57,4 +57,4 @@ def bar(title: str) -> Iterator[Progress]:
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
-reporter = Reporter(announce=announce, bar=bar)
+reporter = Reporter(announce=announce, caution=caution, bar=bar)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from spkv_nas.cli import show_cost as show
-from spkv_nas.cli.console import place, reporter
+from spkv_nas.cli.console import reporter, say_where
 from spkv_nas.stages.options import CalibrateOptions, CostOptions, ScalingOptions
 
 
 def cost(options: CostOptions) -> None:
     """Print KV bytes, forward FLOPs and times per token of a level or model: full attention, layouts, a density.
 
-    --model may be a config file too. FLOPs are Kaplan's, 2 N + 2 L d_attn keys: the mean over a causal sequence as long
+    FLOPs are Kaplan's, 2 N + 2 L d_attn keys: the mean over a causal sequence as long
     as the context. Times are those of the attention of all layers: measured by spkv-nas calibrate, or the least that a
-    GPU can take (its roofline). --name is that of the figure's folder in reports/.
+    GPU can take (its roofline).
     """
     from spkv_nas.stages import cost as stage
 
-    result = stage.cost(options, reporter)
-    show.cost(result)
-    if result.figure is not None:
-        place("figure", result.figure)
+    show.cost(stage.cost(options, reporter))
+    if options.figure:
+        say_where("figure", stage.draw_flops(options))
 
 
 def calibrate(options: CalibrateOptions) -> None:
@@ -36,7 +35,7 @@ def calibrate(options: CalibrateOptions) -> None:
         return
     result = stage.calibrate(options, reporter)
     show.calibration(result)
-    place("times", result.folder / "calibration.csv")
+    say_where("times", result.folder / "calibration.csv")
 
 
 def scaling(options: ScalingOptions) -> None:
@@ -49,4 +48,4 @@ def scaling(options: ScalingOptions) -> None:
     result = stage.scaling(options)
     for law in result.laws:
         show.scaling(result.name, law)
-    place("scaling", result.folder / "scaling.png")
+    say_where("scaling", result.folder / "scaling.png")

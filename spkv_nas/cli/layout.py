@@ -7,7 +7,7 @@ import json
 import typer
 
 from spkv_nas.cli import show as tables
-from spkv_nas.cli.console import out, say
+from spkv_nas.cli.console import say
 from spkv_nas.cli.options import command
 from spkv_nas.stages.options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 
@@ -57,7 +57,7 @@ def export(options: ExportOptions) -> None:
     """
     from spkv_nas.stages import layout as stage
 
-    out.print(stage.export(options), soft_wrap=True)
+    say(stage.export(options))
 
 
 def schema(options: SchemaOptions) -> None:

@@ -11,14 +11,14 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from spkv_nas.stages.flags import Flag
-from spkv_nas.stages.options import SHOWN
+from spkv_nas.stages.options import NOTE, SHOWN
 
 Options = TypeVar("Options")
 _LAST = ("workspace", "device")  # in the help
 _FEW = 3  # options that need no panel of their own
 
 
-def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+def command(app: typer.Typer) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
     """Add a function of one parameter, an options dataclass, to ``app``; its docstring is the help."""
 
     def register(function: Callable[[Options], None]) -> Callable[..., None]:
@@ -31,7 +31,7 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[[Op
         parameters = _parameters(taken)
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name)(run)
+        app.command()(run)
         return run
 
     return register
@@ -59,7 +59,7 @@ def _declaration(hint: Any) -> tuple[Any, Flag]:
 def _parameter(one: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
     shown = one.metadata.get(SHOWN)
     words: dict[str, Any] = {
-        "help": flag.help,
+        "help": f"{flag.help} {one.metadata.get(NOTE, '')}".rstrip(),
         "metavar": flag.metavar,
         "min": flag.low,
         "max": flag.high,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from spkv_nas.cli import show
-from spkv_nas.cli.console import out, place, reporter
+from spkv_nas.cli.console import out, reporter, say_where
 from spkv_nas.stages.options import (
     DEFAULT_PROBE,
     CompareOptions,
@@ -56,19 +56,19 @@ def report(options: ReportOptions) -> None:
     """Write reports/NAME/index.html and the figures from what the other commands left in the workspace."""
     from spkv_nas.stages import report as stage
 
-    place("report", stage.report(options))
+    say_where("report", stage.report(options))
 
 
 def demo(options: DemoOptions) -> None:
     """The whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores)."""
+    from spkv_nas.proposal.propose import MATCH_BUDGET
     from spkv_nas.stages import probe, propose, report, train
 
     start, where = time.perf_counter(), options.workspace
     show.probe(probe.probe(ProbeOptions(workspace=where), reporter))
-    asked = ProposeOptions(budget=options.budget, tau="match-budget", num_random=1, workspace=where)
-    result = propose.propose(asked, reporter)
-    show.proposal(result)
+    asked = ProposeOptions(budget=options.budget, tau=MATCH_BUDGET, num_random=1, workspace=where)
+    show.layouts(propose.propose(asked, reporter))
     show.comparison(train.train_hybrid(TrainHybridOptions(probe=DEFAULT_PROBE, workspace=where), reporter))
     out.print()
-    place("report", report.report(ReportOptions(probe=DEFAULT_PROBE, workspace=where)))
+    say_where("report", report.report(ReportOptions(probe=DEFAULT_PROBE, workspace=where)))
     out.print(f"{time.perf_counter() - start:.0f} s in all")

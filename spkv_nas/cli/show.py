@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from spkv_nas.cli.console import caution, err, out, place, say
+from spkv_nas.cli.console import caution, err, out, say, say_where
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,7 +39,7 @@ def change(percent: float, error: float | None = None) -> str:
 def probe(table: DensityTable) -> None:
     """A probe's mean and its highest head; what it cautions against."""
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
-    measure = f"tau {table.tau:g}: density" if table.signal == "density" else table.signal
+    measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
     out.print(
         f"[bold]{escape(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
         f"{measure} mean {table.mean:.3f}, std {table.std:.3f}; highest is layer {densest[1]}, head {densest[2]} "
@@ -51,11 +51,20 @@ def probe(table: DensityTable) -> None:
 
 def proposal(result: ProposalResult) -> None:
     """Layouts by coverage, and what else was asked."""
+    layouts(result)
+    for sentence in result.sentences:
+        say(sentence)
+    if result.advice is not None:
+        caution(result.advice)
+
+
+def layouts(result: ProposalResult) -> None:
+    """Layouts by coverage."""
     from spkv_nas.proposal.answer import random_spread
 
     answer = result.answer
     table, spread = answer.table, random_spread(answer.rows)
-    measure = f"density coverage at tau {table.tau:g}" if table.signal == "density" else f"coverage of {table.signal}"
+    measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
     shown = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
     for row in answer.rows.itertuples():
         shown.add_row(
@@ -68,10 +77,6 @@ def proposal(result: ProposalResult) -> None:
             f"standard deviation {100 * spread.standard_deviation:.2f}"
         )
     out.print(f"layouts: {escape(str(result.folder))}", soft_wrap=True)
-    for sentence in result.sentences:
-        say(sentence)
-    if result.advice is not None:
-        caution(result.advice)
 
 
 def budgets(result: BudgetsResult) -> None:
@@ -103,8 +108,8 @@ def budgets(result: BudgetsResult) -> None:
     out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if result.caution is not None:
         say(result.caution)
-    place("curve", result.folder / "budgets.png")
-    place("layouts", result.folder / "budgets")
+    say_where("curve", result.folder / "budgets.png")
+    say_where("layouts", result.folder / "budgets")
 
 
 def agreement(result: AgreementResult) -> None:
@@ -124,7 +129,7 @@ def agreement(result: AgreementResult) -> None:
         )  # fmt: skip
     out.print(shown)
     out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
-    place("figure", result.folder / "agreement.png")
+    say_where("figure", result.folder / "agreement.png")
 
 
 def comparison(result: Comparison) -> None:
@@ -171,7 +176,7 @@ def evaluation(result: EvaluationResult) -> None:
         moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
         shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
     out.print(shown)
-    place("sweep", result.folder / "tau-sweep.png")
+    say_where("sweep", result.folder / "tau-sweep.png")
 
 
 def scores(result: ScoreResult) -> None:
@@ -185,7 +190,7 @@ def scores(result: ScoreResult) -> None:
             change(row.delta_nll_percent, row.delta_nll_standard_error),
         )  # fmt: skip
     out.print(shown)
-    place("scores", result.folder / "zero-shot.csv")
+    say_where("scores", result.folder / "zero-shot.csv")
 
 
 def generation(result: Generation) -> None:

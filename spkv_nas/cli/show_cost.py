@@ -64,9 +64,13 @@ def calibration(result: CalibrationResult) -> None:
 
 def training_steps(timings: list[StepTiming]) -> None:
     """What whole training steps take."""
-    shown = Table("", "ms", "tokens/s", "of full attention", title="a training step")
+    has_bars = any(row.bar is not None for row in timings)
+    columns = ("", "ms", "tokens/s", "of full attention", *(["must"] if has_bars else []))
+    shown = Table(*columns, title="a training step")
     for row in timings:
-        shown.add_row(row.case, f"{1e3 * row.seconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}")
+        cells = [row.case, f"{1e3 * row.seconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}"]
+        must = "" if row.bar is None else f"{row.bar:.2f}"
+        shown.add_row(*cells, *([must] if has_bars else []))
     out.print(shown)
 
 

@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.cli.console import out, place, say
+from spkv_nas.cli.console import out, say, say_where
 from spkv_nas.cli.show import change
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.guidance import Reached
     from spkv_nas.stages.search import SearchResult
 
-_ROWS = 12  # best layouts that are shown
-
 
 def search(result: SearchResult) -> None:
     """The best layouts, what each sampler reached, and how well cheap measures order the layouts."""
     from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
 
-    rows, cost = result.rows, result.cost
+    rows, cost = result.rows, result.cost_name
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
     shown = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")
-    for row in best_layouts(rows, _ROWS).to_dict("records"):
+    for row in best_layouts(rows).to_dict("records"):
         shown.add_row(
             escape(row["name"]), str(row["num_global"]), f"{row['coverage_percent']:.1f}",
             *([f"{row['cost']:.4g}"] if cost else []), f"{row['zero_shot_delta_percent']:+.3f}",
@@ -35,14 +33,14 @@ def search(result: SearchResult) -> None:
     for sampler, reached in guidance(rows).items():
         for sentence in _sentences(sampler, reached, quality):
             say(sentence)
-    for pair, found in correlations(rows).items():
-        if found is not None:
-            low, high = found["interval"]
+    for pair, correlation in correlations(rows).items():
+        if correlation is not None:
+            low, high = correlation["interval"]
             out.print(
-                f"rank correlation of {pair} over {found['layouts']} layouts: {found['rho']:+.2f} "
+                f"rank correlation of {pair} over {correlation['layouts']} layouts: {correlation['rho']:+.2f} "
                 f"({low:+.2f} to {high:+.2f})"
             )
-    place("search", result.folder / "search.csv")
+    say_where("search", result.folder / "search.csv")
 
 
 def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:

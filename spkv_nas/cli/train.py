@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.cli import show
-from spkv_nas.cli.console import out, place, reporter
+from spkv_nas.cli.console import reporter, say, say_where
 from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 
 
@@ -12,7 +12,7 @@ def train(options: TrainOptions) -> None:
     from spkv_nas.stages import train as stage
 
     trained = stage.train(options, reporter)
-    out.print(f"dense checkpoint: {trained.dense}\nSP-KV reference:  {trained.reference}", soft_wrap=True)
+    say(f"dense checkpoint: {trained.dense}\nSP-KV reference:  {trained.reference}")
 
 
 def train_hybrid(options: TrainHybridOptions) -> None:
@@ -36,7 +36,7 @@ def ablate(options: AblateOptions) -> None:
 
     result = stage.ablate(options, reporter)
     show.ablations(result)
-    place("table", options.place.report_dir(result.name) / "ablations.csv")
+    say_where("table", result.folder / "ablations.csv")
 
 
 def palindrome(options: PalindromeOptions) -> None:
@@ -49,4 +49,4 @@ def palindrome(options: PalindromeOptions) -> None:
 
     result = stage.palindrome(options, reporter)
     show.palindrome(result.rows)
-    place("figure", result.folder / "palindrome.png")
+    say_where("figure", result.folder / "palindrome.png")

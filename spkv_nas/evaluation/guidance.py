@@ -50,7 +50,7 @@ class Reached:
         }
 
 
-def best_layouts(rows: pd.DataFrame, number: int) -> pd.DataFrame:
+def best_layouts(rows: pd.DataFrame, number: int = 12) -> pd.DataFrame:
     """The first ``number`` distinct layouts by full retraining, then short, then zero-shot."""
     columns = [f"{fidelity}_delta_percent" for fidelity in reversed(FIDELITIES)]
     return rows.drop_duplicates("hash").sort_values(columns).head(number)

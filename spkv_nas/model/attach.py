@@ -30,7 +30,6 @@ from spkv_nas.model.attention import (
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.section import write_section
-from spkv_nas.model.shape import config_shape
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -176,7 +175,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
         raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     with_attention = sum("linear" not in kind and kind != "conv" for kind in layer_types)
-    expected = with_attention or config_shape(model.config).num_layers
+    expected = with_attention or model.config.get_text_config().num_hidden_layers
     reached = len({id(call.module) for call in calls})
     if reached != expected or len(calls) != expected:
         raise UserError(

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text, sha256_file, write_json
 from spkv_nas.model.attach import dry_run, gate_rows, install_gates, prepare
@@ -144,12 +144,12 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
 def resolve(path_or_id: str | Path) -> Path:
     """A path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
     text = str(path_or_id)
-    if not text.startswith("embedded:"):
+    if not text.startswith(EMBEDDED_PREFIX):
         return Path(text)
-    folder = EMBEDDED / text.removeprefix("embedded:")
+    folder = EMBEDDED / text.removeprefix(EMBEDDED_PREFIX)
     if not folder.is_dir():
-        names = sorted(p.name for p in EMBEDDED.iterdir() if (p / "config.json").is_file())
-        raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(f'embedded:{n}' for n in names)}")
+        names = sorted(f"{EMBEDDED_PREFIX}{p.name}" for p in EMBEDDED.iterdir() if (p / "config.json").is_file())
+        raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(names)}")
     return folder
 
 

@@ -10,6 +10,7 @@ from spkv_nas.proposal.budget import DEFAULT_BUDGET, parse_budget
 from spkv_nas.proposal.coverage import provenance
 
 RANDOM_PREFIX = "random-"  # what the names of random layouts start with
+SPARSEST = "sparsest"  # the strategy that takes the least dense heads, to show what the choice is worth
 MATCH_BUDGET = "match-budget"  # as a threshold: the one at which the mean density is the budget's share of the heads
 
 _TIED = 1.5  # mean density over the budget's share from which the densest heads are called tied (reports/LOG.md)
@@ -46,7 +47,7 @@ def propose(
         "interleaved-last": strategies.interleaved_last(*table.grid, heads),
         **{f"{RANDOM_PREFIX}{i}": strategies.random_heads(*table.grid, heads, seed + i) for i in range(num_random)},
         "densest": strategies.densest(table.density, heads),
-        "sparsest": strategies.sparsest(table.density, heads),
+        SPARSEST: strategies.sparsest(table.density, heads),
     }
     layouts = {}
     for name, mask in masks.items():

@@ -59,13 +59,11 @@ class Requirements:
         Raises:
             UserError: a range with weights, a memory limit or the threshold "match-budget", which need one budget.
         """
-        if budget is None or not is_range(budget):
+        if budget is None or not asks_for_range(budget, tau):
             return False
         if self.weights is not None or self.kv_bytes is not None:
             option = "--weights" if self.weights is not None else "--kv-bytes"
             raise UserError(f"a range counts global heads, so it does not go with {option}: give one budget")
-        if tau == MATCH_BUDGET:
-            raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not a range: give the threshold as a number")
         return True
 
     def cache_cost(self, table: DensityTable, window: int | None) -> CacheCost | None:
@@ -143,6 +141,13 @@ class Limit:
         """The budget in heads: as many as weigh so much on average, at least 1."""
         share = self.budget / (table.num_heads if self.weights is None else float(self.weights.sum()))
         return max(1, round(share * table.num_heads))
+
+
+def asks_for_range(budget: int | str, tau: str | None) -> bool:
+    """Whether ``budget`` is a range. Raises ``UserError`` for one with the threshold "match-budget"."""
+    if is_range(budget) and tau == MATCH_BUDGET:
+        raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not a range: give the threshold as a number")
+    return is_range(budget)
 
 
 def _parse_weight(budget: int | str | None, total: float) -> float:

@@ -15,7 +15,7 @@ from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import SERIES, Axis, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
-from spkv_nas.report.profiles import budget_curve
+from spkv_nas.report.profiles import coverage_by_budget
 from spkv_nas.report.words import short
 
 _BUDGET, _COVERAGE = "Budget, global KV heads", "Density coverage, %"
@@ -30,7 +30,7 @@ def coverage_budget_chart(
         covered: each layout's density coverage, in [0, 1].
         certainty: of the densest heads' curve; None where no interval is known.
     """
-    curve = budget_curve(table)
+    curve = coverage_by_budget(table)
     if curve is None:
         return None
     marks: list[Mark] = []
@@ -42,8 +42,8 @@ def coverage_budget_chart(
                   Rule(certainty.knee, f"knee {certainty.knee}")]  # fmt: skip
     names = [str(name) for name in curve.columns if name != "budget"]
     for name, (tone, dash) in zip(names, SERIES, strict=False):
-        some = curve[["budget", name]].dropna()
-        marks.append(Line(numbers(some["budget"]), numbers(some[name], 100), name, tone, dash))
+        known = curve[["budget", name]].dropna()
+        marks.append(Line(numbers(known["budget"]), numbers(known[name], 100), name, tone, dash))
     if layouts:
         heads = numbers(layout.num_global for layout in layouts.values())
         percent = numbers((covered[name] for name in layouts), 100)

@@ -37,7 +37,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float):
-        if math.isnan(value):
+        if not math.isfinite(value):  # which JSON has no word for
             return None
         return int(value) if value == round(value) else float(f"{value:.5g}")
     return value

@@ -35,7 +35,7 @@ def _findings(inputs: Inputs) -> list[str]:
 
 
 def _signal(table: DensityTable) -> list[str]:
-    if table.signal == "density":
+    if table.is_density:
         return []
     return [f"Where this page says density, the table holds another signal, {table.signal}."]
 

@@ -47,7 +47,7 @@ def position_profile(table: DensityTable) -> pd.DataFrame | None:
     return profile.reset_index()
 
 
-def budget_curve(table: DensityTable) -> pd.DataFrame | None:
+def coverage_by_budget(table: DensityTable) -> pd.DataFrame | None:
     """Coverage in [0, 1] by budget: columns budget, densest, random, and the two layer patterns.
 
     The patterns spend whole layers, so they are NaN at other budgets. None where no head keeps anything.

@@ -18,8 +18,6 @@ from spkv_nas.report.inputs import Inputs, contenders, is_layout, widest_layout
 from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.words import change, number, signed
 
-_NUM_SEARCHED = 12  # of a search's layouts, shown
-
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -117,7 +115,7 @@ def search_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
             change(row["short_delta_percent"], row["short_standard_error"]),
             change(row["full_delta_percent"], row["full_standard_error"]),
         )
-        for row in best_layouts(rows, _NUM_SEARCHED).to_dict("records")
+        for row in best_layouts(rows).to_dict("records")
     ]
 
 

@@ -1,4 +1,7 @@
-"""Who judges the layouts of a search: whatever scores them without training, and retrains them."""
+"""Who judges the layouts of a search: whatever scores them without training, and retrains them.
+
+``spkv_nas.training.recipe_judge`` does so by a recipe; ``search`` itself trains nothing.
+"""
 
 from __future__ import annotations
 

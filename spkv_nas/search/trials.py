@@ -30,9 +30,8 @@ class Effort:
         trials: layouts scored without training, per sampler and seed.
         samplers: kinds of sampler, the guided one first, then the controls.
         seeds: one study each.
-        short: best layouts of each sampler to retrain for ``short_steps`` steps, a fourth of the recipe's by default.
-        full: best of those to retrain for the recipe's steps.
-        max_tokens: held-out tokens of the zero-shot score.
+        short: best layouts of each sampler to retrain briefly.
+        full: best of those to retrain in full.
     """
 
     trials: int = 100
@@ -40,8 +39,6 @@ class Effort:
     seeds: tuple[int, ...] = (0,)
     short: int = 8
     full: int = 4
-    short_steps: int | None = None
-    max_tokens: int = 65_536
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.proposal import Proposal
-from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.distributed import process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.proposal.constraints import Constraints, parse_layers
 from spkv_nas.proposal.foreign_formats import read_score_table
-from spkv_nas.proposal.requirements import Requirements
-from spkv_nas.stages.options import ConstraintOptions, SubjectOptions
+from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.training.recipe import Recipe
-
-EMBEDDED_PREFIX = "embedded:"
 
 
 @dataclass(frozen=True)
@@ -46,6 +42,7 @@ class Subject:
         family: name of the model's layouts and other results: of the recipe, the embedded models, or the folder.
         name: of the results; ``family``, or of an embedded model on a text of one's own a name that is not the demo's.
         recipe, base: whose held-out text is taken without ``data``, and the folder its relative paths start from.
+        options: the text, its blocks, and the device.
     """
 
     source: str
@@ -111,8 +108,8 @@ def model_name(source: str) -> str:
     """What results of a model are called: its folder's name, that of a config file's folder, or of an id."""
     if source.startswith(EMBEDDED_PREFIX):
         return EMBEDDED.name
-    place = Path(source).resolve()
-    return (place.parent if place.suffix == ".json" else place).name
+    path = Path(os.path.abspath(source))  # and not what a link leads to
+    return (path.parent if path.suffix == ".json" else path).name
 
 
 def check_tau(tau: float | None) -> None:
@@ -148,22 +145,3 @@ def find_table(workspace: Workspace, probe: str) -> DensityTable:
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
     """The layouts in files, by default all of ``layouts/<name>/``."""
     return Proposal.read(files) if files else Proposal.read_folder(workspace.layout_dir(name))
-
-
-def read_requirements(options: ConstraintOptions) -> Requirements:
-    """The constraints and the cache that options ask for. Raises ``UserError`` for one that makes no sense."""
-    constraints = Constraints(
-        min_per_layer=options.min_per_layer,
-        max_per_layer=options.max_per_layer,
-        global_layers=parse_layers(options.global_layers, "--global-layers"),
-        local_layers=parse_layers(options.local_layers, "--local-layers"),
-        granularity=options.granularity,
-        uniform=options.uniform,
-    )
-    return Requirements(
-        constraints,
-        context=None if options.context is None else parse_context(options.context),
-        batch=options.batch,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
-    )

@@ -20,16 +20,13 @@ from spkv_nas.cost.formulas import Cost, layout_density
 from spkv_nas.cost.ladder import find_level, flops_table, write_flops_table
 from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
-from spkv_nas.report.cost_charts import flops_charts
-from spkv_nas.report.plot import save_chart
 from spkv_nas.stages.common import model_name
-from spkv_nas.stages.options import CalibrateOptions, CostOptions
+from spkv_nas.stages.options import PAPER, REFERENCE, CalibrateOptions, CostOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
     from spkv_nas.training.step_timing import StepTiming
 
-PAPER = "paper"  # name of the results on the paper's own ladder
 FLOPS_DENSITY = 0.2  # of the figure over the ladder, unless another is given
 
 
@@ -43,7 +40,6 @@ class CostResult:
         context: tokens in the cache.
         costs: of full attention, of each layout, of a density, in this order.
         times: what gave the seconds in ``costs``.
-        figure: FLOPs over the ladder, if it was asked for.
     """
 
     name: str
@@ -51,7 +47,6 @@ class CostResult:
     context: int
     costs: list[Cost]
     times: AttentionTimes
-    figure: Path | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +59,7 @@ class CalibrationResult:
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Sized:
     """What cost is counted of: the name of its results, its name for people, its shape."""
 
     name: str
@@ -72,7 +67,7 @@ class _Subject:
     shape: Shape
 
     @classmethod
-    def of(cls, level: str | None, model: str | None) -> _Subject:
+    def of(cls, level: str | None, model: str | None) -> _Sized:
         """A level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
         if level is not None and model is not None:
             raise UserError("give a level of the ladder or --model, not both")
@@ -80,7 +75,7 @@ class _Subject:
             return cls(level, level, find_level(level).shape)
         from spkv_nas.model.checkpoint import read_shape
 
-        source = model or "embedded:reference"
+        source = model or REFERENCE
         return cls(model_name(source), source, read_shape(source))
 
 
@@ -88,7 +83,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     """Measure the attention of a level or model on this machine; written to ``reports/<name>/``."""
     from spkv_nas.cost.timing import time_attention
 
-    subject = _Subject.of(options.level, options.model)
+    subject = _Sized.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
     contexts = default_contexts(parse_context(options.context))
     case = LayerCase(
@@ -106,12 +101,18 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
 
 def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -> list[StepTiming]:
     """Time whole training steps of a level of the ladder, or of the embedded models, against full attention."""
+    from spkv_kernels.timing import device_name
+
     from spkv_nas.training.step_timing import time_embedded_steps, time_level_steps
 
     device = choose_device(options.device)
+    for name in ("context", "batch", "window", "dtype", "name"):
+        if getattr(options, name) != getattr(CalibrateOptions(), name):
+            raise UserError(f"--train-step has its own batch and length, and writes nothing: leave --{name} out")
     if options.model is not None or (options.level is None and device != "cpu"):
         raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
-    reporter.announce(f"timing training steps of {options.level or 'the embedded models'}")
+    what = options.level or "the embedded models"
+    reporter.announce(f"timing training steps of {what} on {device_name(device)}")
     if options.level is None:
         return time_embedded_steps()
     return time_level_steps(find_level(options.level), device=device)
@@ -121,16 +122,16 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
     """Cost of full attention, of each layout, and at a density, for a level of the ladder or a model.
 
     Times come from the calibration of that name; else, unless ``hardware`` is given, from the one of the level's or
-    model's own name if there is one that fits (``announce`` says why one does not); else from the roofline.
+    model's own name if there is one that fits (``caution`` says why one does not); else from the roofline.
     """
-    subject = _Subject.of(options.level, options.model)
+    subject = _Sized.of(options.level, options.model)
     shape, tokens, size = subject.shape, parse_context(options.context), options.element_size
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [layout_density(shape, layout) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     times = find_times(
         options.place, subject.name, shape, windows, tokens,
-        calibration=options.calibration, hardware=options.hardware, element_size=size, announce=reporter.announce,
+        calibration=options.calibration, hardware=options.hardware, element_size=size, caution=reporter.caution,
     )  # fmt: skip
     rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
@@ -141,8 +142,7 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
         title = f"SP-KV, density {options.density:g}"
         row = formulas.cost(title, shape, tokens, density=options.density, window=options.window, element_size=size)
         rows.append(_timed(row, shape, tokens, times, window=options.window))
-    figure = _draw_flops(options, tokens) if options.figure else None
-    return CostResult(subject.title, shape, tokens, rows, times, figure)
+    return CostResult(subject.title, shape, tokens, rows, times)
 
 
 def _timed(
@@ -170,7 +170,7 @@ def find_times(
     calibration: str | None = None,
     hardware: str | None = None,
     element_size: int = 2,
-    announce: Announce = silent,
+    caution: Announce = silent,
 ) -> AttentionTimes:
     """Times of attention: of a calibration, by default that of the results ``name`` if it fits, or the roofline.
 
@@ -185,7 +185,7 @@ def find_times(
         except UserError as error:
             if calibration is not None:
                 raise
-            announce(f"{error}\nso times are the roofline's")
+            caution(f"{error}\nso times are the roofline's")
     return Roofline(find_hardware(hardware or "h200"), shape, element_size)
 
 
@@ -204,8 +204,12 @@ def _find_calibration(
     return found
 
 
-def _draw_flops(options: CostOptions, tokens: int) -> Path:
+def draw_flops(options: CostOptions) -> Path:
     """FLOPs of the paper's ladder against model size, dense and at a density; the picture in ``reports/<name>/``."""
+    from spkv_nas.report.cost_charts import flops_charts
+    from spkv_nas.report.plot import save_chart
+
+    tokens = parse_context(options.context)
     density = FLOPS_DENSITY if options.density is None else options.density
     rows = flops_table(tokens, density)
     options.place.check_writable()

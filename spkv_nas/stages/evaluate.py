@@ -14,10 +14,8 @@ from spkv_nas.evaluation import sweep
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.report.plot import save_chart
-from spkv_nas.report.result_charts import tau_sweep_chart
 from spkv_nas.stages.common import Measured, Subject, check_tau, find_proposal, find_table, quiet_transformers
-from spkv_nas.stages.options import EvaluateOptions, ScoreOptions
+from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
 
 
@@ -43,7 +41,7 @@ class ScoreResult:
 def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> EvaluationResult:
     """Held-out NLL of a checkpoint; with ``tau_sweep`` also the trade-off figure, written to ``reports/<name>/``."""
     quiet_transformers()
-    subject = Subject.of(options, "embedded:reference", "evaluate on")
+    subject = Subject.of(options, REFERENCE, "evaluate on")
     if options.tau is not None and options.tau_sweep is not None:
         raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
     if options.points is not None and options.tau_sweep is None:
@@ -58,6 +56,9 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
             found = sweep.evaluate(measured.model, measured.blocks, options.tau, progress=progress)
             return EvaluationResult(subject.name, found, folder)
         evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, progress=progress)
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.result_charts import tau_sweep_chart
+
     rows = sweep.sweep_table(evaluations)
     sweep.write_sweep(folder, rows, _origin(subject, measured, evaluations[0].nll))
     save_chart(folder, tau_sweep_chart(rows))
@@ -67,7 +68,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     """Zero-shot NLL of layouts on a checkpoint, written to ``reports/<name>/zero-shot.csv``."""
     quiet_transformers()
-    subject = Subject.of(options, "embedded:dense", "score on")
+    subject = Subject.of(options, DENSE, "score on")
     place = options.place
     table = None if options.probe is None else find_table(place, options.probe)
     family = subject.family if table is None else table.name

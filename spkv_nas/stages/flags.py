@@ -52,7 +52,7 @@ _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMOR
 # where
 Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
 Name = Annotated[str | None, Flag("Name of the result.")]
-Out = Annotated[Path, Flag("New folder.", ("--out",))]
+Out = Annotated[Path, Flag("New folder.")]
 Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.")]
 
 # a model and a text
@@ -98,7 +98,7 @@ LayoutFiles = Annotated[list[Path], _LAYOUTS]
 OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
 LayoutFile = Annotated[Path, _LAYOUT]
 OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
-Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.", ("--layout",))]
+Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.")]
 Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
 Budget = Annotated[str, _BUDGET]
 OptionalBudget = Annotated[str | None, _BUDGET]
@@ -107,8 +107,7 @@ OptionalBudgetOrRange = Annotated[str | None, _BUDGET_OR_RANGE]
 ChosenTau = Annotated[
     str | None,
     Flag(
-        "Another threshold, or match-budget: the one whose mean density is the budget's share of heads.", ("--tau",),
-        "TAU",
+        "Another threshold, or match-budget: the one whose mean density is the budget's share of heads.", metavar="TAU",
     ),
 ]  # fmt: skip
 Window = Annotated[int, _WINDOW]
@@ -171,9 +170,7 @@ Level = Annotated[
 ]  # fmt: skip
 Density = Annotated[float | None, Flag("Share of keys that SP-KV keeps beyond the window.")]
 ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1)]
-CalibrationName = Annotated[
-    str | None, Flag("Take times from this calibration of the workspace.", ("--calibration",), "NAME")
-]
+CalibrationName = Annotated[str | None, Flag("Take times from this calibration of the workspace.", metavar="NAME")]
 Hardware = Annotated[str | None, Flag("Take times from the roofline of h200, h100 or a100.")]
 Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
 TrainStep = Annotated[

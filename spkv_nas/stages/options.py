@@ -1,7 +1,8 @@
 """What each command takes: one dataclass per stage, read by the stage and made into a command line by ``cli.options``.
 
-A field is a flag of ``flags`` with the command's own default. Where the default depends on other things, ``default``
-says in words what is taken. Nothing heavy is imported here: ``--help`` needs this module.
+A field is a flag of ``flags`` with the command's own default. Where the default depends on other things, or the flag
+means something particular to a command, ``default`` says so in words. Nothing heavy is imported here: ``--help`` needs
+this module.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages import flags
 
-DEFAULT_PROBE = "stdlib-21x3"  # of the embedded reference
-SHOWN = "shown"  # key of a field's metadata: the words of ``default``
+DEFAULT_PROBE = EMBEDDED.name  # of the embedded reference
+PAPER, PALINDROME = "paper", "palindrome"  # names of the results on the paper's own ladder and toy task
+REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
+SHOWN, NOTE = "shown", "note"  # keys of a field's metadata: the words of ``default``
 
 
-def default(value: Any = None, shown: str | None = None) -> Any:
-    """A field's default, and the words that the help shows in its place."""
-    return field(default=value, metadata={SHOWN: shown})
+def default(value: Any = None, shown: str | None = None, *, note: str = "") -> Any:
+    """A field's default, what the help shows in its place, and a sentence that the help adds to the flag's."""
+    return field(default=value, metadata={SHOWN: shown, NOTE: note})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +79,15 @@ class ProbeOptions(SubjectOptions):
     recipe: flags.OptionalRecipeFile = None
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
-    window: flags.OptionalWindow = default(None, "the gates', or 128; of the rival signals")
-    steps: flags.Steps = default(None, "200; of duo")
+    window: flags.OptionalWindow = default(None, "the gates', or 128", note="For the rival signals.")
+    steps: flags.Steps = default(None, "200", note="For duo.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(SubjectOptions):
     """Of ``evaluate``."""
 
-    model: flags.OptionalModel = "embedded:reference"
+    model: flags.OptionalModel = REFERENCE
     tau: flags.Tau = default(None, "the checkpoint's")
     tau_sweep: flags.TauSweep = None
     points: flags.Points = default(None, "13")
@@ -94,8 +98,8 @@ class ScoreOptions(SubjectOptions):
     """Of ``score``."""
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
-    model: flags.OptionalModel = "embedded:dense"
-    probe: flags.OptionalProbe = None
+    model: flags.OptionalModel = DENSE
+    probe: flags.OptionalProbe = default(note="Counts coverage.")
     name: flags.Name = default(None, "the probe's or the model's")
 
 
@@ -105,7 +109,7 @@ class GenerateOptions(OnDevice):
 
     prompt: flags.Prompt = None
     file: flags.PromptFile = None
-    model: flags.Model = "embedded:reference"
+    model: flags.Model = REFERENCE
     tau: flags.Tau = default(None, "the checkpoint's")
     max_new_tokens: flags.MaxNewTokens = 200
     temperature: flags.Temperature = 0.0
@@ -142,20 +146,20 @@ class CompareOptions(InWorkspace):
 class SearchOptions(ConstraintOptions, InWorkspace, OnDevice):
     """Of ``search``."""
 
-    layouts: flags.OptionalLayoutFiles = default(None, "none beside the strategies'")
+    layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
     start: flags.Start = None
     budget: flags.BudgetOrRange = "18"
-    probe: flags.Probe = DEFAULT_PROBE
+    probe: flags.Probe = default(DEFAULT_PROBE, note="Guides the search.")
     tau: flags.ChosenTau = None
-    recipe: flags.RecipeOption = default(None, "the embedded one")
+    recipe: flags.RecipeOption = default(None, "the embedded one", note="Retrains the layouts.")
     objective: flags.Objective = "nll"
     trials: flags.Trials = 100
-    seeds: flags.Seeds = 1
+    seeds: flags.Seeds = default(1, note="Studies per sampler.")
     control: flags.Control = "random"
     short: flags.Short = 8
     full: flags.Full = 4
     short_steps: flags.ShortSteps = default(None, "a fourth of the recipe's")
-    max_tokens: flags.MaxTokens = 65_536
+    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text to choose on; half of it at most.")
     calibration: flags.CalibrationName = default(None, "this name's")
     hardware: flags.Hardware = None
     window: flags.OptionalWindow = default(None, "the probe's")
@@ -176,9 +180,9 @@ class TrainHybridOptions(InWorkspace, OnDevice):
     """Of ``train-hybrid``."""
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
-    recipe: flags.RecipeOption = default(None, "the embedded one")
+    recipe: flags.RecipeOption = default(None, "the embedded one", note="Its dense model is retrained.")
     probe: flags.Probe = DEFAULT_PROBE
-    seeds: flags.Seeds = 1
+    seeds: flags.Seeds = default(1, note="With another data order.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,10 +196,10 @@ class AblateOptions(InWorkspace, OnDevice):
 class PalindromeOptions(InWorkspace, OnDevice):
     """Of ``palindrome``."""
 
-    steps: flags.Steps = default(None, "500")
+    steps: flags.Steps = default(None, "500", note="Of each model.")
     batch_size: flags.BatchSize = default(None, "32")
-    seed: flags.Seed = 0
-    name: flags.Name = "palindrome"
+    seed: flags.Seed = default(0, note="Of weights, predictors and sequences.")
+    name: flags.Name = default(None, PALINDROME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,16 +229,16 @@ class CostOptions(InWorkspace):
     """Of ``cost``."""
 
     level: flags.Level = None
-    model: flags.OptionalModel = default(None, "embedded:reference")
+    model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
     layout: flags.Layouts = None
     density: flags.Density = None
     context: flags.Context = "128k"
-    window: flags.Window = 128
+    window: flags.Window = default(128, note="For --density.")
     element_size: flags.ElementSize = 2
     calibration: flags.CalibrationName = default(None, "the level's or model's own, if there is one that fits")
     hardware: flags.Hardware = default(None, "h200, uncalibrated")
     figure: flags.Figure = False
-    name: flags.Name = "paper"
+    name: flags.Name = default(PAPER, note="For --figure.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +246,11 @@ class CalibrateOptions(InWorkspace, OnDevice):
     """Of ``calibrate``."""
 
     level: flags.Level = None
-    model: flags.OptionalModel = default(None, "embedded:reference")
-    context: flags.Context = "32k"
+    model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
+    context: flags.Context = default("32k", note="The longest that is measured.")
     batch: flags.Batch = 1
     window: flags.Window = 128
-    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16")
+    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16", note="Here one of the first three.")
     train_step: flags.TrainStep = False
     name: flags.Name = default(None, "the level's or model's")
 
@@ -265,7 +269,7 @@ class ShowLayoutsOptions(InWorkspace):
     """Of ``layout show``."""
 
     files: flags.LayoutFiles
-    probe: flags.OptionalProbe = None
+    probe: flags.OptionalProbe = default(note="Counts coverage.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +286,7 @@ class ConvertOptions:
 
     source: flags.Source
     target: flags.Target
-    budget: flags.OptionalBudget = None
+    budget: flags.OptionalBudget = default(note="Those of highest score.")
     sparsity: flags.Sparsity = None
     threshold: flags.Threshold = None
     window: flags.OptionalWindow = default(None, "the source's")

@@ -10,7 +10,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.version import environment
 from spkv_nas.probing import density, signals
 from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
-from spkv_nas.stages.options import ProbeOptions, TrainOptions
+from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
 from spkv_nas.stages.train import train
 
@@ -47,7 +47,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     """What is probed; the reference of a recipe is trained first."""
     if options.recipe is None:
-        subject = Subject.of(options, "embedded:reference", "probe on")
+        subject = Subject.of(options, REFERENCE, "probe on")
         options.place.check_writable()
     else:
         trained = train(

@@ -16,11 +16,10 @@ from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
 from spkv_nas.proposal.propose import tau_advice
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
-from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
-from spkv_nas.report.plot import save_chart
-from spkv_nas.stages.common import find_table, read_requirements
+from spkv_nas.stages.common import find_table
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
+from spkv_nas.stages.requirements import read_requirements
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,9 @@ def is_for_range(options: ProposeOptions) -> bool:
 
 def propose_range(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
     """The best layout at every budget of a range, to ``layouts/<name>/budgets/`` with curve and figure."""
+    from spkv_nas.report.budget_charts import budgets_chart
+    from spkv_nas.report.plot import save_chart
+
     table = find_table(options.place, options.probe)
     with reporter.bar("solving") as progress:
         curve = curve_for(
@@ -108,6 +110,9 @@ def propose_range(options: ProposeOptions, reporter: Reporter = SILENT) -> Budge
 
 def compare(options: CompareOptions) -> AgreementResult:
     """How far probes, or with ``by`` the parts of each probe, agree on the heads to choose, to ``reports/<name>/``."""
+    from spkv_nas.report.budget_charts import agreement_charts
+    from spkv_nas.report.plot import save_chart
+
     tables: dict[str, DensityTable] = {}
     for probe in options.probes:
         for label, table in parse_probe(probe, lambda source: find_table(options.place, source), options.by):

@@ -20,10 +20,12 @@ class Reporter:
 
     Attributes:
         announce: told what starts, one line each.
+        caution: told what the reader should know before trusting a result.
         bar: makes, for a title, a context in which a progress bar is shown; it yields what tells it (done, total).
     """
 
     announce: Announce = silent
+    caution: Announce = silent
     bar: Callable[[str], AbstractContextManager[Progress]] = _no_bar
 
 

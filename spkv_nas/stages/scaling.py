@@ -10,8 +10,7 @@ from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.cost.scaling_law import describe_laws, fit_runs, read_runs, write_laws
 from spkv_nas.report.cost_charts import scaling_chart
 from spkv_nas.report.plot import save_chart
-from spkv_nas.stages.cost import PAPER
-from spkv_nas.stages.options import ScalingOptions
+from spkv_nas.stages.options import PAPER, ScalingOptions
 
 
 @dataclass(frozen=True)

@@ -16,23 +16,24 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce
-from spkv_nas.proposal.budget import is_range, parse_budget, parse_budgets
-from spkv_nas.proposal.constraints import solve
+from spkv_nas.proposal.budget import parse_budget, parse_budgets
+from spkv_nas.proposal.constraints import CONSTRAINED, solve
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.proposal.propose import propose, resolve_tau
-from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
+from spkv_nas.proposal.requirements import Requirements, asks_for_range
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
 from spkv_nas.search.sampler import DENSITY, KINDS
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost
-from spkv_nas.stages.common import find_table, quiet_transformers, read_requirements
+from spkv_nas.stages.common import find_table, quiet_transformers
 from spkv_nas.stages.cost import find_times
 from spkv_nas.stages.options import SearchOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
-from spkv_nas.training.judge import RecipeJudge
+from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.recipe_judge import RecipeJudge
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SearchResult:
     """What a search found: its table, the name of its second objective if it has one, and the table's folder."""
 
     rows: pd.DataFrame
-    cost: str | None
+    cost_name: str | None
     folder: Path
 
 
@@ -67,13 +68,14 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     path = options.recipe or EMBEDDED / "search.yaml"
     recipe, name = Recipe.read(path), options.name or table.name
     candidates = _candidates(options, space, budgets, reporter.announce)
+    memory = _cache_bytes(requirements, space) if second == "kv-bytes" else None  # before any training
     place = options.place
     place.check_writable()
     judge = RecipeJudge.prepare(
-        recipe, path.parent, place.run_dir(recipe.name), max_tokens=effort.max_tokens,
-        short_steps=effort.short_steps, device=options.device, announce=reporter.announce,
+        recipe, path.parent, place.run_dir(recipe.name), max_tokens=options.max_tokens,
+        short_steps=options.short_steps, device=options.device, announce=reporter.announce,
     )  # fmt: skip
-    cost = _cost(second, options, requirements, space, judge.shape, name, reporter.announce)
+    cost = _decode_time(options, requirements, window, judge.shape, name, reporter) if second == "time" else memory
     work = Search(
         judge, space, candidates.starts, candidates.others, effort, place.run_dir(name) / "search",
         name=name, cost=cost, storage=options.storage, announce=reporter.announce,
@@ -84,28 +86,25 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     return SearchResult(rows, cost_name, folder)
 
 
-def _cost(
-    second: str | None,
-    options: SearchOptions,
-    requirements: Requirements,
-    space: Space,
-    shape: Shape,
-    name: str,
-    announce: Announce,
-) -> LayoutCost | None:
-    """The second objective, if there is one: the cache's bytes, or the time of a decoded token."""
-    if second == "kv-bytes":
-        memory = requirements.cache_cost(space.table, space.window)
-        assert memory is not None  # there is a context
-        return LayoutCost("KV bytes", lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
-    if second == "time" and (context := requirements.context) is not None:
-        times = find_times(
-            options.place, name, shape, [space.window], context,
-            calibration=options.calibration, hardware=options.hardware, announce=announce,
-        )  # fmt: skip
-        unit = f"decode seconds per token, {times.source}"
-        return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context))
-    return None
+def _cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
+    """The second objective kv-bytes. Raises ``UserError`` if nothing says the head dimension or dtype."""
+    memory = requirements.cache_cost(space.table, space.window)
+    assert memory is not None  # there is a context
+    return LayoutCost("KV bytes", lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
+
+
+def _decode_time(
+    options: SearchOptions, requirements: Requirements, window: int, shape: Shape, name: str, reporter: Reporter
+) -> LayoutCost:
+    """The second objective time: of a decoded token. Raises ``UserError`` if its times are not to be had."""
+    context = requirements.context
+    assert context is not None
+    times = find_times(
+        options.place, name, shape, [window], context,
+        calibration=options.calibration, hardware=options.hardware, caution=reporter.caution,
+    )  # fmt: skip
+    unit = f"decode seconds per token, {times.source}"
+    return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context))
 
 
 def _effort(options: SearchOptions) -> Effort:
@@ -120,18 +119,14 @@ def _effort(options: SearchOptions) -> Effort:
         seeds=tuple(range(options.seed, options.seed + options.seeds)),
         short=options.short,
         full=min(options.full, options.short),
-        short_steps=options.short_steps,
-        max_tokens=options.max_tokens,
     )
 
 
 def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
     """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
-    if not is_range(options.budget):
-        return [parse_budget(options.budget, table.num_heads)]
-    if options.tau == "match-budget":
-        raise UserError("--tau match-budget needs one budget, not a range: give the threshold as a number")
-    return parse_budgets(options.budget, table.num_heads)
+    if asks_for_range(options.budget, options.tau):
+        return parse_budgets(options.budget, table.num_heads)
+    return [parse_budget(options.budget, table.num_heads)]
 
 
 def _starts(space: Space, budgets: list[int]) -> dict[str, Layout]:
@@ -139,9 +134,9 @@ def _starts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     table, window = space.table, space.window
     if len(budgets) == 1:
         layouts = propose(table, budgets[0], window=window, num_random=0)
-        del layouts["sparsest"]
+        del layouts[SPARSEST]
         if space.constraints.named:
-            layouts["constrained"] = solve(table, budgets[0], space.constraints, window=window)
+            layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
     else:
         chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
         best = (solve(table, number, space.constraints, window=window) for number in chosen)

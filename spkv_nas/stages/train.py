@@ -11,10 +11,8 @@ from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import write_atomic
-from spkv_nas.report.plot import save_chart
-from spkv_nas.report.training_charts import density_evolution_chart, palindrome_charts
 from spkv_nas.stages.common import find_proposal, find_table, quiet_transformers
-from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
 from spkv_nas.training import ablation, hybrids
 from spkv_nas.training.branches import Trunk
@@ -44,10 +42,11 @@ class PalindromeResult:
 
 @dataclass(frozen=True)
 class AblationResult:
-    """The name of a file of ablations, and the table of ``training.ablation``."""
+    """The name of a file of ablations, the table of ``training.ablation``, and the table's folder."""
 
     name: str
     rows: pd.DataFrame
+    folder: Path
 
 
 def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
@@ -69,6 +68,9 @@ def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
     """``density-evolution`` (.csv and figure) and ``heldout-log.csv`` of a run, if it was long enough to log them."""
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.training_charts import density_evolution_chart
+
     log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
     if log.is_file():
         write_atomic(folder / "density-evolution.csv", log.read_text())
@@ -97,17 +99,21 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
 def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
     """Train the rows of a file of ablations, by default the embedded ones, to ``reports/<name>/``."""
     quiet_transformers()
-    file = options.file or EMBEDDED / "ablations.yaml"
-    return AblationResult(*ablation.ablate(file, options.place, device=options.device, announce=reporter.announce))
+    file, place = options.file or EMBEDDED / "ablations.yaml", options.place
+    name, rows = ablation.ablate(file, place, device=options.device, announce=reporter.announce)
+    return AblationResult(name, rows, place.report_dir(name))
 
 
 def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> PalindromeResult:
     """Train the paper's palindrome comparison and write it to ``reports/<name>/``."""
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.training_charts import palindrome_charts
+
     quiet_transformers()
     options.place.check_writable()
     given = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
     settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
-    name = options.name or "palindrome"
+    name = options.name or PALINDROME
     device = choose_device(options.device)
     finished = compare(settings, options.place.run_dir(name), device=device, announce=reporter.announce)
     folder = options.place.report_dir(name)

@@ -50,7 +50,7 @@ class Row(BaseModel):
 
     @field_validator("variant")
     @classmethod
-    def _is_a_reference(cls, variant: str) -> str:
+    def _is_known(cls, variant: str) -> str:
         if variant not in (SP_KV, FULL_ATTENTION):
             raise ValueError(f"should be '{SP_KV}' or '{FULL_ATTENTION}'")
         return variant
@@ -124,12 +124,12 @@ def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> p
     for name, branch in finished.items():
         change = paired_difference(branch.nll, first.nll)
         percent = 100.0 * variants[name].density(branch.density)
-        reference = rows[0]["density_percent"] if rows else percent
+        baseline = rows[0]["density_percent"] if rows else percent
         rows.append(
             {
                 "name": name,
                 "density_percent": percent,
-                "delta_density_percent": 100.0 * (percent / reference - 1.0) if reference else float("nan"),
+                "delta_density_percent": 100.0 * (percent / baseline - 1.0) if baseline else float("nan"),
                 "nll": branch.nll.mean,
                 "delta_nll_percent": change.percent,
                 "delta_nll_standard_error": change.standard_error,

@@ -6,7 +6,7 @@ NLL against full attention. Every branch sees the same data in the same order; d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Comparison:
     """
 
     rows: pd.DataFrame
-    models: list[TrainedModel] = field(default_factory=list)
+    models: tuple[TrainedModel, ...]
 
     @property
     def correlations(self) -> dict[str, dict[str, Any] | None]:
@@ -80,7 +80,7 @@ def train_hybrids(
         announce: told what starts, one line each.
 
     Raises:
-        UserError: a layout is for another grid than the densities, or has the name of a reference.
+        UserError: a layout is for another grid than the densities, or has the name of a baseline.
     """
     join_processes(recipe, device)
     workspace.check_writable()
@@ -98,21 +98,21 @@ def train_hybrids(
             finished[name].append(branch)
             layout_hash = "" if variant.layout is None else variant.layout.hash
             models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
-            compared = Comparison(comparison_rows(finished, variants, covered, untrained, recipe), models)
+            compared = Comparison(comparison_rows(finished, variants, covered, untrained, recipe), tuple(models))
             on_main(partial(_write, workspace, compared, recipe, table))
     return compared
 
 
 def _variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
-    """The two references and the layouts, by name. Raises ``UserError`` for a layout with a reference's name."""
-    references = {FULL_ATTENTION: Variant.full_attention(), SP_KV: Variant.sp_kv()}
-    for name in references:
+    """The two baselines and the layouts, by name. Raises ``UserError`` for a layout with a baseline's name."""
+    baselines = {FULL_ATTENTION: Variant.full_attention(), SP_KV: Variant.sp_kv()}
+    for name in baselines:
         if name in layouts:
             raise UserError(
-                f"a layout is called '{name}', the name of a reference that it is compared with: give it another name "
+                f"a layout is called '{name}', the name of a baseline that it is compared with: give it another name "
                 "(the key 'strategy')"
             )
-    return references | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
+    return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
 def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:

@@ -127,7 +127,7 @@ class RecipeJudge:
         seen[np.unique(self._chosen_on.document)] = True
         return seen
 
-    def part(self, nll: DocumentNLL, fidelity: Retraining) -> DocumentNLL:
+    def _part(self, nll: DocumentNLL, fidelity: Retraining) -> DocumentNLL:
         """The documents on which a retraining counts; the counts of the others are 0."""
         kept = self._seen if fidelity == "short" else ~self._seen
         return DocumentNLL(np.where(kept, nll.total, 0.0), np.where(kept, nll.num_tokens, 0))
@@ -170,7 +170,7 @@ class RecipeJudge:
         final = self._trunks[fidelity].folder(_variant(layout)) / "final"
         if not is_complete(final):
             raise UserError(f"{final} is gone, though the search has trained it: search again under another --name")
-        return self.part(read_branch(final).nll, fidelity)
+        return self._part(read_branch(final).nll, fidelity)
 
 
 def _variant(layout: Layout | None) -> Variant:

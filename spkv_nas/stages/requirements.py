@@ -1,0 +1,27 @@
+"""What options ask of layouts, as ``proposal`` takes it."""
+
+from __future__ import annotations
+
+from spkv_nas.base.units import parse_context
+from spkv_nas.proposal.constraints import Constraints, parse_layers
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.options import ConstraintOptions
+
+
+def read_requirements(options: ConstraintOptions) -> Requirements:
+    """The constraints and the cache that options ask for. Raises ``UserError`` for one that makes no sense."""
+    constraints = Constraints(
+        min_per_layer=options.min_per_layer,
+        max_per_layer=options.max_per_layer,
+        global_layers=parse_layers(options.global_layers, "--global-layers"),
+        local_layers=parse_layers(options.local_layers, "--local-layers"),
+        granularity=options.granularity,
+        uniform=options.uniform,
+    )
+    return Requirements(
+        constraints,
+        context=None if options.context is None else parse_context(options.context),
+        batch=options.batch,
+        head_dim=options.head_dim,
+        dtype=options.dtype,
+    )

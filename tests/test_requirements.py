@@ -1,0 +1,228 @@
+"""What is required of a proposal beside its budget: weights, memory, ranges of budgets; and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import fails, make_domain_table, make_table
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.units import format_bytes, parse_bytes, parse_context
+from spkv_nas.cli import main
+from spkv_nas.cost.cache_memory import CacheCost
+from spkv_nas.cost.formulas import kv_cache_bytes
+from spkv_nas.proposal.budget import parse_budgets
+from spkv_nas.proposal.budget_curve import budget_curve, curve_for, find_knee
+from spkv_nas.proposal.constraints import Constraints, read_weights, solve
+from spkv_nas.proposal.requirements import Requirements
+from spkv_nas.stages.options import ProposeOptions, SearchOptions
+from spkv_nas.stages.requirements import read_requirements
+
+Mask = np.ndarray
+
+
+class TestWeights:
+    def read(self, folder: Path, text: str) -> np.ndarray:
+        (folder / "w.csv").write_text(f"layer,kv_head,weight\n{text}")
+        return read_weights(folder / "w.csv", make_table([[0.5, 0.4]]))
+
+    def test_the_budget_is_in_their_unit(self, tmp_path: Path) -> None:
+        weights = self.read(tmp_path, "0,1,2.5\n0,0,3.0\n")
+        assert weights.tolist() == [[3.0, 2.5]]
+        layout = solve(make_table([[0.5, 0.4]]), 2.9, weights=weights)
+        assert (layout.heads, layout.provenance["weight"]) == (("LG",), 2.5)
+
+    def test_a_small_unit_changes_nothing(self) -> None:
+        """Rows are met to 1e-6, which once was a third of a budget given in seconds."""
+        table = make_table([[0.5, 0.4, 0.25, 0.2]])
+        weights = np.array([[3.0, 2.0, 2.0, 1.0]])
+        assert solve(table, 4e-7, weights=1e-7 * weights).heads == solve(table, 4, weights=weights).heads == ("GLLG",)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("0,0,1\n", "1 rows up to layer 0, KV head 0; the density table 'p' has 1 layers x 2 KV heads"),
+            ("0,0,1\n1,0,1\n", "up to layer 1"),
+            ("0,0,1\n0,0,1\n", "there twice"),
+            ("0,0,1\n0,1,0\n", "line 3: column 'weight' must be a number above 0; found '0'"),
+            ("0,0,1\n0,1,x\n", "line 3: column 'weight' must be a number"),
+        ],
+    )
+    def test_files_that_do_not_fit(self, tmp_path: Path, text: str, message: str) -> None:
+        with pytest.raises(UserError) as error:
+            self.read(tmp_path, text)
+        assert message in str(error.value)
+        assert "w.csv" in str(error.value)
+
+    def test_weights_of_another_shape(self) -> None:
+        with pytest.raises(UserError, match=r"of shape \[1, 2\]; found \[2, 1\]"):
+            solve(make_table([[0.5, 0.4]]), 1, weights=np.ones((2, 1)))
+
+
+class TestMemory:
+    cost = CacheCost(context=131072, batch=16, window=128, head_dim=128, dtype="bfloat16")
+
+    def test_bytes(self) -> None:
+        assert self.cost.global_head == 2 * 131072 * 128 * 2 * 16
+        assert self.cost.local_head == 2 * 128 * 128 * 2 * 16
+        assert self.cost.total(3, 10) == 3 * self.cost.global_head + 7 * self.cost.local_head
+        shape = Shape(num_layers=2, num_heads=5, num_kv_heads=5, head_dim=128, num_parameters=0)
+        assert self.cost.total(3, 10) == pytest.approx(16 * kv_cache_bytes(shape, 131072, density=0.3, window=128))
+
+    def test_the_largest_budget_fits_and_the_next_does_not(self) -> None:
+        for number in (1, 7, 639, 640):
+            limit = self.cost.total(number, 640)
+            assert self.cost.largest_budget(limit, 640) == number
+            assert self.cost.largest_budget(limit + self.cost.global_head // 2, 640) == number
+        with pytest.raises(UserError, match="holds no global KV head"):
+            self.cost.largest_budget(self.cost.total(1, 640) - 1, 640)
+
+    def test_a_context_within_the_window(self) -> None:
+        short = CacheCost(context=64, batch=1, window=128, head_dim=8, dtype="float32")
+        assert short.largest_budget(short.total(0, 10), 10) == 10
+        with pytest.raises(UserError, match="holds no global"):
+            short.largest_budget(10, 10)
+
+    @pytest.mark.parametrize(
+        ("text", "number"), [("2GiB", 2**31), ("1.5 gb", 1500000000), ("2e9", 2 * 10**9), ("512", 512)]
+    )
+    def test_sizes(self, text: str, number: int) -> None:
+        assert parse_bytes(text) == number
+
+    @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2 cows", "0", "nan", "1e99"])
+    def test_sizes_that_make_no_sense(self, text: str) -> None:
+        with pytest.raises(UserError, match="not a size"):
+            parse_bytes(text)
+
+    def test_sizes_as_text(self) -> None:
+        assert [format_bytes(n) for n in (5, 2048, 2**31)] == ["5 B", "2.00 KiB", "2.00 GiB"]
+
+    def test_contexts(self) -> None:
+        assert [parse_context(text) for text in ("128k", "8K", " 512 ")] == [131072, 8192, 512]
+
+
+def test_ranges() -> None:
+    assert parse_budgets("6..9", 63) == [6, 7, 8, 9]
+    assert parse_budgets("10%..50%:20", 63) == [6, 26, 32]
+    for text in ("9..6", "0..4", "..", "1..99", "1..4:0", "1..4:x", "1..2..3"):
+        with pytest.raises(UserError, match="budget"):
+            parse_budgets(text, 63)
+
+
+def test_every_budget_is_as_good_as_its_own_proposal() -> None:
+    table = make_domain_table(("code", "docs"))
+    curve = budget_curve(table, Requirements(context=1024, head_dim=8, dtype="float16"), [1, 3, 8])
+    rows = curve.rows
+    assert list(curve.layouts) == ["densest-1", "densest-3", "densest-8"]
+    assert rows["coverage"].tolist() == pytest.approx([1 / 3.4, 2.3 / 3.4, 1.0])
+    assert rows["random"].tolist() == [1 / 8, 3 / 8, 1.0]
+    assert rows["kv_bytes"].iloc[-1] == 8 * 2 * 1024 * 8 * 2
+    assert rows["coverage_low"].isna().all()
+    solved = budget_curve(table, Requirements(Constraints(granularity="layer")), [2, 4, 6])
+    assert solved.rows["coverage"].tolist() == pytest.approx([1.2 / 3.4, 2.2 / 3.4, 3.0 / 3.4])
+
+
+def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
+    table = make_domain_table(("code",))
+    curve = curve_for(table, None, "1..8")
+    rows = curve.rows
+    best = rows.loc[(rows["coverage"] - rows["random"]).idxmax(), "budget"]
+    assert curve.knee.budget == best == (table.density > table.density.mean()).sum()
+    assert "no denser than the average" in curve.knee.meaning
+    inner = Requirements(Constraints(max_per_layer=2))
+    assert find_knee(table, inner, rows).budget == best
+    assert "may lie beyond" in find_knee(table, inner, rows.iloc[:2]).meaning
+
+
+def test_requirements_from_the_texts_of_options() -> None:
+    requirements = read_requirements(ProposeOptions(context="8k", global_layers="0,2-3", min_per_layer=1))
+    assert requirements == Requirements(Constraints(min_per_layer=1, global_layers=(0, 2, 3)), context=8192)
+    assert read_requirements(ProposeOptions()) == Requirements()
+    assert not read_requirements(SearchOptions(context="8k")).is_solved
+
+
+class TestCommand:
+    @pytest.fixture
+    def workspace(self, tmp_path: Path) -> Path:
+        density = np.random.default_rng(0).random((6, 3)).round(4)
+        make_table(density).write(tmp_path / "probes" / "p")
+        return tmp_path
+
+    def propose(self, workspace: Path, *options: str) -> None:
+        main(["propose", "--probe", "p", "--num-random", "0", "--workspace", str(workspace), *options])
+
+    def test_a_constrained_layout_joins_the_others(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.propose(workspace, "--budget", "6", "--max-per-layer", "1", "--robust")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "no interval can be given" in printed
+        layout = Layout.read(workspace / "layouts" / "p" / "robust.yaml")
+        assert layout.heads == tuple(
+            "".join("G" if j == row.argmax() else "L" for j in range(3))
+            for row in DensityTable.read(workspace / "probes" / "p").density
+        )
+        self.propose(workspace, "--budget", "6")
+        assert not (workspace / "layouts" / "p" / "robust.yaml").exists()
+
+    def test_a_range_writes_curve_layouts_and_figure(self, workspace: Path) -> None:
+        self.propose(workspace, "--budget", "2..8:3", "--uniform")
+        folder = workspace / "layouts" / "p"
+        assert pd.read_csv(folder / "budgets.csv")["budget"].tolist() == [2, 5, 8]
+        assert sorted(path.name for path in (folder / "budgets").iterdir()) == [
+            "constrained-2.yaml", "constrained-5.yaml", "constrained-8.yaml"
+        ]  # fmt: skip
+        assert (folder / "budgets.png").is_file()
+        self.propose(workspace, "--budget", "20%..50%")
+        assert {path.stem for path in (folder / "budgets").iterdir()} == {f"densest-{n}" for n in range(4, 10)}
+        assert not list(folder.glob("*.yaml"))
+
+    def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--head-dim", "32", "--dtype", "bfloat16"]
+        self.propose(workspace, *memory)
+        assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
+        assert "1MiB holds 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
+        self.propose(workspace, "--budget", "8", "--context", "128k", "--head-dim", "32", "--dtype", "bfloat16")
+        assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--budget=4", "--min-per-layer=1"], "no layout meets the budget of 4 and --min-per-layer 1"),
+            (["--min-per-layer=2", "--max-per-layer=1"], "--min-per-layer 2 is more than"),
+            (["--global-layers=1", "--local-layers=0-2"], "layer 1 is in --global-layers and in"),
+            (["--global-layers=9"], "there is no layer 9"),
+            (["--local-layers=first"], "is not a list of layers"),
+            (["--granularity=block"], "must be head or layer"),
+            (["--weights=none.csv"], "weights not found"),
+            (["--kv-bytes=2GiB"], "needs --context"),
+            (["--kv-bytes=2GiB", "--context=1000"], "does not say the model's head_dim: give --head-dim"),
+            (["--kv-bytes=2GiB", "--budget=4"], "not both"),
+            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--dtype=int8"], "holds no global KV head"),
+            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--dtype=int3"], "known are float32"),
+            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--dtype=int8"], "--context must be at least 1"),
+            (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
+            (["--budget=9..2"], "runs backwards"),
+            (["--budget=1..9", "--tau=match-budget"], "one budget, not a range"),
+            (["--budget=1..9", "--kv-bytes=9GiB"], "does not go with --kv-bytes"),
+        ],
+    )
+    def test_bad_input(
+        self, options: list[str], message: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before = sorted(workspace.rglob("*"))
+        assert message in fails(capsys, "propose", "--probe=p", f"--workspace={workspace}", *options)
+        assert sorted(workspace.rglob("*")) == before
+
+    def test_weights_of_another_model(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (workspace / "w.csv").write_text("layer,kv_head,weight\n0,0,1\n")
+        options = ["--probe=p", f"--workspace={workspace}", f"--weights={workspace / 'w.csv'}", "--budget=1"]
+        assert "has 6 layers x 3 KV heads" in fails(capsys, "propose", *options)
+        cells = (f"{layer},{head},1" for layer in range(6) for head in range(3))
+        (workspace / "w.csv").write_text("layer,kv_head,weight\n" + "\n".join(cells))
+        assert "needs --budget in the unit" in fails(capsys, "propose", *options[:3])
+        assert "all heads together weigh 18" in fails(capsys, "propose", *options[:3], "--budget=19")
