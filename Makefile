@@ -10,7 +10,7 @@ demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded re
 	$(BIN)/spkv-nas demo
 
 test: $(STAMP) lint  ## lint, types, and the whole CPU test suite
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
