@@ -11,7 +11,7 @@ from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal import convert as forms
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.common import find_table
+from spkv_nas.stages.common import find_table, quiet_transformers
 from spkv_nas.stages.options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 
 
@@ -68,6 +68,7 @@ def export(options: ExportOptions) -> str:
     """Write a checkpoint with a layout, by default its own, as a Hugging Face folder; what was written."""
     from spkv_nas.model.export import export as export_layout
 
+    quiet_transformers()
     layout = None if options.layout is None else Layout.read(options.layout)
     return export_layout(layout, options.model, options.out)
 
