@@ -119,6 +119,22 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     np.testing.assert_array_equal(found.mask, strategies.densest(density, budget))
 
 
+def test_presolve_does_not_decide() -> None:
+    """HiGHS called .4969 the best, with presolve, where brute force finds .5261."""
+    density = np.array(
+        [
+            [[0.03639, 0.335761], [0.902913, 0.186409], [0.784344, 0.616215], [0.870375, 0.818076]],
+            [[0.427234, 0.304717], [0.140365, 0.447313], [0.703545, 0.883779], [0.019218, 0.489236]],
+            [[0.248422, 0.903341], [0.525822, 0.718895], [0.407371, 0.13931], [0.70261, 0.98726]],
+        ]
+    )
+    weights = np.array([[2.0, 1.5], [1.75, 0.5], [0.75, 0.75], [2.0, 0.5]])
+    found = Problem((4, 2), Constraints(local_layers=(1,), uniform=True).named, 5, weights).optimum(density)
+    assert found is not None
+    covered = (found.mask * density).sum((1, 2)) / density.sum((1, 2))
+    assert covered.min() == pytest.approx(0.526066, abs=1e-5)
+
+
 def test_a_robust_layout_gives_up_coverage_for_the_worst_domain() -> None:
     table = make_table([[[1.0, 0.9, 0.1, 0.0]], [[0.0, 0.1, 0.6, 0.9]]], ("code", "docs"))
     robust = solve(table, 2, robust=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -193,7 +193,14 @@ class _Program:
             rows.append((sparse.csr_array(above), 0.0, np.inf))
         if nonempty:
             rows.append((self._wide(np.ones((1, self._num_heads))), 1.0, np.inf))
-        return self._run(cost, rows, relax=relax, gap=gap, time_limit=time_limit)
+        best = self._run(cost, rows, relax=relax, gap=gap, time_limit=time_limit)
+        if best is None or relax or gap > 0.0 or self._mixed is None or len(gain) == 1:
+            return best
+        try:  # presolve has called a worse point the best, of such programs (reports/LOG.md)
+            again = self._run(cost, rows, time_limit=time_limit, presolves=(False,))
+        except UserError:  # none in time
+            return best
+        return best if again is None else max(best, again, key=lambda one: one.value)
 
     def tie_broken(self, gain: Float, best: _Optimum) -> _Optimum:
         """Among the layouts as good as ``best`` for gains [1, L * Hkv], the one with more heads and earlier ones."""
@@ -211,10 +218,12 @@ class _Program:
         relax: bool = False,
         gap: float = 0.0,
         time_limit: float = TIME_LIMIT,
+        presolves: Sequence[bool] = (True, False),
     ) -> _Optimum | None:
+        """The best vector; with each of ``presolves`` in turn, until a point is feasible as HiGHS says."""
         integrality = np.zeros(self._width) if relax else np.ones(self._width)
         integrality[-1] = 0
-        for presolve in (True, False):  # its presolve has called infeasible points optimal (scipy issue 24141)
+        for presolve in presolves:  # presolve has called infeasible points optimal (scipy issue 24141)
             with _silenced():
                 result = milp(
                     cost,
