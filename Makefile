@@ -1,16 +1,20 @@
-# Two commands do everything: `make demo` and `make test`.
+# Two commands do everything: `make demo` and `make test`; `make attack` tries to break what they made.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+ROUNDS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test attack lint clean
 
 demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded reference
 	$(BIN)/spkv-nas demo
 
 test: $(STAMP) lint  ## lint, types, and the whole CPU test suite
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+attack: $(STAMP)  ## kills, full disks, races, damage; ROUNDS: percent of the full numbers
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/attack -m attack --rounds $(ROUNDS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import disconnect, on_main, process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.training import arguments, trainer
+from spkv_nas.training import arguments, callbacks, trainer
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus, join_processes, load_corpus
 from spkv_nas.training.dense import train_dense
@@ -85,8 +85,8 @@ def _recorded(file: Path, stop_at: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "TrainingArguments", every_step)
-        patch.setattr(trainer.TokenProgressCallback, "on_step_end", on_step_end)
-        patch.setattr(trainer.TokenProgressCallback, "on_log", on_log)
+        patch.setattr(callbacks.TokenProgressCallback, "on_step_end", on_step_end)
+        patch.setattr(callbacks.TokenProgressCallback, "on_log", on_log)
         try:
             yield
         except KeyboardInterrupt:

@@ -201,7 +201,7 @@ def test_a_layout_may_be_called_as_a_missing_value(tmp_path: Path) -> None:
     [
         ("nll\n2.0\n", "column 'strategy' is missing"),
         ("strategy,nll\na,2.0\n,2.0\n", "line 3: the strategy has no name"),
-        ("strategy,nll\na,2.0\nb,much\n", "line 3: column 'nll' must be a number from 0; found 'much'"),
+        ("strategy,nll\na,2.0\nb,much\n", "line 3: column 'nll' must be a number in [0, 1e+09]; found 'much'"),
     ],
     ids=["column", "name", "number"],
 )

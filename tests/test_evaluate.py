@@ -127,7 +127,7 @@ class TestCommand:
         assert "open" in shown
         assert "tau-sweep.png" in shown.replace("\n", "")
         folder = place / "reports" / "mine"
-        assert {p.name for p in folder.iterdir()} == {f"tau-sweep.{kind}" for kind in ("csv", "yaml", "png", "svg")}
+        assert {p.name for p in folder.glob("[!.]*")} == {f"tau-sweep.{kind}" for kind in ("csv", "yaml", "png", "svg")}
         rows = pd.read_csv(folder / "tau-sweep.csv")
         assert tuple(rows.columns) == COLUMNS
         assert rows["tau"].tolist() == [0.0, 0.1, 0.5, 0.9]
@@ -193,7 +193,7 @@ class TestCommand:
             (["--tau-sweep", "0.5..0.5"], "must rise"),
             (["--tau-sweep", "0..0.9"], "its ends lie inside (0, 1)"),
             (["--tau-sweep", "0.5"], "at least two thresholds"),
-            (["--tau-sweep", "0.1..0.9", "--points", "1"], "at least 2 points, its ends; found 1"),
+            (["--tau-sweep", "0.1..0.9", "--points", "1"], "at least 2 points, its ends, and at most 10000; found 1"),
             (["--tau-sweep", "0.1,0.9", "--points", "5"], "says its thresholds itself"),
             (["--points", "5"], "--points goes with --tau-sweep"),
             (["--tau", "-0.1"], "--tau must lie in [0, 1]; found -0.1"),

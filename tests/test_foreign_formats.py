@@ -113,7 +113,7 @@ class TestReading:
     @pytest.mark.parametrize(
         ("config", "message"),
         [
-            ("{", "not valid JSON: line 1"),
+            ("{", "is not valid JSON: Expecting property name"),
             ("[1]", "expected keys and values, found list"),
             ('{"recent_size": 0}', "'recent_size' must be a whole number from 1; found 0"),
             ('{"sink_size": true}', "'sink_size' must be a whole number from 0; found True"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +56,12 @@ def test_file_is_readable_and_keeps_its_key_order(tmp_path: Path) -> None:
         "  - LLL",
         "strategy: densest",
         "provenance: {probe: p, budget: 3, coverage: 0.684, tau: 0.5, seed: null, created_by: spkv-nas 0.1.0, "
-        "hash: 7109ea0a}",
+        f"hash: 7109ea0a, check: {layout.check}}}",
     ]
     assert Layout.read(path) == layout
 
 
-@pytest.mark.parametrize("strategy", ["null", "a: b", "#x", "é", "two\nlines", "1.5"])
+@pytest.mark.parametrize("strategy", ["null", "a: b", "#x", "é", "two words", "1.5"])
 def test_any_strategy_name_survives_the_file(tmp_path: Path, strategy: str) -> None:
     shared = {"text": strategy}  # given twice: YAML would write an alias, which the strict reader refuses
     layout = Layout(("G",), 1, strategy, {"a": shared, "b": shared, "c": 1e-9})
@@ -105,7 +106,21 @@ def test_strategy_and_provenance_may_be_edited(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     Layout(("G",), 8, "densest", {"budget": 1}).write(path)
     path.write_text(path.read_text().replace("densest", "mine").replace("budget: 1", "budget: 2"))
-    assert Layout.read(path).strategy == "mine"
+    with pytest.warns(UserWarning, match="'mine' or its provenance was edited after it was written\nif the edit"):
+        assert Layout.read(path).strategy == "mine"
+    path.write_text(path.read_text().replace(", check:", ", was:"))
+    assert Layout.read(path).provenance["budget"] == 2
+
+
+@pytest.mark.parametrize("strategy", ["../../evil", "/abs", "x" * 300, "", ".hidden", "a\nb", "a\\b"])
+def test_a_strategy_can_name_a_file(tmp_path: Path, strategy: str) -> None:
+    """It became part of paths: ``../../evil`` was trained and written outside the workspace."""
+    with pytest.raises(UserError, match=r"the strategy .* cannot name a file"):
+        Layout(("G",), 8, strategy)
+    file = tmp_path / "x.yaml"
+    write_yaml(file, {"format": "spkv-nas/layout/1", "window": 8, "heads": ["G"], "strategy": strategy})
+    with pytest.raises(UserError, match=r"layout .*x\.yaml: the strategy .* cannot name a file"):
+        Layout.read(file)
 
 
 @pytest.mark.parametrize(
@@ -166,3 +181,20 @@ def test_text_like_a_number_survives_other_files(tmp_path: Path) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layout not found"):
         Layout.read(tmp_path / "none.yaml")
+
+
+def test_a_layout_that_was_cut_off_is_not_one_made_by_hand(tmp_path: Path) -> None:
+    """Without its last lines it had another strategy, and nothing to check it with."""
+    file = tmp_path / "densest.yaml"
+    Layout(("GL", "LG"), window=8, strategy="densest", provenance={"probe": "p"}).write(file)
+    text = file.read_text()
+    for length in range(len(text) - 1):
+        file.write_text(text[:length])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                layout = Layout.read(file)
+            except UserError:
+                continue
+        assert said or "one row per layer" not in text[:length], text[:length]
+        assert said or layout.strategy == "custom"

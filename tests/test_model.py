@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.model.attach import attach_gates, check_heads, detach
 from spkv_nas.model.attention import attention_layers, layer_state
-from spkv_nas.model.checkpoint import MANIFEST, load, save
+from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import gate_from_logits, predictors
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.model.shape import config_shape

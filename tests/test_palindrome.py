@@ -31,7 +31,7 @@ from spkv_nas.training.palindrome.run import (
     train_variant,
 )
 from spkv_nas.training.palindrome.task import INSTRUCTION, VOCABULARY, Palindromes
-from spkv_nas.training.run_files import newest_complete_checkpoint
+from spkv_nas.training.run_files import newest_checkpoint
 
 TINY = PalindromeSettings(steps=7, batch_size=2, num_heldout=5)
 
@@ -251,7 +251,7 @@ class TestResume:
             patch.setattr(palindrome.UtilityProgressCallback, "on_step_end", die_at_5)
             with pytest.raises(KeyboardInterrupt):
                 train_variant(TINY, SP_KV, tmp_path / "torn")
-        newest = newest_complete_checkpoint(tmp_path / "torn")
+        newest = newest_checkpoint(tmp_path / "torn")
         assert newest is not None
         assert newest.name == "checkpoint-3"
         resumed = train_variant(TINY, SP_KV, tmp_path / "torn")

@@ -173,12 +173,12 @@ class TestCommand:
         self.propose(workspace, "--budget", "2..8:3", "--uniform")
         folder = workspace / "layouts" / "p"
         assert pd.read_csv(folder / "budgets.csv")["budget"].tolist() == [2, 5, 8]
-        assert sorted(path.name for path in (folder / "budgets").iterdir()) == [
+        assert sorted(path.name for path in (folder / "budgets").glob("[!.]*")) == [
             "constrained-2.yaml", "constrained-5.yaml", "constrained-8.yaml"
         ]  # fmt: skip
         assert (folder / "budgets.png").is_file()
         self.propose(workspace, "--budget", "20%..50%")
-        assert {path.stem for path in (folder / "budgets").iterdir()} == {f"densest-{n}" for n in range(4, 10)}
+        assert {path.stem for path in (folder / "budgets").glob("[!.]*")} == {f"densest-{n}" for n in range(4, 10)}
         assert not list(folder.glob("*.yaml"))
 
     def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ class TestScalingCommand:
         assert "is 1.9500 (-0.69 %)" in shown
         assert "level-10 predicted 2.1437, is 2.1400 (+0.17 %)" in shown
         folder = tmp_path / "reports" / "paper"
-        assert {p.name for p in folder.iterdir()} == {"scaling.yaml", "scaling.png", "scaling.svg"}
+        assert {p.name for p in folder.glob("[!.]*")} == {"scaling.yaml", "scaling.png", "scaling.svg"}
         written = yaml.safe_load((folder / "scaling.yaml").read_text())
         law = written["fits"][0]
         assert law["r_squared"] > 0.999

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,11 +22,9 @@ from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
 from spkv_nas.evaluation.paired import PairedDifference
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
-from spkv_nas.search import queue as queue_module
 from spkv_nas.search.driver import Search
-from spkv_nas.search.queue import GRACE, Queue, Task, open_storage
 from spkv_nas.search.results import front, result_table, write_results
-from spkv_nas.search.sampler import DENSITY, GENERATION, KINDS, RANDOM, TPE, Sampler, first_of_generation
+from spkv_nas.search.sampler import DENSITY, GENERATION, RANDOM, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
 
@@ -152,145 +146,6 @@ class TestSampler:
         assert len(numbers) >= 8
 
 
-@pytest.fixture
-def make_queue(tmp_path: Path, table: DensityTable) -> Callable[..., Queue]:
-    storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}", tmp_path / "lock")
-
-    def make(**settings: Any) -> Queue:
-        return Queue(storage, "study", settings, tmp_path / "lock")
-
-    return make
-
-
-def finish_all(queue: Queue, tasks: list[Task]) -> None:
-    for task in tasks:
-        queue.finish(task, [float(task.index)])
-
-
-class TestQueue:
-    def test_tasks_come_in_order_and_once(self, make_queue: Callable[..., Queue]) -> None:
-        one, other = make_queue(), make_queue()
-        first, second, third = one.claim(5, 2), other.claim(5, 2), one.claim(5, 2)
-        assert [[task.index for task in tasks] for tasks in (first, second, third)] == [[0, 1], [2, 3], [4]]
-        assert other.claim(5, 2) == []
-        finish_all(other, second)
-        finish_all(one, [*first, *third])
-        assert {index: trial.values for index, trial in one.results().items()} == {i: [float(i)] for i in range(5)}
-
-    def test_a_generation_waits_for_the_one_before(self, make_queue: Callable[..., Queue]) -> None:
-        queue = make_queue()
-        seen: dict[int, int] = {}
-
-        def point(index: int, known: list[Any]) -> dict[str, str]:
-            seen[index] = len(known)
-            return {}
-
-        def before(index: int) -> int:
-            return index - index % 2
-
-        first = queue.claim(4, 3, point, before)
-        assert [task.index for task in first] == [0, 1]
-        assert queue.claim(4, 3, point, before) == []
-        finish_all(queue, first)
-        assert [task.index for task in queue.claim(4, 3, point, before)] == [2, 3]
-        assert seen == {0: 0, 1: 0, 2: 2, 3: 2}
-
-    def test_tasks_of_a_dead_process_are_given_again(
-        self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        gone = subprocess.Popen([sys.executable, "-c", ""])
-        gone.wait()
-        queue, here = make_queue(), queue_module._worker()
-        with monkeypatch.context() as patch:
-            patch.setattr(queue_module, "_worker", lambda: {**here, "process": gone.pid})
-            lost = queue.claim(3, 2)
-        again = queue.claim(3, 3)
-        assert [task.index for task in again] == [0, 1, 2]
-        queue.finish(lost[0], [99.0])  # it was alive after all, too late
-        finish_all(queue, again)
-        assert [trial.values[0] for trial in queue.results().values()] == [0.0, 1.0, 2.0]
-
-    def test_another_machine_is_given_time(
-        self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        queue, here = make_queue(), queue_module._worker()
-        with monkeypatch.context() as patch:
-            patch.setattr(queue_module, "_worker", lambda: {**here, "host": "elsewhere"})
-            queue.claim(1, 1)
-        assert queue.claim(1, 1) == []
-        now = time.time()
-        monkeypatch.setattr(time, "time", lambda: now + GRACE + 10)
-        assert [task.index for task in queue.claim(1, 1)] == [0]
-
-    def test_signs_of_life_keep_tasks(self, make_queue: Callable[..., Queue], monkeypatch: pytest.MonkeyPatch) -> None:
-        queue, here = make_queue(), queue_module._worker()
-        monkeypatch.setattr(queue_module, "HEARTBEAT", 0.05)
-        with monkeypatch.context() as patch:
-            patch.setattr(queue_module, "_worker", lambda: {**here, "host": "elsewhere"})
-            tasks = queue.claim(1, 1)
-            start, real = time.time(), time.time
-            patch.setattr(time, "time", lambda: real() + GRACE + 10)
-            with queue.holding(tasks):
-                while queue._study.user_attrs[queue_module._key(queue_module._worker())] < start + GRACE:
-                    time.sleep(0.02)
-                assert make_queue().claim(1, 1) == []
-                finish_all(queue, tasks)
-
-    def test_a_nan_is_a_result(self, make_queue: Callable[..., Queue]) -> None:
-        """Optuna fails a trial whose value is NaN; its task was then claimed again and again."""
-        queue = make_queue()
-        (task,) = queue.claim(1, 1)
-        queue.finish(task, [math.nan])
-        assert queue.claim(1, 1) == []
-        assert queue.results()[0].values == [math.inf]
-
-    def test_a_task_that_fails_is_free_again(self, make_queue: Callable[..., Queue]) -> None:
-        queue = make_queue()
-        tasks = queue.claim(2, 2)
-
-        def work() -> None:
-            with queue.holding(tasks):
-                queue.finish(tasks[0], [0.0])
-                raise RuntimeError("out of memory")
-
-        with pytest.raises(RuntimeError, match="out of memory"):
-            work()
-        assert [task.index for task in queue.claim(2, 2)] == [1]
-
-    def test_another_search_of_the_same_name_is_refused(self, make_queue: Callable[..., Queue]) -> None:
-        make_queue(budget=[3, 3])
-        make_queue(budget=[3, 3])
-        with pytest.raises(UserError, match=r"'study' is there with another budget: \[3, 3\], not \[4, 4\]"):
-            make_queue(budget=[4, 4])
-
-    def test_a_storage_that_cannot_be_opened(self, tmp_path: Path) -> None:
-        with pytest.raises(UserError, match="cannot open the storage nonsense"):
-            open_storage("nonsense", tmp_path / "lock")
-
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_any_workers_make_the_same_study(self, tmp_path: Path, table: DensityTable, kind: str) -> None:
-        """One worker; or three that take turns, one of which always fails, with results told out of order."""
-        space = Space(table, (6, 6), 8)
-
-        def study(folder: str, workers: int) -> list[Any]:
-            place = tmp_path / folder
-            place.mkdir()
-            storage = open_storage(f"sqlite:///{place / 'study.db'}", place / "lock")
-            queues = [
-                Queue(storage, "s", {}, place / "lock", distributions=space.distributions) for _ in range(workers)
-            ]
-            sampler = Sampler(space, kind, 0, queues[0].directions)
-            while len(queues[0].results()) < 35:
-                held = [(q, q.claim(35, 2 + i, sampler.point, first_of_generation)) for i, q in enumerate(queues)]
-                for number, (queue, tasks) in reversed(list(enumerate(held))):
-                    with queue.holding(tasks):
-                        for task in tasks if number < 2 else []:
-                            queue.finish(task, [value(space.layout(task.params), table)])
-            return [(index, trial.params, trial.values) for index, trial in queues[0].results().items()]
-
-        assert study("one", 1) == study("three", 3)
-
-
 def made_trials(values: list[tuple[float, float | None]], sampler: str = DENSITY) -> list[Trial]:
     generator = np.random.default_rng(0)
     layouts = [Layout.from_mask(densest(generator.random((6, 3)), 6), window=8) for _ in values]
@@ -378,7 +233,7 @@ class TestJudge:
         assert again.run() == trials
         assert idle.done == judge.done
         rows = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
-        assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["search.csv", "search.yaml"]
+        assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 
     def test_a_sampler_that_tried_nothing_of_its_own(self, table: DensityTable, tmp_path: Path) -> None:

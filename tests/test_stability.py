@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -123,11 +124,18 @@ class TestDocumentCounts:
         make_probe().write(tmp_path)
         text = (tmp_path / "density.csv").read_text()
         (tmp_path / "density.csv").write_text(text.replace("0,0,0.", "0,0,0.0", 1))
-        with pytest.raises(UserError, match=r"documents\.npz does not add up"):
+        with (
+            pytest.warns(UserWarning, match=r"density\.csv: changed since it was written"),
+            pytest.raises(UserError, match=r"documents\.npz does not add up"),
+        ):
             DensityTable.read(tmp_path)
         make_probe(shape=(3, 2)).write(tmp_path / "other")
         (tmp_path / "density.csv").write_text(text)
         (tmp_path / "other" / "documents.npz").rename(tmp_path / "documents.npz")
+        with pytest.raises(UserError, match=r"documents\.npz is damaged: it is not what probe\.yaml beside it"):
+            DensityTable.read(tmp_path)
+        record = tmp_path / "probe.yaml"
+        record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))  # as of an older version
         with pytest.raises(UserError, match=r"documents\.npz is not of the table beside it"):
             DensityTable.read(tmp_path)
         (tmp_path / "documents.npz").write_text("junk")
@@ -249,6 +257,7 @@ class TestAgreement:
             read_agreement(tmp_path / "agreement.csv"), rows, check_dtype=False, rtol=1e-5
         )  # fmt: skip
         header = ",".join(rows.columns)
+        (tmp_path / "agreement.yaml").unlink()  # an older version wrote none
         for text, message in [
             ("first,second\na,b\n", "agreement.csv: column 'budget' is missing"),
             (

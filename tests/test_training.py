@@ -16,15 +16,14 @@ from transformers import TrainerState
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictors
-from spkv_nas.training import trainer
-from spkv_nas.training.branches import branch_key, train_branch
+from spkv_nas.training import callbacks, trainer
+from spkv_nas.training.branches import Trunk, first_key, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
     OPTIMIZER_STATE,
-    newest_complete_checkpoint,
     write_density_log,
     write_heldout_log,
     write_train_log,
@@ -64,7 +63,7 @@ class TestVariants:
         """A workspace is used again by later versions; a finished run whose name changes is trained again."""
         (tmp_path / "spkv-manifest.json").write_text("{}")
         keys = [
-            branch_key(recipe, tmp_path, variant, 3)
+            first_key(recipe, tmp_path, variant, 3)
             for variant in (Variant.full_attention(), Variant.sp_kv(), Variant.hybrid(Layout(("GL", "LG"), 8, "mine")))
         ]
         assert keys == [
@@ -73,6 +72,16 @@ class TestVariants:
             "mine-4c5d79de7570a250-fc04922de433-seed3",
         ]
 
+    def test_what_the_first_version_finished_is_not_trained_again(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        trunk = Trunk(recipe, corpus, dense, tmp_path / "runs", "cpu")
+        own = trunk.train(Variant.sp_kv()).checkpoint.parent
+        first = own.rename(own.with_name(first_key(recipe, dense, Variant.sp_kv(), recipe.seed)))
+        assert first != own
+        assert trunk.folder(Variant.sp_kv()) == first
+        assert trunk.folder(Variant.full_attention()) != first
+
 
 class TestBranches:
     def test_gates_learn_in_the_soft_phase_and_freeze_in_the_hard_one(
@@ -80,7 +89,7 @@ class TestBranches:
     ) -> None:
         history: list[torch.Tensor] = []
 
-        class Spy(trainer.GatePhaseCallback):
+        class Spy(callbacks.GatePhaseCallback):
             def on_step_end(self, *args: object, **kwargs: object) -> None:
                 model = kwargs["model"]
                 assert isinstance(model, torch.nn.Module)
@@ -156,70 +165,6 @@ class TestBranches:
         own = [name for name in before if "utility_predictor" in name]
         assert own
         assert all(torch.equal(before[name], after[name]) for name in own)
-
-
-class TestResume:
-    def test_an_interrupted_run_resumes_bit_for_bit(
-        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        whole = train_branch(recipe, corpus, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
-
-        def die_at_7(
-            self: trainer.TokenProgressCallback, args: object, state: object, *_: object, **__: object
-        ) -> None:
-            if state.global_step == 7:  # type: ignore[attr-defined]
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.TokenProgressCallback, "on_step_end", die_at_7)
-            with pytest.raises(KeyboardInterrupt):
-                train_branch(recipe, corpus, dense, tmp_path / "torn", Variant.sp_kv(), device="cpu")
-        newest = newest_complete_checkpoint(tmp_path / "torn")
-        assert newest is not None
-        assert newest.name == "checkpoint-6"
-        resumed = train_branch(recipe, corpus, dense, tmp_path / "torn", Variant.sp_kv(), device="cpu")
-        before, after = weights(whole.checkpoint), weights(resumed.checkpoint)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-
-    def test_an_incomplete_checkpoint_is_passed_over(self, tmp_path: Path) -> None:
-        for step, state in ((3, "{}"), (6, '{"half'), (9, None)):
-            folder = tmp_path / f"checkpoint-{step}"
-            folder.mkdir()
-            if state is not None:
-                (folder / "trainer_state.json").write_text(state)
-        newest = newest_complete_checkpoint(tmp_path)
-        assert newest is not None
-        assert newest.name == "checkpoint-3"
-
-
-class TestNotFinite:
-    def test_a_nan_stops_before_the_update(
-        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """One NaN used to turn every weight into NaN while the run ended normally with loss 0.0."""
-        original = trainer.Trainer.compute_loss
-
-        def poisoned(self: trainer.SPKVTrainer, *args: object, **kwargs: object) -> object:
-            loss = original(self, *args, **kwargs)
-            return loss * float("nan") if self.state.global_step == 5 else loss
-
-        monkeypatch.setattr(trainer.Trainer, "compute_loss", poisoned)
-        with pytest.raises(UserError, match=r"step 5: the loss is nan(.|\n)*checkpoint-3"):
-            train_branch(recipe, corpus, dense, tmp_path / "nan", Variant.full_attention(), device="cpu")
-        assert not (tmp_path / "nan" / "final").exists()
-
-    def test_an_infinite_gradient_stops_too(
-        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        original = trainer.Trainer._clip_grad_norm
-
-        def exploded(self: trainer.SPKVTrainer, model: torch.nn.Module) -> object:
-            next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
-            return original(self, model)
-
-        monkeypatch.setattr(trainer.Trainer, "_clip_grad_norm", exploded)
-        with pytest.raises(UserError, match="gradient norm"):
-            train_branch(recipe, corpus, dense, tmp_path / "inf", Variant.full_attention(), device="cpu")
 
 
 def test_the_record_says_where_a_branch_comes_from(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:

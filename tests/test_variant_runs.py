@@ -18,7 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.report.chart import Line
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.training_charts import density_evolution_chart
-from spkv_nas.training import trainer
+from spkv_nas.training import callbacks
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.phases import GateSchedule
@@ -126,12 +126,12 @@ class TestRuns:
     ) -> None:
         whole = train("whole", **gates)
 
-        def die(self: trainer.TokenProgressCallback, args: object, state: object, *_: object, **__: object) -> None:
+        def die(self: callbacks.TokenProgressCallback, args: object, state: object, *_: object, **__: object) -> None:
             if state.global_step == at:  # type: ignore[attr-defined]
                 raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(trainer.TokenProgressCallback, "on_step_end", die)
+            patch.setattr(callbacks.TokenProgressCallback, "on_step_end", die)
             with pytest.raises(KeyboardInterrupt):
                 train("torn", **gates)
         resumed = train("torn", **gates)

@@ -142,10 +142,12 @@ class PagedState:
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what ``state_dict`` gave. Raises ``ValueError`` if it is of another kind of cache."""
-        for name in ("ring_k", "pool_k"):
-            if state[name].shape[1:] != getattr(self, name).shape[1:]:
-                raise ValueError(f"{name}: expected [*, {self._sizes(name)}]; found {tuple(state[name].shape)}")
+        """Take over what ``state_dict`` gave.
+
+        Raises:
+            ValueError: it is of another kind of cache, or damaged: a kernel follows the tables without looking.
+        """
+        self._check_state(state)
         for name in _STATE:
             setattr(self, name, state[name].to(getattr(self, name)).clone(memory_format=torch.contiguous_format))
         free = (self.page_owner < 0).nonzero()[:, 0].flip(0)
@@ -153,8 +155,37 @@ class PagedState:
         self._free[: len(free)] = free
         self._blocks, self._room = (self.block_table >= 0).sum(-1), 0
 
-    def _sizes(self, name: str) -> str:
-        return ", ".join(str(n) for n in getattr(self, name).shape[1:])
+    def _check_state(self, state: dict[str, Tensor]) -> None:
+        """Shapes, dtypes, and tables in which every page has the owner and the place that the block table says."""
+        missing = [name for name in _STATE if name not in state]
+        if missing:
+            raise ValueError(f"{missing[0]}: it is missing")
+        pages, blocks = len(state["page_owner"]), state["block_table"].shape[-1]
+        for name in _STATE:
+            own, found = getattr(self, name), state[name]
+            free = {"pool_k": pages, "pool_v": pages, "page_owner": pages, "page_block": pages}
+            shape = (free.get(name, len(own)), *own.shape[1:])
+            if name == "block_table":
+                shape = (*own.shape[:2], blocks)
+            if found.shape != shape or found.dtype != own.dtype:
+                raise ValueError(f"{name}: expected {own.dtype} {shape}; found {found.dtype} {tuple(found.shape)}")
+            if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+                raise ValueError(f"{name}: it holds numbers that are not finite")
+        seen, lengths, table = state["seq_lens"], state["lengths"], state["block_table"]
+        kept = (seen - self.window).clamp(min=0)[:, None]
+        if bool((seen < 0).any()) or bool(((lengths < 0) | (lengths > kept)).any()):
+            raise ValueError("lengths: expected at most the tokens that have left the window")
+        there = table >= 0
+        count = there.sum(-1)
+        first = there == (torch.arange(blocks, device=table.device) < count[..., None])
+        if not bool(first.all()) or bool((table < -1).any()) or bool((count * self.page_size < lengths).any()):
+            raise ValueError("block_table: expected the pages of every entry, and -1 past them")
+        batch, head, block = there.nonzero(as_tuple=True)
+        page, owner = table[batch, head, block], batch * self.num_kv_heads + head
+        if bool((page >= pages).any()) or int((state["page_owner"] >= 0).sum()) != len(page):
+            raise ValueError("block_table: expected every page that has an owner, and none that is not there")
+        if bool((state["page_owner"][page] != owner).any()) or bool((state["page_block"][page] != block).any()):
+            raise ValueError("page_owner, page_block: expected what the block table says")
 
     @torch.no_grad()
     def reserve(self, num_tokens: int) -> None:

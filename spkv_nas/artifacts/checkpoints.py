@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 FILE = "checkpoints.csv"
@@ -40,8 +41,17 @@ def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) 
 
 
 def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
-    """What ``write_checkpoints`` wrote, with the paths from ``root``. Raises ``UserError`` naming file and line."""
+    """What ``write_checkpoints`` wrote, with the paths from ``root``.
+
+    Raises:
+        UserError: naming file and line; also for a path that leads out of ``root``.
+    """
     rows = read_table(folder / FILE, "table of checkpoints", _COLUMNS)
+    for line, path in rows["checkpoint"].items():
+        if not path or Path(path).is_absolute() or ".." in Path(path).parts or "\0" in path:
+            raise UserError(
+                f"table of checkpoints {folder / FILE}, line {line}: '{path[:100]}' is not in the workspace"
+            )
     return [
         TrainedModel(strategy, int(seed), short_hash, root / checkpoint)
         for strategy, seed, short_hash, checkpoint in rows.itertuples(index=False, name=None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text
+from spkv_nas.base.limits import MOST_SHOWN
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 FULL_ATTENTION = "full-attention"
@@ -16,7 +17,7 @@ SP_KV = "sp-kv"
 
 
 def _number(name: str, low: float = 0.0) -> Column:
-    return Column(name, "number", low=low, default="", gaps=True)
+    return Column(name, "number", low=low, high=MOST_SHOWN, default="", gaps=True)
 
 
 _COLUMNS = (
@@ -47,9 +48,18 @@ def read_comparison(path: Path) -> pd.DataFrame:
     Raises:
         UserError: naming file, line and column.
     """
-    if len(read_text(path, "comparison").strip().splitlines()) == 1:
-        return pd.DataFrame(columns=list(COLUMNS))
-    return complete(read_table(path, "comparison", _COLUMNS, others=True))
+    rows = read_table(path, "comparison", _COLUMNS, others=True, empty=True)
+    return pd.DataFrame(columns=list(COLUMNS)) if rows.empty else complete(rows)
+
+
+def check_layout_names(names: Iterable[str]) -> None:
+    """Raises ``UserError`` for a layout that has the name of a baseline that it is compared with."""
+    for name in names:
+        if name in (FULL_ATTENTION, SP_KV):
+            raise UserError(
+                f"a layout is called '{name}', the name of a baseline that it is compared with: give it another name "
+                "(the key 'strategy')"
+            )
 
 
 def complete(rows: pd.DataFrame) -> pd.DataFrame:

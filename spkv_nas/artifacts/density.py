@@ -16,16 +16,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.documents import DocumentCounts
-from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_yaml, write_yaml
+from spkv_nas.base.files import is_file, is_folder
+from spkv_nas.base.limits import MOST_SIZE, MOST_WINDOW
+from spkv_nas.base.names import check_name
+from spkv_nas.base.records import read_record, write_record
+from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.base.tables import Column, read_table, write_csv
 
+_MOST_ERROR = 1e3  # of a density, which lies in [0, 1]
 _COLUMNS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
@@ -33,7 +38,7 @@ _COLUMNS = (
     Column("domain", default="all"),
     Column("num_tokens", "whole", low=1, default="1"),
     Column("num_documents", "whole", default="0"),
-    Column("standard_error", "number", default="", gaps=True),
+    Column("standard_error", "number", high=_MOST_ERROR, default="", gaps=True),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
 _POSITION_COLUMNS = (
@@ -44,6 +49,8 @@ _POSITION_COLUMNS = (
     Column("density", "number", high=1.0),
     Column("num_tokens", "whole"),
 )
+_TABLE, _RECORD = "density.csv", "probe.yaml"
+_POSITIONS, _HISTOGRAM, _DOCUMENTS = "positions.csv", "histogram.npz", "documents.npz"
 _NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
 _UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
 
@@ -53,9 +60,14 @@ class _ProbeFile(Section):
 
     name: str | None = None
     tau: float = Field(default=0.5, ge=0, le=1)
-    window: int | None = Field(default=None, ge=1)
-    head_dim: int | None = Field(default=None, ge=1)
+    window: int | None = Field(default=None, ge=1, le=MOST_WINDOW)
+    head_dim: int | None = Field(default=None, ge=1, le=MOST_SIZE)
     dtype: str | None = None
+
+    @field_validator("name")
+    @classmethod
+    def _can_name_a_file(cls, name: str | None) -> str | None:
+        return name if name is None else check_name(name, "the probe")
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,42 +224,43 @@ class DensityTable:
         ``histogram.npz``, ``documents.npz``.
 
         Raises:
-            UserError: naming the file, and the line where there is one.
+            UserError: naming the file, and the line where there is one; a file beside the table that is damaged or not
+                the table's.
+
+        Warns:
+            UserWarning: a table or ``probe.yaml`` was edited after they were written.
         """
-        file = path / "density.csv" if path.is_dir() else path
-        rows = _read_rows(file)
+        file = path / _TABLE if is_folder(path) else path
         folder = file.parent
+        settle(folder)
+        rows = _read_rows(file)
         metadata: dict[str, Any] = {}
-        if file.name == "density.csv" and (folder / "probe.yaml").is_file():
-            metadata = read_yaml(folder / "probe.yaml", "probe")
+        if file.name == _TABLE and is_file(folder / _RECORD):
+            metadata = read_record(folder / _RECORD, "probe")
         own = bool(metadata)
-        record = validate(_ProbeFile, metadata, f"probe {folder / 'probe.yaml'}")
+        record = validate(_ProbeFile, metadata, f"probe {folder / _RECORD}")
         table = cls(
-            name=record.name or (folder.resolve().name if file.name == "density.csv" else file.stem),
+            name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
             rows=rows,
             tau=record.tau,
             window=record.window,
-            positions=_read_positions(folder / "positions.csv") if own else None,
-            histogram=LogitHistogram.read(folder / "histogram.npz") if own else None,
             metadata=metadata,
         )
-        return replace(table, documents=_read_documents(folder / "documents.npz", table)) if own else table
+        if not own:
+            return table
+        return replace(
+            table,
+            positions=_read_positions(folder / _POSITIONS, table.grid),
+            histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
+            documents=_read_documents(folder / _DOCUMENTS, table),
+        )
 
     def write(self, folder: Path) -> None:
         """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram and counts per document.
 
-        One that this table does not have is removed, so that an earlier probe's does not pass for this one's.
+        All together take the place of an earlier probe's; one that this table does not have is removed, so that an
+        earlier probe's does not pass for this one's.
         """
-        write_csv(folder / "density.csv", self.rows[list(COLUMNS)])
-        if self.positions is not None and self.tau_of_positions == self.tau:
-            write_csv(folder / "positions.csv", self.positions)
-        else:
-            (folder / "positions.csv").unlink(missing_ok=True)
-        for name, part in (("histogram", self.histogram), ("documents", self.documents)):
-            if part is not None:
-                part.write(folder / f"{name}.npz")
-            else:
-                (folder / f"{name}.npz").unlink(missing_ok=True)
         own = {
             "name": self.name,
             "tau": self.tau,
@@ -257,7 +270,15 @@ class DensityTable:
             "mean_density": round(self.mean, 4),
             "std_density": round(self.std, 4),
         }
-        write_yaml(folder / "probe.yaml", {**self.metadata, **own})
+        with replacing(folder, stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS)) as new:
+            write_csv(new / _TABLE, self.rows[list(COLUMNS)])
+            if self.positions is not None and self.tau_of_positions == self.tau:
+                write_csv(new / _POSITIONS, self.positions)
+            if self.histogram is not None:
+                self.histogram.write(new / _HISTOGRAM)
+            if self.documents is not None:
+                self.documents.write(new / _DOCUMENTS)
+            write_record(new / _RECORD, {**self.metadata, **own})
 
     def _need_histogram(self) -> LogitHistogram:
         if self.histogram is None:
@@ -291,8 +312,19 @@ def _read_documents(path: Path, table: DensityTable) -> DocumentCounts | None:
     return counts
 
 
-def _read_positions(path: Path) -> pd.DataFrame | None:
-    return read_table(path, "positions", _POSITION_COLUMNS).reset_index(drop=True) if path.is_file() else None
+def _read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
+    """The table in a file, None where there is none. Raises ``UserError`` for heads that the ``grid`` has not."""
+    if not is_file(path):
+        return None
+    rows = read_table(path, "positions", _POSITION_COLUMNS)
+    wrong = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
+    if wrong.any():
+        line = rows.index[int(wrong.to_numpy().argmax())]
+        raise UserError(
+            f"positions {path}, line {line}: expected a head of {grid_words(grid)}, and a start before the end\n"
+            "probe again, or remove it: only a figure needs it"
+        )
+    return rows.reset_index(drop=True)
 
 
 def _read_rows(file: Path) -> pd.DataFrame:

@@ -16,10 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.histogram import EDGES
+from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_npz, write_npz
+from spkv_nas.base.files import is_file, write_npz
+from spkv_nas.base.limits import MOST_WHOLE
 
-_ARRAYS = ("kept", "tokens", "domain", "domains", "bins", "edges")
+_ARRAYS = (
+    Array("kept", "number", "N L H", high=MOST_WHOLE),
+    Array("tokens", "whole", "N", low=1),
+    Array("domain", "whole", "N"),
+    Array("domains", "text", "P"),
+    Array("bins", "whole", "N L H n+2"),
+    EDGES,
+)
 MAX_DOCUMENTS = 256  # of a probe; beyond it, documents are pooled into as many groups, domain by domain
 
 
@@ -90,17 +100,15 @@ class DocumentCounts:
         Raises:
             UserError: the file is damaged, or is for other ``domains`` or another ``grid``.
         """
-        if not path.is_file():
+        if not is_file(path):
             return None
         remedy = "probe again, or remove it: only intervals need it"
-        arrays = read_npz(path, _ARRAYS, remedy)
+        arrays = read_arrays(path, _ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
-        kept, tokens, domain, bins, edges = (arrays[name] for name in _ARRAYS if name != "domains")
-        cells = (len(tokens), *grid)
-        fits = kept.shape == cells and bins.shape == (*cells, len(edges) + 1) and domain.shape == tokens.shape
-        if names != domains or not fits or not (tokens > 0).all() or not (domain < len(names)).all():
+        kept, tokens, domain = arrays["kept"], arrays["tokens"].astype(np.int64), arrays["domain"].astype(np.int64)
+        if names != domains or kept.shape[1:] != grid or not (domain < len(names)).all():
             raise UserError(f"{path} is not of the table beside it: other domains or another grid\n{remedy}")
-        return cls(kept.astype(np.float64), tokens.astype(np.int64), domain.astype(np.int64), names, bins, edges)
+        return cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
 
     def write(self, path: Path) -> None:
         """Write the file atomically, whole numbers in the smallest type that holds them."""

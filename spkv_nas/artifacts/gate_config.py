@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from spkv_nas.base.limits import MOST_WINDOW
+
 GATED, GLOBAL, LOCAL = "SGL"  # letters of a grid of heads: self-pruned, or one of the two kinds without a gate
 
 
@@ -14,7 +16,9 @@ class GateConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    window: int = Field(128, ge=1, description="visible recent keys, the query's own included (paper: 128)")
+    window: int = Field(
+        128, ge=1, le=MOST_WINDOW, description="visible recent keys, the query's own included (paper: 128)"
+    )
     tau: float = Field(0.5, ge=0.0, le=1.0, description="keep a key when u >= tau")
     predictor: Literal["mlp", "linear", "bidirectional"] = Field("mlp", description="2 layers, 1, or a look-ahead")
     hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; None: half the model's")

@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.base.files import read_npz, write_npz
+from spkv_nas.artifacts.grid import Grid, check_grid
+from spkv_nas.base.arrays import Array, read_arrays
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import is_file, write_npz
+
+MOST_LOGIT = 500.0  # of a bin edge: the exponential of a larger one is no number
+EDGES = Array("edges", "number", "n+1", low=-MOST_LOGIT, high=MOST_LOGIT, ascending=True)
+_ARRAYS = (Array("counts", "whole", "P L H n+2"), EDGES, Array("domains", "text", "P"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,13 +53,23 @@ class LogitHistogram:
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
 
     @classmethod
-    def read(cls, path: Path) -> LogitHistogram | None:
-        """The histogram in a file, or None where there is none. Raises ``UserError`` if it is damaged."""
-        if not path.is_file():
+    def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> LogitHistogram | None:
+        """The histogram in a file, or None where there is none.
+
+        Raises:
+            UserError: the file is damaged, is for another ``grid``, or lacks one of the ``domains``.
+        """
+        if not is_file(path):
             return None
         remedy = "probe again, or remove it: only --tau needs it"
-        arrays = read_npz(path, ("edges", "counts", "domains"), remedy)
-        return cls(arrays["edges"], arrays["counts"], tuple(str(name) for name in arrays["domains"]))
+        arrays = read_arrays(path, _ARRAYS, remedy)
+        names, counts = tuple(str(name) for name in arrays["domains"]), arrays["counts"].astype(np.int64)
+        check_grid(f"the histogram {path}", (counts.shape[1], counts.shape[2]), "the table beside it", grid, remedy)
+        absent = sorted(set(domains) - set(names))
+        if absent or len(set(names)) < len(names):
+            said = f"it has no domain '{absent[0]}'" if absent else "a domain is there twice"
+            raise UserError(f"{path} is not of the table beside it: {said}\n{remedy}")
+        return cls(arrays["edges"], counts, names)
 
     def write(self, path: Path) -> None:
         """Write the file atomically."""

@@ -6,7 +6,8 @@ The layout is the hand-over between the stages: ``propose`` writes layouts, ``tr
 The file carries a hash of its window and grid (``provenance: {hash: ...}``), so that an edit shows. Editing is a
 feature, so an edited layout is read as it stands: an error would punish it. But its strategy, budget and coverage
 still describe the grid before, and "densest" in a comparison would then be untrue, so reading it warns, until the
-hash is removed by hand or the layout is written again. In memory the hash is always of what is there.
+hash is removed by hand or the layout is written again. ``check`` is the same for strategy and provenance. In memory
+both are always of what is there.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, check_grid
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_yaml, write_atomic, yaml_line
+from spkv_nas.base.errors import UserError, shortened
+from spkv_nas.base.files import parse_yaml, read_text, write_atomic, yaml_line
+from spkv_nas.base.limits import MOST_WINDOW
+from spkv_nas.base.names import check_name
 from spkv_nas.base.schema import Section, validate
 
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
 
+_GRID_COMMENT = "# one row per layer from layer 0, one letter per KV head: G global, L local"
 _TEMPLATE = """\
 format: {format}
 window: {window:<19} # visible recent keys of a local head, its own included
-heads:                      # one row per layer from layer 0, one letter per KV head: G global, L local
+heads:                      {comment}
 {rows}
 strategy: {strategy}
 provenance: {provenance}
@@ -48,7 +52,8 @@ class Layout:
     number of recent keys a local head sees, the query's own included. ``provenance`` says where the layout comes
     from; it changes neither the layout nor its coverage of a density table. One entry is read again: the threshold
     ``tau`` of the densities that the layout was chosen by, by ``Proposal.read``, so that the coverage of layouts in
-    files is counted at it. Raises ``UserError`` for an empty or ragged grid, another letter, or a window below 1.
+    files is counted at it. Raises ``UserError`` for an empty or ragged grid, another letter, a window below 1, or a
+    strategy that cannot name a file: layouts are written and trained under it.
     """
 
     heads: tuple[str, ...]
@@ -61,14 +66,17 @@ class Layout:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
             if set(row) - {"G", "L"}:
-                raise UserError(f"layer {layer} is {row!r}; its letters must be G (global) or L (local)")
+                raise UserError(f"layer {layer} is {row[:100]!r}; its letters must be G (global) or L (local)")
             if len(row) != self.num_kv_heads:
                 raise UserError(
-                    f"layer {layer} is {row!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
+                    f"layer {layer} is {row[:100]!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
                     "all rows must be equally long"
                 )
         if self.window < 1:
             raise UserError(f"window is {self.window}; it counts the query's own key: at least 1")
+        if self.window > MOST_WINDOW:
+            raise UserError(f"window is {str(self.window)[:40]}; it is at most {MOST_WINDOW}")
+        check_name(self.strategy, "the strategy")
 
     @property
     def num_layers(self) -> int:
@@ -123,6 +131,12 @@ class Layout:
         """Short id: the first 8 digits of ``content_hash``, as in the file."""
         return self.content_hash[:8]
 
+    @property
+    def check(self) -> str:
+        """8 hexadecimal digits of strategy and provenance, as ``hash`` has them of the rest; in the file beside it."""
+        text = yaml_line({"strategy": self.strategy, "provenance": dict(self.provenance)})
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
     @classmethod
     def from_mask(
         cls,
@@ -141,21 +155,29 @@ class Layout:
 
     @classmethod
     def read(cls, path: Path) -> Layout:
-        """The layout in a YAML file; its hash, if there is one, is checked and not part of ``provenance``.
+        """The layout in a YAML file; its hash and check, if they are there, are checked and not part of ``provenance``.
 
         Raises:
             UserError: naming the file, the key or layer, and what was expected.
 
         Warns:
-            UserWarning: the window or grid was edited after the file was written.
+            UserWarning: window, grid, strategy or provenance were edited after the file was written, or it was cut off.
         """
         where = f"layout {path}"
-        data = read_yaml(path, "layout")
+        text = read_text(path, "layout")
+        data = parse_yaml(text, where)
         if data.get("format") != FORMAT:
-            format_said = f"the format is {data['format']!r}" if "format" in data else "the key 'format' is missing"
+            said = shortened(repr(data.get("format")), 40)
+            format_said = f"the format is {said}" if "format" in data else "the key 'format' is missing"
             raise UserError(f"{where}: {format_said}; this version reads 'format: {FORMAT}'")
         content = validate(_LayoutFile, data, where)
-        provenance = {key: value for key, value in content.provenance.items() if key != "hash"}
+        if "provenance" not in data and _GRID_COMMENT in text:
+            warnings.warn(
+                f"{where} has lost its end: the last of what was written, its provenance, is not there\n"
+                "if that is meant, remove the comment behind 'heads', too",
+                stacklevel=2,
+            )
+        provenance = {key: value for key, value in content.provenance.items() if key not in ("hash", "check")}
         try:
             layout = cls(tuple(content.heads), content.window, content.strategy, provenance)
         except UserError as error:
@@ -165,7 +187,13 @@ class Layout:
             warnings.warn(
                 f"{where} was edited after it was written (hash {written} then, {layout.hash} now): its strategy "
                 f"'{layout.strategy}' and its provenance are of the grid before\n"
-                "if the edit is meant, rename the strategy and remove the hash from the file",
+                "if the edit is meant, rename the strategy and remove the hash from the file, and the key 'check'",
+                stacklevel=2,
+            )
+        elif str(content.provenance.get("check") or layout.check) != layout.check:
+            warnings.warn(
+                f"{where}: its strategy '{layout.strategy}' or its provenance was edited after it was written\n"
+                "if the edit is meant, remove the key 'check' from the file",
                 stacklevel=2,
             )
         return layout
@@ -177,14 +205,15 @@ class Layout:
 
     def write(self, path: Path) -> None:
         """Write the YAML file atomically; ``provenance`` holds plain values (text, numbers, lists, mappings) and
-        gets the hash.
+        gets hash and check.
         """
         content = _TEMPLATE.format(
             format=FORMAT,
             window=self.window,
+            comment=_GRID_COMMENT,
             rows="\n".join(f"  - {row}" for row in self.heads),
             strategy=yaml_line(self.strategy),
-            provenance=yaml_line({**self.provenance, "hash": self.hash}),
+            provenance=yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
         )
         write_atomic(path, content)
 
@@ -236,4 +265,6 @@ class _LayoutFile(Section):
         json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL]+$"}},
     )
     strategy: str = Field("custom", description="how the layout was made; its name in comparisons")
-    provenance: dict[str, Any] = Field({}, description="where it comes from, and the hash of window and heads")
+    provenance: dict[str, Any] = Field(
+        {}, description="where it comes from, the hash of window and heads, and a check of the rest"
+    )

@@ -69,6 +69,8 @@ class Proposal:
             layouts[name] = layout
             tau = layout.provenance.get("tau")
             if isinstance(tau, float | int) and not isinstance(tau, bool):
+                if not 0 <= tau <= 1:
+                    raise UserError(f"layout {file}: its provenance has a tau of {tau}; a threshold lies in [0, 1]")
                 taus.add(float(tau))
         return cls(layouts, tuple(sorted(taus)))
 

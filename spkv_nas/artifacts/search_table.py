@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Literal, get_args
 
 import pandas as pd
 
+from spkv_nas.base.limits import MOST_SHOWN
 from spkv_nas.base.tables import Column, read_table
 
 BASELINE = "baseline"  # in place of a sampler: layouts that the search started from or compares with
@@ -16,6 +16,8 @@ Retraining = Literal["short", "full"]
 Fidelity = Literal["zero_shot", Retraining]  # of what a layout measures: without training, briefly or fully retrained
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
+_MOST_COST = 1e30
+
 _COLUMNS = (
     Column("name"),
     Column("sampler"),
@@ -23,14 +25,14 @@ _COLUMNS = (
     Column("trial", "whole"),
     Column("hash"),
     Column("num_global", "whole"),
-    Column("coverage_percent", "number", gaps=True),
-    Column("cost", "number", low=-math.inf, gaps=True),
+    Column("coverage_percent", "number", high=MOST_SHOWN, gaps=True),
+    Column("cost", "number", low=-_MOST_COST, high=_MOST_COST, gaps=True),
     *(
         column
         for fidelity in FIDELITIES
         for column in (
-            Column(f"{fidelity}_delta_percent", "number", low=-math.inf, gaps=True),
-            Column(f"{fidelity}_standard_error", "number", gaps=True),
+            Column(f"{fidelity}_delta_percent", "number", low=-MOST_SHOWN, high=MOST_SHOWN, gaps=True),
+            Column(f"{fidelity}_standard_error", "number", high=MOST_SHOWN, gaps=True),
         )
     ),
     Column("heads"),

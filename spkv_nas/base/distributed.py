@@ -8,6 +8,8 @@ and everything here does nothing.
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -48,6 +50,24 @@ def disconnect() -> None:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def leave(exit_code: int) -> None:
+    """End this process if it is one of several; alone it goes on.
+
+    Without Python's own end, in which the threads of a process group that is gone abort the process now and then.
+    """
+    if num_processes() == 1:
+        return
+    disconnect()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether an error says that another process is gone: gloo raises as its connection closes, NCCL as it waits."""
+    return num_processes() > 1 and re.search(r"onnection (closed|reset|refused)|gloo|NCCL", str(error)) is not None
 
 
 def blocks_per_process(batch_size: int) -> int:

@@ -7,7 +7,9 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, shortened
+
+_MOST_SHOWN = 160  # characters of what was found
 
 
 class Section(BaseModel):
@@ -32,7 +34,7 @@ def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
 
 def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
     location = problem["loc"]
-    key = ".".join(str(part) for part in location)
+    key = shortened(".".join(str(part) for part in location), _MOST_SHOWN)
     if problem["type"] == "missing":
         return f"key '{key}' is missing"
     if problem["type"] == "extra_forbidden":
@@ -41,7 +43,7 @@ def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
         hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key '{key}'; {hint}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    return f"key '{key}': {message}; found {problem['input']!r}"
+    return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MOST_SHOWN)}"
 
 
 def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

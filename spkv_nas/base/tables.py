@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ import pandas as pd
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.limits import MOST_WHOLE
 
-_LARGEST_WHOLE = 2**53  # beyond it float64, in which numbers are read, skips some
+MOST_BYTES = 2 << 30  # of a table: a search of 100,000 layouts with 640 heads has 80 MB
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
     return text
 
 
-def read_table(file: Path, what: str, columns: Sequence[Column], *, others: bool = False) -> pd.DataFrame:
+def read_table(
+    file: Path, what: str, columns: Sequence[Column], *, others: bool = False, empty: bool = False
+) -> pd.DataFrame:
     """A CSV file as ``columns`` in their order, indexed by line number: text as str, whole numbers as int64 unless
     they may be missing, others as float64.
 
@@ -80,13 +84,14 @@ def read_table(file: Path, what: str, columns: Sequence[Column], *, others: bool
         what: names the kind of file in errors ("density table").
         columns: what the table may have.
         others: whether columns beside these may be there too; they are left out.
+        empty: whether a header without rows will do.
 
     Raises:
         UserError: naming file, line and column; a column that is missing, unknown or repeated, a cell that is not what
             its column holds, a line of another length than the header, no rows.
     """
     required = tuple(column.name for column in columns if column.default is None)
-    cells = _read_cells(file, what, required, tuple(column.name for column in columns), others=others)
+    cells = _read_cells(file, what, required, tuple(column.name for column in columns), others=others, empty=empty)
     parsed = {}
     for column in columns:
         texts = cells[column.name] if column.name in cells else pd.Series(column.default, cells.index)
@@ -95,16 +100,17 @@ def read_table(file: Path, what: str, columns: Sequence[Column], *, others: bool
 
 
 def _read_cells(
-    file: Path, what: str, required: tuple[str, ...], names: tuple[str, ...], *, others: bool = False
+    file: Path, what: str, required: tuple[str, ...], names: tuple[str, ...], *, others: bool, empty: bool
 ) -> pd.DataFrame:
     """The cells of a CSV file as text, indexed by line number; ``what`` names the kind of file in errors.
 
     Raises:
         UserError: naming file and line; a column of ``required`` that is missing, one that is not in ``names`` (unless
-            ``others`` may be there) or is there twice, a line of another length than the header, no rows.
+            ``others`` may be there) or is there twice, a line of another length than the header, no rows (unless
+            ``empty``).
     """
     where = f"{what} {file}"
-    reader = csv.reader(io.StringIO(read_text(file, what).removeprefix("\ufeff")))
+    reader = csv.reader(io.StringIO(read_text(file, what, most=MOST_BYTES).removeprefix("\ufeff")))
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if cells]
     except csv.Error as error:
@@ -118,10 +124,11 @@ def _read_cells(
             f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}, "
             f"this one {', '.join(header)}"
         )
-    wrong = [name for name in header if (header.count(name) > 1 if name in names else not others)]
+    number = Counter(header)
+    wrong = [name for name in header if (number[name] > 1 if name in names else not others)]
     if wrong:
         raise UserError(f"{where}: unknown or repeated column '{wrong[0]}'; known are {', '.join(names)}")
-    if not lines:
+    if not lines and not empty:
         raise UserError(f"{where}: there are no rows below the header")
     for line, cells in lines:
         if len(cells) != len(header):
@@ -143,7 +150,7 @@ def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
     if not right.all():
         line = texts.index[int(right.to_numpy().argmin())]
         raise UserError(
-            f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line]}'"
+            f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line][:100]}'"
         )
     return values.astype(np.int64) if column.kind == "whole" and not column.gaps else values
 
@@ -153,5 +160,5 @@ def _is_right(values: pd.Series[float], column: Column) -> pd.Series[bool]:
     right = np.isfinite(values) & (values <= column.high)
     right &= values >= column.low if column.above is None else values > column.above
     if column.kind == "whole":
-        right &= (values == values.round()) & (values.abs() <= _LARGEST_WHOLE)
+        right &= (values == values.round()) & (values.abs() <= MOST_WHOLE)
     return right

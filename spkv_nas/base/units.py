@@ -9,6 +9,7 @@ from spkv_nas.base.errors import UserError
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
 }  # fmt: skip
+MOST_CONTEXT = 2**40  # tokens
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
@@ -43,6 +44,9 @@ def parse_context(text: str) -> int:
     digits = text.strip().lower()
     factor = 1024 if digits.endswith("k") else 1
     try:
-        return factor * int(digits.removesuffix("k"))
+        tokens = factor * int(digits.removesuffix("k"))
     except ValueError as error:
         raise UserError(f"context '{text}' is not a number of tokens; give for example 131072 or 128k") from error
+    if tokens > MOST_CONTEXT:
+        raise UserError(f"context '{text}' is more than {MOST_CONTEXT:,} tokens; give for example 131072 or 128k")
+    return tokens

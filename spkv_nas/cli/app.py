@@ -12,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from spkv_nas.base.distributed import disconnect, num_processes, process_index
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
+from spkv_nas.base.errors import UserError, first_line, printable, shortened
+from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
 from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
@@ -62,28 +63,52 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. A user's mistake prints its message and exits 2; ``--debug`` shows the traceback."""
+    """Entry point. A user's mistake prints its message and exits 2, what nobody foresaw exits 1; ``--debug`` shows the
+    traceback of either. Ctrl-C and SIGTERM exit 130 and 143; training saves a checkpoint before.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        with warnings.catch_warnings():
+        with raising(), warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
             app(arguments)
     except SystemExit as done:
         if done.code:
             raise
-        if num_processes() > 1:
-            disconnect()
-    except UserError as error:
+        leave(0)
+    except Exception as error:
         if "--debug" in arguments:
             raise
         if process_index():
-            time.sleep(OTHERS_WAIT)
+            if not is_lost_process(error):  # process 0 may be the one
+                time.sleep(OTHERS_WAIT)
             err.quiet = False
-        fail(str(error))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        err.print("interrupted; the same command resumes")
-        sys.exit(130)
+        message, code = explained(error)
+        fail(message)
+        sys.exit(code)
+    except Interrupted as stop:
+        err.print(f"interrupted by {stop}; the same command goes on from what is finished")
+        leave(stop.exit_code)
+        sys.exit(stop.exit_code)
+
+
+def explained(error: Exception) -> tuple[str, int]:
+    """What an error that ended a command is to people, and the exit code: 2 for what they can mend, 1 for a bug."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    if is_lost_process(error):
+        return "another process of this run is gone\nthe same command goes on from the newest checkpoint", 2
+    said = shortened(printable(shortened(first_line(error), 2000)), 300)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory: {said}\na smaller batch, block, text or model needs less", 2
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in said else ""
+        return str(UserError(f"{said}{where}\nfree space, permissions, or another path would help")), 2
+    said = "" if said == type(error).__name__ else f": {said}"
+    return (
+        f"{type(error).__name__}{said}\nthis is a bug of spkv-nas, unless the machine ran out of disk or memory; "
+        "--debug before the command shows where it is",
+        1,
+    )
 
 
 def _show_warning(usual: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *at: Any) -> None:

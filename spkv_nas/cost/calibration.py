@@ -13,6 +13,7 @@ never taken for one. Reading needs no torch.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field
 from functools import cached_property
@@ -25,8 +26,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, read_yaml, write_atomic, write_yaml
+from spkv_nas.base.errors import UserError, shortened
+from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.limits import MOST_SHOWN, MOST_WINDOW
+from spkv_nas.base.records import read_record, write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.base.tables import Column, csv_text, read_table
 from spkv_nas.cost.times import AttentionTimes, Phase
@@ -36,7 +40,7 @@ COLUMNS = (
     Column("phase", choices=get_args(Phase)),
     Column("context", "whole", low=1),
     Column("num_global", "whole"),
-    Column("seconds_per_token", "number"),
+    Column("seconds_per_token", "number", high=MOST_SHOWN),
 )
 DTYPES = ("float32", "bfloat16", "float16")
 _MAX_COUNTS = 5  # numbers of global heads that are measured
@@ -62,8 +66,9 @@ class LayerCase:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim", "window", "batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1; found {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST_WINDOW:
+                found = shortened(str(getattr(self, name)), 40)
+                raise UserError(f"{name} must be at least 1 and at most {MOST_WINDOW}; found {found}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} KV heads")
         if self.dtype not in DTYPES:
@@ -193,7 +198,7 @@ class Calibration(AttentionTimes):
         return grids
 
     def write(self, folder: Path) -> None:
-        """Write ``calibration.csv`` and ``calibration.yaml``, each atomically."""
+        """Write ``calibration.csv`` and ``calibration.yaml``, in place of an earlier calibration's."""
         rows = [astuple(timing) for timing in self.timings]
         table = csv_text(pd.DataFrame(rows, columns=[column.name for column in COLUMNS]))
         content = {
@@ -204,8 +209,9 @@ class Calibration(AttentionTimes):
             "environment": dict(self.environment),
             "csv_sha256": _sha256(table),
         }
-        write_atomic(folder / "calibration.csv", table)
-        write_yaml(folder / "calibration.yaml", content)
+        with replacing(folder) as new:
+            write_atomic(new / "calibration.csv", table)
+            write_record(new / "calibration.yaml", content)
 
     @classmethod
     def read(cls, folder: Path) -> Calibration:
@@ -213,12 +219,18 @@ class Calibration(AttentionTimes):
 
         Raises:
             UserError: nothing there, or a file that is damaged, of another format, or not the other's.
+
+        Warns:
+            UserWarning: ``calibration.yaml`` has changed since it was written.
         """
         file = folder / "calibration.yaml"
         where = f"calibration {file}"
-        data = read_yaml(file, "calibration")
+        with warnings.catch_warnings(record=True) as cautions:  # of a table that is refused there is no more to say
+            warnings.simplefilter("always")
+            data = read_record(file, "calibration")
         if data.get("format") != FORMAT:
-            raise UserError(f"{where}: expected 'format: {FORMAT}'; found {data.get('format')!r}")
+            said = shortened(repr(data.get("format")), 40)
+            raise UserError(f"{where}: expected 'format: {FORMAT}'; found {said}")
         header = validate(_CalibrationFile, data, where)
         table = folder / "calibration.csv"
         if _sha256(read_text(table, "calibration")) != header.csv_sha256:
@@ -227,9 +239,12 @@ class Calibration(AttentionTimes):
             case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))
             rows = read_table(table, "table", COLUMNS)
             timings = tuple(Timing(*row) for row in rows.itertuples(index=False, name=None))
-            return cls(case, header.hardware, header.num_threads, timings, header.environment)
+            found = cls(case, header.hardware, header.num_threads, timings, header.environment)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
+        for caution in cautions:
+            warnings.warn(caution.message, stacklevel=2)
+        return found
 
 
 class _CalibrationFile(Section):

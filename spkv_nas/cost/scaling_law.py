@@ -23,15 +23,17 @@ from scipy.optimize import least_squares, minimize_scalar
 from scipy.stats import t as student
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_yaml
+from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table
 from spkv_nas.base.version import environment
 
 _RUNS = (
     Column("name", default=""),
     Column("variant", default=""),
-    Column("train_flops", "number", above=0),
-    Column("nll", "number", above=0),
+    Column("train_flops", "number", above=0, high=1e100),
+    Column("nll", "number", above=0, high=MOST_SHOWN),
     Column("held_out", default="0", choices=("0", "1")),
 )
 MIN_RUNS = 4
@@ -207,7 +209,8 @@ def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[
 
 def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
     """Write ``scaling.yaml`` from ``describe_laws``; ``source`` says where the runs are from."""
-    write_yaml(folder / "scaling.yaml", {"source": source, "fits": laws, "environment": environment()})
+    with replacing(folder) as new:
+        write_record(new / "scaling.yaml", {"source": source, "fits": laws, "environment": environment()})
 
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_npz, write_npz
+from spkv_nas.base.files import write_npz
 from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import MOST_CHARACTERS, encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZE_BATCH = 64  # documents
+_REMEDY = "remove it: the text is then tokenised again"
+_INT32 = 2**31 - 1
+_ARRAYS = (
+    Array("tokens", "whole", "N T", high=_INT32), Array("document", "whole", "N T", high=_INT32),
+    Array("documents", "text"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,22 @@ class TokenBlocks:
     @classmethod
     def read(cls, path: Path) -> TokenBlocks:
         """What ``save`` wrote. Raises ``UserError`` if the file is not there or damaged."""
-        arrays = read_npz(path, ("tokens", "document", "documents"), "remove it: the text is then tokenised again")
-        infos = tuple(DocumentInfo(**info) for info in json.loads(str(arrays["documents"])))
-        return cls(arrays["tokens"], arrays["document"], infos)
+        arrays = read_arrays(path, _ARRAYS, _REMEDY)
+        infos = _parse_infos(str(arrays["documents"]))
+        if infos is None or arrays["document"].max() >= len(infos):
+            raise UserError(f"{path} is damaged: its documents are not those of its tokens\n{_REMEDY}")
+        return cls(
+            arrays["tokens"].astype(np.int32, copy=False), arrays["document"].astype(np.int32, copy=False), infos
+        )
+
+
+def _parse_infos(text: str) -> tuple[DocumentInfo, ...] | None:
+    """The documents as ``TokenBlocks.save`` wrote them; None for anything else."""
+    try:
+        infos = tuple(DocumentInfo(**info) for info in json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return infos if all(isinstance(part, str) for info in infos for part in astuple(info)) else None
 
 
 def build_blocks(
@@ -102,6 +122,8 @@ def build_blocks(
 ) -> TokenBlocks:
     """Tokenise documents and pack them: one after the other, ``<|endoftext|>`` after each, the last part cut off.
 
+    A document of more than a million characters is tokenised in pieces (``tokenizer.encode``).
+
     Args:
         max_tokens: stop after the document that reaches this many tokens.
         what: names the text in errors.
@@ -112,19 +134,16 @@ def build_blocks(
     pieces: list[NDArray[np.int32]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
-    iterator = iter(documents)
-    while max_tokens is None or num_tokens < max_tokens:
-        batch = list(islice(iterator, TOKENIZE_BATCH))
-        if not batch:
-            break
-        encoded = tokenizer([d.text for d in batch], add_special_tokens=False, verbose=False)["input_ids"]
-        for document, ids in zip(batch, encoded, strict=True):
+    end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=np.int32)
+    for batch in _batches(documents):
+        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
             if max_tokens is not None and num_tokens >= max_tokens:
                 break
-            end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-            pieces.append(np.array([*ids, *end], dtype=np.int32))
+            pieces.append(np.concatenate([ids, end]))
             infos.append(DocumentInfo(document.id, document.domain, document.name))
             num_tokens += len(pieces[-1])
+        if max_tokens is not None and num_tokens >= max_tokens:
+            break
     if not infos:
         raise UserError(f"the {what} is empty: no document in any source")
     if num_tokens < block_size:
@@ -134,6 +153,18 @@ def build_blocks(
         )
     owner = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(piece) for piece in pieces])
     return _cut(np.concatenate(pieces), owner, block_size, tuple(infos))
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """As many documents as the tokenizer takes at once; more would only cost memory."""
+    batch: list[Document] = []
+    for document in documents:
+        batch.append(document)
+        if len(batch) == TOKENIZE_BATCH or sum(len(one.text) for one in batch) >= MOST_CHARACTERS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _cut(

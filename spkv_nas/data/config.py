@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
 from spkv_nas.base.schema import Section
 
 
@@ -17,7 +18,7 @@ class SourceConfig(Section):
     text_field: str | None = None
     domain: str | None = None
     domain_field: str | None = None
-    max_documents: int | None = Field(None, ge=1)
+    max_documents: int | None = Field(None, ge=1, le=MOST_WHOLE)
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
@@ -30,6 +31,6 @@ class DataConfig(Section):
     """Text and how it is cut."""
 
     sources: list[str | SourceConfig] = Field(min_length=1)
-    block_size: int = Field(512, ge=2, description="tokens per block")
+    block_size: int = Field(512, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents, by content hash")
-    max_heldout_tokens: int = Field(500_000, ge=1)
+    max_heldout_tokens: int = Field(500_000, ge=1, le=MOST_WHOLE)

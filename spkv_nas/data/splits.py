@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.sources import Document, documents, heldout
-from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.data.tokenizer import TRAINING_PIECE, pieces, train_bpe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,10 +26,11 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrain
         texts = (d.text for d in documents(config.sources, base) if not heldout(d, config.heldout))
         budget = BPE_SAMPLE_CHARACTERS
         for text in texts:
-            if budget <= 0:
-                return
-            budget -= len(text)
-            yield text
+            for piece in pieces(text, TRAINING_PIECE):
+                if budget <= 0:
+                    return
+                budget -= len(piece)
+                yield piece
 
     return train_bpe(sample(), vocab_size)
 

@@ -9,10 +9,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.gates import keeps
 from spkv_nas.model.modes import gate_settings
-from spkv_nas.model.watch import watch_logits
+from spkv_nas.model.watch import not_finite, watch_logits
 
 
 class DensityWatch:
@@ -27,6 +28,7 @@ class DensityWatch:
         self._tau = 0.0
         self._kept: dict[int, list[Tensor]] = {}  # by layer: counts of each forward pass [Hkv], left on the device
         self._num_tokens: dict[int, int] = {}  # by layer
+        self._wrong: dict[int, Tensor] = {}  # by layer: whether a utility was NaN, bool [Hkv], left on the device
 
     def start(self) -> None:
         """Count from now on, at the threshold that the gates have now."""
@@ -36,14 +38,24 @@ class DensityWatch:
 
     def _count(self, layer: int, logits: Tensor) -> None:
         self._kept.setdefault(layer, []).append(keeps(logits.detach(), self._tau).sum((0, 2)))
+        wrong = logits.detach().isnan().any(2).any(0)
+        self._wrong[layer] = wrong | self._wrong[layer] if layer in self._wrong else wrong
         self._num_tokens[layer] = self._num_tokens.get(layer, 0) + logits.shape[0] * logits.shape[2]
 
     def stop(self) -> NDArray[np.float64] | None:
-        """Count no more; densities [layers, KV heads], NaN where gates pass by, or None if no gate ran."""
+        """Count no more; densities [layers, KV heads], NaN where gates pass by, or None if no gate ran.
+
+        Raises:
+            UserError: a utility was NaN, which no gate keeps: the density would look like 0.
+        """
         self._watch.close()
         kept, num_tokens, self._kept, self._num_tokens = self._kept, self._num_tokens, {}, {}
+        marks, self._wrong = self._wrong, {}
         if not kept:
             return None
+        wrong = [(layer, head) for layer, mark in sorted(marks.items()) for head in mark.nonzero()[:, 0].tolist()]
+        if wrong:
+            raise UserError(not_finite("the utility", len(wrong), sum(map(len, marks.values())), wrong[0]))
         layers = attention_layers(self._model)
         density = np.full((len(layers), len(next(iter(kept.values()))[0])), np.nan)
         for layer, counts in kept.items():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -39,7 +40,14 @@ class DocumentSums:
         np.add.at(self._count, owner, 1)
 
     def result(self) -> DocumentNLL:
-        """The sums so far."""
+        """The sums so far. Raises ``UserError`` if one is not finite: a mean over the others would be invented."""
+        wrong, seen = int((~np.isfinite(self._total)).sum()), int((self._count > 0).sum())
+        if wrong:
+            raise UserError(
+                f"the NLL of {wrong} of {seen} documents is not a finite number\n"
+                "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in "
+                "float32"
+            )
         return DocumentNLL(self._total, self._count)
 
 
@@ -53,7 +61,7 @@ def document_nll(
 ) -> DocumentNLL:
     """NLL of ``blocks`` under ``model``, in evaluation mode, by document.
 
-    ``progress`` is called with (blocks done, blocks in all).
+    ``progress`` is called with (blocks done, blocks in all). Raises ``UserError`` if a document's NLL is not finite.
     """
     sums = DocumentSums(blocks)
     with evaluation_mode(model):

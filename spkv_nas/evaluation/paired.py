@@ -12,9 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_npz, write_npz
+from spkv_nas.base.files import write_npz
 from spkv_nas.base.statistics import clustered_error
+
+_MOST_NATS = 1e15  # of a document; its square is still far from the largest float
+_ARRAYS = (Array("total", "number", "documents", low=-1, high=_MOST_NATS), Array("num_tokens", "whole", "documents"))
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,12 @@ class DocumentNLL:
     @classmethod
     def read(cls, path: Path) -> DocumentNLL:
         """What ``save`` wrote. Raises ``UserError`` if the file is not there or damaged."""
-        arrays = read_npz(path, ("total", "num_tokens"), "remove its folder and run the command again")
-        return cls(arrays["total"], arrays["num_tokens"])
+        remedy = "remove its folder and run the command again"
+        arrays = read_arrays(path, _ARRAYS, remedy)
+        nll = cls(arrays["total"], arrays["num_tokens"].astype(np.int64))
+        if not (nll.total.sum() > 0 and nll.num_tokens.sum() > 0):
+            raise UserError(f"{path} is damaged: it holds no NLL of any token\n{remedy}")
+        return nll
 
 
 @dataclass(frozen=True)

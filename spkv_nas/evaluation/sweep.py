@@ -18,8 +18,10 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_yaml
+from spkv_nas.base.limits import MOST_REPEATS
 from spkv_nas.base.progress import Progress
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.density import DensityWatch
@@ -122,8 +124,9 @@ def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
 
 def write_sweep(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
     """Write the table of ``sweep_table`` to ``tau-sweep.csv``, and where it comes from to ``tau-sweep.yaml``."""
-    write_csv(folder / "tau-sweep.csv", rows)
-    write_yaml(folder / "tau-sweep.yaml", origin)
+    with replacing(folder) as new:
+        write_csv(new / "tau-sweep.csv", rows)
+        write_record(new / "tau-sweep.yaml", origin)
 
 
 def parse_taus(text: str, points: int | None = None) -> list[float]:
@@ -160,8 +163,8 @@ def _logit_spaced(low: float, high: float, points: int) -> list[float]:
             f"a range is evenly spaced in logit, so its ends lie inside (0, 1); found {low:g}..{high:g}\n"
             "the open model (tau 0) is always measured; a list such as 0.5,0.9,1 may hold 1"
         )
-    if points < 2:
-        raise UserError(f"a range needs at least 2 points, its ends; found {points}")
+    if not 2 <= points <= MOST_REPEATS:
+        raise UserError(f"a range needs at least 2 points, its ends, and at most {MOST_REPEATS}; found {points}")
     logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
     between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits: as the CSV shows them
     return [low, *between, high]

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_yaml
 from spkv_nas.base.progress import Progress
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
@@ -128,8 +129,9 @@ def score_table(
 
 def write_scores(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
     """Write the table of ``score_table`` to ``zero-shot.csv``, and where it comes from to ``zero-shot.yaml``."""
-    write_csv(folder / "zero-shot.csv", rows)
-    write_yaml(folder / "zero-shot.yaml", origin)
+    with replacing(folder) as new:
+        write_csv(new / "zero-shot.csv", rows)
+        write_record(new / "zero-shot.yaml", origin)
 
 
 def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:

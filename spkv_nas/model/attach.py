@@ -186,6 +186,23 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     return calls
 
 
+def check_hooks(calls: list[AttentionCall], what: str) -> None:
+    """Raise ``UserError`` unless each attention layer has a hook that says of it what its call says.
+
+    Hooks that were restored from a file say what the file says; ``what`` begins the error.
+    """
+    for index, call in enumerate(calls):
+        state = getattr(call.module, "spkv", None)
+        if not isinstance(state, LayerState):
+            raise UserError(f"{what}: section 'spkv' of its config leaves out attention layer {index}")
+        said, found = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
+        if said != found:
+            raise UserError(
+                f"{what}: section 'spkv' of its config gives attention layer {index} {said[0]} KV heads and "
+                f"the window {said[1]}; it has {found[0]} and {found[1]}"
+            )
+
+
 def check_heads(what: str, rows: list[int], num_kv_heads: list[int]) -> None:
     """Raise ``UserError`` unless ``what``, with ``rows`` KV heads by layer, fits a model with ``num_kv_heads``."""
     if len(set(rows)) == 1 and len(set(num_kv_heads)) == 1:

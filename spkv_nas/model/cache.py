@@ -11,6 +11,10 @@ in chunks, and a conversation goes on by passing all its tokens with the same ca
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, layer_states
 
+_FORMAT, _DIGEST = "spkv-nas/cache/1", "sha256"  # of the file
 _RING = 128  # ring of a model in which no head is local
 _SIZES = ("window", "page_size", "tokens", "batch_size", "num_kv_heads", "head_dim")
 
@@ -60,6 +65,21 @@ class SPKVCacheLayer(CacheLayerMixin):
         )  # fmt: skip
         return self.paged
 
+    def _restore(self, values: dict[str, int], state: dict[str, Tensor]) -> None:
+        """Take over the sizes and tensors of a file. Raises ``ValueError`` or ``KeyError`` where they do not fit."""
+        ring, shape = state["ring_k"], (values["batch_size"], values["num_kv_heads"], values["head_dim"])
+        if tuple(ring.shape) != (*shape[:2], self.window, shape[2]) or not ring.is_floating_point():
+            raise ValueError(f"ring_k: expected numbers [{shape[0]}, {shape[1]}, {self.window}, {shape[2]}]")
+        if shape[1] != len(self._keep):
+            raise ValueError(f"it has {shape[1]} KV heads, and the model {len(self._keep)}")
+        self.page_size, self.tokens = values["page_size"], values["tokens"]
+        if (
+            self.page_size != state["pool_k"].shape[1]
+            or not int(state["seq_lens"].max()) <= self.tokens < GLOBAL_WINDOW
+        ):
+            raise ValueError("page_size, tokens: expected those of its tensors")
+        self._allocate(*shape, ring.dtype, ring.device).load_state_dict(state)
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The new keys and values as they are."""
         return key_states, value_states
@@ -84,6 +104,8 @@ class SPKVCacheLayer(CacheLayerMixin):
         assert self.paged is not None
         if len(q) != self.paged.batch_size:
             raise UserError(f"the cache holds {self.paged.batch_size} sequences, this batch has {len(q)}")
+        if (k.shape[1], k.shape[3]) != (self.paged.num_kv_heads, self.paged.head_dim):
+            raise UserError("the cache is of a model with other KV heads: use it with the model that it was made for")
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         if keep is None:
             keep = self._keep.expand(*k.shape[:3])
@@ -201,37 +223,57 @@ class SPKVCache(Cache):
             tensors |= {f"{index}.{name}": x.contiguous() for name, x in layer.paged.state_dict().items()}
             values = (layer.window, layer.page_size, layer.tokens, *layer.paged.ring_k.shape[:2], layer.paged.head_dim)
             sizes[str(index)] = " ".join(str(value) for value in values)
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial")
         try:
-            save_file(tensors, path, {"format": "spkv-nas/cache/1", **sizes})
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot write cache {path}: {error}") from error
+            save_file(tensors, partial, {"format": _FORMAT, **sizes, _DIGEST: _digest(sizes, tensors)})
+            partial.replace(path)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise UserError(f"cannot write cache {path}: {first_line(error)}") from error
+        finally:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, model: PreTrainedModel, path: Path | str) -> SPKVCache:
         """The cache that ``save`` wrote, for the same model.
 
         Raises:
-            UserError: the file cannot be read, or belongs to another model.
+            UserError: the file cannot be read, is damaged, or belongs to another model.
         """
         cache = cls(model)
         try:
             with safe_open(path, "pt", device=str(model.device)) as file:
                 sizes = file.metadata() or {}
-                if sizes.pop("format", None) != "spkv-nas/cache/1" or len(sizes) != len(cache.layers):
+                digest = sizes.pop(_DIGEST, None)
+                if sizes.pop("format", None) != _FORMAT or len(sizes) != len(cache.layers):
                     raise UserError(f"cache {path} belongs to another model, or is no cache of spkv-nas")
-                for index, layer in enumerate(cache.layers):
-                    values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
-                    if values["window"] != layer.window:
-                        raise UserError(f"cache {path}: layer {index} has another window than the model")
-                    prefix = f"{index}."
-                    names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
-                    state = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-                    layer.page_size, layer.tokens = values["page_size"], values["tokens"]
-                    shape = (values["batch_size"], values["num_kv_heads"], values["head_dim"])
-                    layer._allocate(*shape, state["ring_k"].dtype, model.device).load_state_dict(state)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise UserError(f"cannot read cache {path}: {error}") from error
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if digest is not None and digest != _digest(sizes, tensors):
+                raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
+            for index, layer in enumerate(cache.layers):
+                prefix = f"{index}."
+                state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+                values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
+                if values["window"] != layer.window:
+                    raise UserError(f"cache {path}: layer {index} has another window than the model")
+                layer._restore(values, state)
+            if len({(layer.tokens, str(layer.paged and layer.paged.seq_lens)) for layer in cache.layers}) > 1:
+                raise UserError(f"cache {path} is damaged: its layers have not seen the same tokens")
+        except UserError:
+            raise
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
+            raise UserError(f"cannot read cache {path}: {first_line(error)}") from error
         return cache
+
+
+def _digest(sizes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of a file's content, which safetensors does not have: a flipped bit would load."""
+    digest = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _local_window(state: LayerState) -> int | None:

@@ -1,8 +1,4 @@
-"""Checkpoints: ordinary Hugging Face folders, with an ``spkv`` section in ``config.json`` and a manifest of hashes.
-
-safetensors carries no checksum, so a flipped bit would load silently: folders that this package writes hold
-``spkv-manifest.json`` (SHA-256 of every file, written last), and ``load`` checks it.
-"""
+"""Checkpoints: ordinary Hugging Face folders, with an ``spkv`` section in ``config.json`` and a manifest of hashes."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,18 +20,19 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, sha256_file, write_json
-from spkv_nas.model.attach import dry_run, gate_rows, install_gates, prepare
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.files import read_json, sha256_file
+from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, check_manifest, read_manifest, write_manifest
+from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install
 from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
-from spkv_nas.model.shape import config_shape
+from spkv_nas.model.shape import check_counts, check_size, config_shape
+from spkv_nas.model.weights import INDEX, check_files, check_loaded, check_room, index_names, quiet_report
 from spkv_nas.model.windows import apply_layout
-
-MANIFEST = "spkv-manifest.json"
 
 
 def save(
@@ -43,62 +41,82 @@ def save(
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint folder: weights (safetensors), config with its ``spkv`` section, tokenizer, manifest.
+    """Write a checkpoint into ``folder``: what ``save_files`` writes, and its manifest.
 
-    ``weights`` are those of a sharded model, gathered; by default the model's own.
+    The folder is best one of ``base.replace.new_folder``, so that a killed command leaves all of it or nothing.
+
+    Raises:
+        UserError: the place is full or cannot be written.
     """
-    try:
-        model.save_pretrained(folder, state_dict=weights)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    except OSError as error:
-        raise UserError(f"cannot write checkpoint {folder}: {error}") from error
+    save_files(model, tokenizer, folder, weights)
     write_manifest(folder)
 
 
-def write_manifest(folder: Path) -> None:
-    """Record the SHA-256 of every file of ``folder``; the last file to be written, so it marks completeness."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    hashes = {str(p.relative_to(folder)): sha256_file(p) for p in files}
-    write_json(folder / MANIFEST, {"sha256": hashes})
+def save_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write weights (safetensors), config with its ``spkv`` section, and tokenizer into ``folder``.
 
+    Args:
+        weights: those of a sharded model, gathered; by default the model's own.
 
-def check_manifest(folder: Path) -> None:
-    """Raise ``UserError`` if a file of ``folder`` is missing or differs from its manifest. No manifest: no check."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        return
+    Raises:
+        UserError: the place is full or cannot be written.
+    """
     try:
-        hashes: dict[str, str] = json.loads(read_text(path, "manifest"))["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"checkpoint {folder} is damaged: {MANIFEST} cannot be read") from error
-    for name, expected in hashes.items():
-        if not (folder / name).is_file():
-            raise UserError(f"checkpoint {folder} is damaged: {name} is missing")
-        if sha256_file(folder / name) != expected:
-            raise UserError(f"checkpoint {folder} is damaged: {name} differs from its recorded SHA-256")
+        model.save_pretrained(folder, state_dict=weights)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _unwritten(folder, error) from error
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files. Raises ``UserError``: the place is full or cannot be written."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers says that a disk is full by a plain one
+        raise _unwritten(folder, error) from error
+
+
+def _unwritten(folder: Path, error: Exception) -> UserError:
+    return UserError(f"cannot write checkpoint {folder}: {first_line(error)}\nmake room, or choose another place")
+
+
+def weights_identity(folder: Path) -> str:
+    """Hexadecimal SHA-256 of what decides the results of a model folder: its config and its weights.
+
+    Weights are all safetensors files (the state of an optimizer too, which decides what a branch becomes) and their
+    index, by their names. Of the config the values count, but not which transformers wrote it; logs do not count. Where
+    there is a manifest its hashes are taken, which ``load`` checks.
+
+    Raises:
+        UserError: the config or the manifest cannot be read, or there are no weights.
+    """
+    config = read_json(folder / "config.json", "config")
+    config.pop("transformers_version", None)
+    if (folder / MANIFEST).exists():
+        hashes = {name: value for name, value in read_manifest(folder).items() if name.endswith(WEIGHT_ENDINGS)}
+    else:
+        hashes = {p.name: sha256_file(p) for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()}
+    files = {name: value for name, value in hashes.items() if "/" not in name}  # others no model is loaded from
+    if not files:
+        raise UserError(f"model {folder} has no weights in safetensors files")
+    return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_hash(model: PreTrainedModel, path_or_id: str | Path) -> str:
     """Hexadecimal SHA-256 that names the content of the checkpoint that ``model`` was loaded from.
 
-    Of its manifest; of its config and weights where it has none; of id and commit where it is on the hub.
+    Of its config and weights; of id and commit where it is on the hub.
     """
     folder = resolve(path_or_id)
-    if (folder / MANIFEST).is_file():
-        return sha256_file(folder / MANIFEST)
     if folder.is_dir():
-        parts = [
-            sha256_file(p) for p in sorted(folder.iterdir()) if p.name == "config.json" or p.suffix == ".safetensors"
-        ]
-    else:
-        parts = [str(path_or_id), str(getattr(model.config, "_commit_hash", None))]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether ``folder`` holds a checkpoint that was written to the end."""
-    return (folder / MANIFEST).is_file()
+        return weights_identity(folder)
+    return hashlib.sha256(f"{path_or_id} {getattr(model.config, '_commit_hash', None)}".encode()).hexdigest()
 
 
 def load(
@@ -111,26 +129,62 @@ def load(
         dtype: of the weights; None keeps the checkpoint's own. Predictors keep the dtype they were saved in.
 
     Raises:
-        UserError: nothing there, a damaged or truncated file, an unsupported class.
+        UserError: nothing there, a damaged or truncated file, weights that are not all there, not finite or not of this
+            config, an unsupported class, too little memory.
     """
-    folder = resolve(path_or_id)
-    if folder.is_dir():
-        check_manifest(folder)
-    source = str(folder if folder.is_dir() else path_or_id)
-    options: dict[str, Any] = {"trust_remote_code": False}
-    with _as_user_error(f"model {source}"):
-        config = AutoConfig.from_pretrained(source, **options)
-        weights: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, **options}
-        if saved_layers(config) is None:
-            return AutoModelForCausalLM.from_pretrained(source, config=config, **weights), load_tokenizer(source)
-        model = _restoring_class(config).from_pretrained(source, config=config, attn_implementation="spkv", **weights)
+    source, what = str(resolve(path_or_id)), f"model {path_or_id}"
+    config = _read_config(source, what)
+    explicit = getattr(config, "transformers_weights", None)
+    files = None
+    if Path(source).is_dir():
+        check_manifest(Path(source))
+        files = check_files(Path(source), explicit)
+    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
+    with _as_user_error(what):
+        if files is None:
+            _check_cached_index(source, explicit)
+        restored = None if saved_layers(config) is None else _restoring_class(config)
+        build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
+        quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
+        item_bytes = 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
+        num_parameters = check_size(config, item_bytes, what, build=build)
+        if files is not None and not quantized:
+            check_room(files, num_parameters, what)
+        if restored is not None:
+            options = {**options, "attn_implementation": "spkv"}
+            del options["trust_remote_code"]
+        with quiet_report():
+            model, info = (restored or AutoModelForCausalLM).from_pretrained(
+                source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
+        check_loaded(model, info, what)
     tokenizer = load_tokenizer(source)
-    prepare(model, "sdpa")
-    layout = checkpoint_layout(model)
-    if layout is not None:
-        apply_layout(model, layout)
-    dry_run(model)
+    if restored is not None:
+        prepare(model, "sdpa")
+        layout = checkpoint_layout(model)
+        if layout is not None:
+            apply_layout(model, layout)
+        check_hooks(dry_run(model), what)
     return model, tokenizer
+
+
+def _read_config(source: str, what: str) -> PreTrainedConfig:
+    """The config of a model folder, an id or a config file. Raises ``UserError``."""
+    path = Path(source)
+    file = path / "config.json" if path.is_dir() else path
+    if file.is_file():
+        check_counts(read_json(file, "config"), what)  # first, because lists are made as long as it says
+    with _as_user_error(what):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return config
+
+
+def _check_cached_index(source: str, explicit: str | None) -> None:
+    """Of a model by its id: refuse an index of shards that names anything else than files beside it."""
+    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
+    file = cached_file(source, INDEX if explicit is None else explicit, **missing)
+    if file is not None and str(file).endswith(".index.json"):
+        index_names(Path(file))
 
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
@@ -138,6 +192,7 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     source = str(resolve(path_or_id))
     with _as_user_error(f"tokenizer {source}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer("a word")  # settings of wrong types show in use
     return tokenizer
 
 
@@ -161,12 +216,19 @@ def _as_user_error(what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        text = str(error).strip()
-        raise UserError(f"cannot load {what}: {text.splitlines()[0] if text else type(error).__name__}") from error
+        said = first_line(error)
+        said = said if " " in said else f"{type(error).__name__} {said}"  # such as the key of a KeyError
+        raise UserError(f"cannot load {what}: {said}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust code, in the readers of tokenizers and weights
+            raise
+        raise UserError(f"cannot load {what}: a file is damaged ({first_line(error)})") from error
 
 
 def _restoring_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """The model's own class, with hooks and empty predictors put in place before the weights are read."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"models of type '{config.model_type}' are no decoders that generate text")
     base: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
     gates, saved = saved_gates(config), saved_layers(config) or {}
 
@@ -177,12 +239,14 @@ def _restoring_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
             super().__init__(config, *args, **kwargs)
             # in the model's order: config.json sorts its keys, layer 10 before layer 2
             names = [name for name, _ in self.named_modules() if name in saved]
+            if len(names) < len(saved):
+                raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
             layers = [self.get_submodule(name) for name in names]
             settings = GateSettings()
             for name, layer in zip(names, layers, strict=True):
-                install(layer, LayerState(saved[name]["num_kv_heads"], saved[name]["native_window"], settings))
+                install(layer, LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
             if gates is not None:
-                rows = gate_rows(self, gates, [saved[name]["num_kv_heads"] for name in names])
+                rows = gate_rows(self, gates, [saved[name].num_kv_heads for name in names])
                 for layer, row in zip(layers, rows, strict=True):
                     if row is not None:
                         install_gates(layer, row, gates, config.get_text_config().hidden_size)
@@ -202,8 +266,9 @@ def read_shape(path_or_id: str | Path) -> Shape:
         UserError: nothing there, an unsupported class, or a mixture of experts, whose tokens use only a part of N.
     """
     source = str(resolve(path_or_id))
+    config = _read_config(source, f"model {source}")
     with _as_user_error(f"model {source}"):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        check_counts(config.to_dict(), f"model {source}")
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     if any(".experts." in name for name, _ in model.named_parameters()):

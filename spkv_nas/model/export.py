@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.replace import new_folder
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.section import checkpoint_layout
@@ -22,6 +23,7 @@ def export(layout: Layout | None, checkpoint: str | Path, out: Path) -> str:
 
     Args:
         layout: None takes the one that the checkpoint has, a hybrid as it was retrained.
+        out: a new folder, or an empty one; it appears there in one step, when it is complete.
 
     Raises:
         UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it, or there
@@ -30,8 +32,11 @@ def export(layout: Layout | None, checkpoint: str | Path, out: Path) -> str:
     Warns:
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    target = out.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another --out")
+    if target == Path.cwd():  # which is replaced, so that whoever is in it would be nowhere
+        raise UserError(f"{out} is the current folder: choose a new one with --out")
     model, tokenizer = load(checkpoint)
     own = checkpoint_layout(model)
     if layout is None:
@@ -50,9 +55,11 @@ def export(layout: Layout | None, checkpoint: str | Path, out: Path) -> str:
     apply_layout(model, layout)  # checks the shape before anything is written
     obstacle = stock_obstacle(model, layout)
     if obstacle is not None:
-        save(model, tokenizer, out)
+        with new_folder(target) as folder:
+            save(model, tokenizer, folder)
         return f"{out}: loads with spkv_nas.load; plain transformers would run it dense, as {obstacle}"
     detach(model)
     stock = to_stock(model, layout)
-    save(stock, tokenizer, out)
+    with new_folder(target) as folder:
+        save(stock, tokenizer, folder)
     return f"{out}: a stock {stock.config.model_type} checkpoint, which plain transformers loads without this package"

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TextStreamer,
+)
 from transformers.cache_utils import Cache
 
 from spkv_nas.base.errors import UserError
@@ -21,6 +29,7 @@ from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.cache import SPKVCache
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import gate_config
+from spkv_nas.model.shape import check_tokens
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,8 @@ def generate(
         stream: called with each piece of text as soon as its words are complete.
 
     Raises:
-        UserError: an empty prompt, or a threshold that is outside [0, 1] or for a model without gates.
+        UserError: an empty prompt, one with tokens that the model does not have, a threshold that is outside [0, 1] or
+            for a model without gates, or logits that are not finite.
     """
     gates = gate_config(model)
     if gates is None and tau is not None:
@@ -85,6 +95,7 @@ def generate(
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if num_prompt_tokens == 0:
         raise UserError("the prompt is empty: give some text to continue")
+    check_tokens(model, int(inputs["input_ids"].max()))
     tau = gates.tau if gates and tau is None else tau
     config = _config(model, tokenizer, max_new_tokens, temperature, top_p)
     streamer = _TimedStreamer(tokenizer, stream)
@@ -94,7 +105,7 @@ def generate(
         cache = SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
         ids = model.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=config,
-            past_key_values=cache, streamer=streamer,
+            past_key_values=cache, streamer=streamer, logits_processor=LogitsProcessorList([_OnlyFinite()]),
         )  # fmt: skip
     new = ids[0, num_prompt_tokens:]
     used, full = _bytes(cache)
@@ -131,6 +142,20 @@ def _bytes(cache: Cache) -> tuple[int, int]:
     sizes = [2 * layer.keys.numel() * layer.keys.element_size() for layer in cache.layers]
     seen = [layer.get_seq_length() / layer.keys.shape[2] for layer in cache.layers]
     return sum(sizes), round(sum(size * more for size, more in zip(sizes, seen, strict=True)))
+
+
+class _OnlyFinite(LogitsProcessor):
+    """Stops at logits that are NaN or infinite, of which the likeliest would be any token, and sampling fails oddly."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """``scores`` [B, V] as they are; -inf is a token that was ruled out before, unless all are."""
+        best = scores.amax(-1)  # NaN if one of them is
+        if not bool(torch.isfinite(best).all()):
+            raise UserError(
+                "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or "
+                "its activations overflow in its dtype"
+            )
+        return scores
 
 
 class _TimedStreamer(TextStreamer):

@@ -5,14 +5,49 @@ spkv: {version: 1, layers: {<module>: {num_kv_heads: 2, native_window: null}}, g
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field, model_validator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.attention import attention_layers, layer_state, layer_states
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.schema import Section, validate
+from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
+from spkv_nas.model.shape import MOST_LAYERS
+
+_Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
+
+
+class SavedLayer(Section):
+    """A hooked attention layer, as the attention function saw it."""
+
+    num_kv_heads: int = Field(ge=1, le=1 << 16)
+    native_window: _Window | None
+
+
+class _SavedLayout(Section):
+    heads: list[str] = Field(min_length=1, max_length=MOST_LAYERS)
+    window: _Window
+
+
+class _Saved(Section):
+    """The section: the hooked layers, and either gates or a layout."""
+
+    version: Literal[1]
+    layers: dict[str, SavedLayer] = Field(min_length=1, max_length=MOST_LAYERS)
+    gates: GateConfig | None = None
+    layout: _SavedLayout | None = None
+
+    @model_validator(mode="after")
+    def _sound(self) -> _Saved:
+        if (self.gates is None) == (self.layout is None):
+            raise ValueError("expected either 'gates' or 'layout'")
+        if self.gates is not None and max(self.gates.window, self.gates.sinks) > GLOBAL_WINDOW:
+            raise ValueError(f"gates: a window or sinks above {GLOBAL_WINDOW}")
+        return self
 
 
 def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
@@ -39,15 +74,15 @@ def write_tau(model: nn.Module, tau: float) -> None:
 
 
 def saved_gates(config: PreTrainedConfig) -> GateConfig | None:
-    """The gates that the section says, or None."""
-    section = _section(config)
-    return GateConfig(**section["gates"]) if section.get("gates") else None
+    """The gates that the section says, or None. Raises ``UserError`` if it is damaged."""
+    section = _checked(config)
+    return None if section is None else section.gates
 
 
-def saved_layers(config: PreTrainedConfig) -> dict[str, dict[str, Any]] | None:
-    """The hooked layers by module name, with ``num_kv_heads`` and ``native_window``; None without a section."""
-    layers: dict[str, dict[str, Any]] | None = _section(config).get("layers")
-    return layers
+def saved_layers(config: PreTrainedConfig) -> dict[str, SavedLayer] | None:
+    """The hooked layers by module name; None without a section. Raises ``UserError`` if it is damaged."""
+    section = _checked(config)
+    return None if section is None else section.layers
 
 
 def gate_config(model: PreTrainedModel) -> GateConfig | None:
@@ -59,9 +94,28 @@ def gate_config(model: PreTrainedModel) -> GateConfig | None:
 
 def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
     """The layout that is on a model, such as a retrained hybrid, or None."""
-    layout = _section(model.config).get("layout")
-    return Layout(heads=tuple(layout["heads"]), window=layout["window"]) if layout else None
+    section = _checked(model.config)
+    saved = None if section is None else section.layout
+    return None if saved is None else Layout(heads=tuple(saved.heads), window=saved.window)
 
 
 def _section(config: PreTrainedConfig | None) -> dict[str, Any]:
     return getattr(config, "spkv", None) or {}
+
+
+def _checked(config: PreTrainedConfig) -> _Saved | None:
+    """The section as it must be, whoever wrote it; None where a config has none.
+
+    Raises:
+        UserError: naming the key. An empty section is damaged too: without one the model would be taken for dense.
+    """
+    if not hasattr(config, "spkv"):
+        return None
+    where = "section 'spkv' of the model's config"
+    if not isinstance(config.spkv, dict):
+        raise UserError(f"{where}: expected keys and values, found {type(config.spkv).__name__}")
+    section = validate(_Saved, config.spkv, where)
+    given = config.spkv.get("gates")
+    if given is not None and not {"window", "tau"} <= given.keys():
+        raise UserError(f"{where}: the gates' window and tau must both be said")
+    return section

@@ -24,6 +24,14 @@ def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitSt
     return stack
 
 
+def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str:
+    """The error for a value of every KV head that is NaN for ``wrong`` of them, ``first`` (layer, head) among them."""
+    return (
+        f"{what} is not a number for {wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}\n"
+        "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
+    )
+
+
 def _hook(layer: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
     def hook(_module: nn.Module, _args: Any, logits: Tensor) -> None:
         see(layer, logits)

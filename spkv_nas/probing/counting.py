@@ -16,8 +16,10 @@ from torch import Tensor
 
 from spkv_nas.artifacts.documents import group_documents
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import keeps
+from spkv_nas.model.watch import not_finite
 
 NUM_POSITION_BUCKETS = 16
 BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
@@ -39,6 +41,7 @@ class Counts:
     document_bins: Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
     documents: list[set[int]]  # document numbers by domain
+    wrong: Tensor  # bool [L, H] whether a utility was NaN, which no gate keeps
 
 
 class Bins:
@@ -116,6 +119,8 @@ class GateCounter:
 
     def see(self, layer: int, logits: Tensor) -> None:
         """Count the gates of one layer, utility logits [B, H, T]."""
+        self.counts.wrong[layer] |= logits.isnan().any(2).any(0)
+        logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
         kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
         self._kept[layer] = kept.flatten(1) @ self._membership
         self.counts.position[layer].index_add_(1, self.bucket_of, kept.sum(1).double())
@@ -140,7 +145,10 @@ class GateCounter:
             self._open = (number, kept, tokens)
 
     def finish(self) -> Counts:
-        """The counts of everything seen."""
+        """The counts of everything seen. Raises ``UserError`` if a utility was NaN: its density would look like 0."""
+        wrong = self.counts.wrong.nonzero().tolist()
+        if wrong:
+            raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
         self._close_document()
         return self.counts
 
@@ -173,4 +181,5 @@ def _no_counts(num_domains: int, groups: int, grid: Grid, num_buckets: int, bins
         document_bins=torch.zeros(groups, *grid, bins.num_coarse, dtype=torch.int32, device=device),
         document_tokens=np.zeros(groups, dtype=np.int64),
         documents=[set() for _ in range(num_domains)],
+        wrong=torch.zeros(grid, dtype=torch.bool, device=device),
     )

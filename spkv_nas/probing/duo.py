@@ -18,6 +18,7 @@ that lambda means the same on any model; 200 steps by default, theirs 2,000; 4 s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,7 +120,7 @@ def duo(
             with torch.no_grad():
                 for alpha in alphas:
                     alpha.clamp_(0.0, 1.0)
-            error = float(distance.detach())
+            error = _finite(float(distance.detach()), step)
             if progress is not None:
                 progress(step, steps)
     values = torch.stack([alpha.detach() for alpha in alphas]).double().cpu().numpy()
@@ -127,6 +128,15 @@ def duo(
     facts |= {"distillation_loss": float(f"{error:.4g}")}
     means = HeadMeans(values, "all", steps * min(batch_size, blocks.num_blocks) * blocks.block_size, 0)
     return signal_table("duo", [means], window, name=name, metadata=facts)
+
+
+def _finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise UserError(
+            f"duo: the distillation loss is {loss} at step {step}\nthe model's weights are damaged or diverged, or its "
+            "activations overflow in its dtype: load it in float32"
+        )
+    return loss
 
 
 def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.artifacts.density import COLUMNS, DensityTable
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.watch import not_finite
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # of one chunk's attention weights: near the processor's cache; at least rows
 
@@ -100,7 +102,15 @@ class HeadSums:
 def signal_table(
     signal: str, means: Sequence[HeadMeans], window: int, *, name: str, metadata: Mapping[str, Any]
 ) -> DensityTable:
-    """A signal in place of densities; ``metadata`` says what it is, and what its layouts give as their source."""
+    """A signal in place of densities; ``metadata`` says what it is, and what its layouts give as their source.
+
+    Raises:
+        UserError: a value is not finite.
+    """
+    for part in means:
+        wrong = np.argwhere(~np.isfinite(part.values))
+        if len(wrong):
+            raise UserError(not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])))
     parts = []
     for part in means:
         layer, head = (axis.ravel() for axis in np.indices(part.values.shape))

@@ -15,15 +15,23 @@ from scipy.stats import spearmanr
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import is_file
+from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.records import read_record, write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.base.version import environment
 from spkv_nas.proposal.strategies import densest
 
 _COLUMNS = (
     Column("first"),
     Column("second"),
     Column("budget", "whole", low=1),
-    *(Column(name, "number", low=-1, gaps=True) for name in ("jaccard", "chance", "spearman", "transfer")),
-    Column("mean_difference", "number", gaps=True),
+    *(
+        Column(name, "number", low=-1, high=MOST_SHOWN, gaps=True)
+        for name in ("jaccard", "chance", "spearman", "transfer")
+    ),
+    Column("mean_difference", "number", high=MOST_SHOWN, gaps=True),
 )
 PARTS = ("domain", "half")
 
@@ -105,12 +113,24 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def write_agreement(folder: Path, rows: pd.DataFrame) -> None:
-    """Write ``agreement.csv``."""
-    write_csv(folder / "agreement.csv", rows)
+    """Write ``agreement.csv``, and ``agreement.yaml``: the probes and versions."""
+    probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
+    with replacing(folder) as new:
+        write_csv(new / "agreement.csv", rows)
+        write_record(new / "agreement.yaml", {"probes": probes, "environment": environment()})
 
 
 def read_agreement(path: Path) -> pd.DataFrame:
-    """The table in an ``agreement.csv``. Raises ``UserError`` naming file, line and column."""
+    """The table in an ``agreement.csv``.
+
+    Raises:
+        UserError: naming file, line and column.
+
+    Warns:
+        UserWarning: the table has changed since it was written.
+    """
+    if is_file(record := path.with_suffix(".yaml")):
+        read_record(record, "agreement")
     return read_table(path, "agreement", _COLUMNS).reset_index(drop=True)
 
 

@@ -11,7 +11,9 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import Progress
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
@@ -123,20 +125,17 @@ def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
 def write_proposal(folder: Path, answer: Answer) -> None:
     """Write every ``<strategy>.yaml``, ``coverage.csv``, ``coverage-curve.csv`` and, where known, ``heads.csv``.
 
-    What an earlier proposal left and this one does not have is removed: random layouts, the solved one, ``heads.csv``.
+    All together take the place of an earlier proposal's. What that left and this one does not have is removed: random
+    layouts, the solved one, ``heads.csv``.
     """
-    for name, layout in answer.layouts.items():
-        layout.write(folder / f"{name}.yaml")
-    write_csv(folder / "coverage.csv", answer.rows, digits=None)
-    write_csv(folder / "coverage-curve.csv", coverage_curve(answer.table))
-    if answer.certainty is not None:
-        write_csv(folder / "heads.csv", answer.certainty.heads(answer.table))
-    else:
-        (folder / "heads.csv").unlink(missing_ok=True)
-    solved = (folder / f"{name}.yaml" for name in (CONSTRAINED, ROBUST))
-    for stale in (*folder.glob(f"{RANDOM_PREFIX}*.yaml"), *solved):
-        if stale.stem not in answer.layouts:
-            stale.unlink(missing_ok=True)
+    random = (file.name for file in folder.glob(f"{RANDOM_PREFIX}*.yaml"))
+    with replacing(folder, stale=(*random, f"{CONSTRAINED}.yaml", f"{ROBUST}.yaml", "heads.csv")) as new:
+        for name, layout in answer.layouts.items():
+            layout.write(new / f"{check_name(name, 'the layout')}.yaml")
+        write_csv(new / "coverage.csv", answer.rows, digits=None)
+        write_csv(new / "coverage-curve.csv", coverage_curve(answer.table))
+        if answer.certainty is not None:
+            write_csv(new / "heads.csv", answer.certainty.heads(answer.table))
 
 
 def _note(layout: Layout, heads: int) -> str:

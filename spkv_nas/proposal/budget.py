@@ -19,9 +19,8 @@ def parse_budget(budget: int | str, num_heads: int) -> int:
     except (ValueError, OverflowError) as error:
         raise UserError(f"budget '{budget}' is not a number of KV heads; give for example 18 or 25%") from error
     if not 1 <= number <= num_heads:
-        raise UserError(
-            f"budget {budget} means {number} global KV heads; the model has {num_heads}, so 1 to {num_heads}"
-        )
+        said, means = text[:40], str(number)[:40]
+        raise UserError(f"budget {said} means {means} global KV heads; the model has {num_heads}, so 1 to {num_heads}")
     return number
 
 

@@ -11,8 +11,11 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import Progress
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
+from spkv_nas.base.workspace import BUDGETS
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.propose import propose, resolve_tau
@@ -123,12 +126,11 @@ def find_knee(table: DensityTable, requirements: Requirements, rows: pd.DataFram
 
 def write_budgets(folder: Path, curve: BudgetCurve) -> None:
     """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``; layouts of an earlier range are removed."""
+    layouts = folder / BUDGETS
+    with replacing(layouts, stale=[file.name for file in layouts.glob("*.yaml")]) as new:
+        for name, layout in curve.layouts.items():
+            layout.write(new / f"{check_name(name, 'the layout')}.yaml")
     write_csv(folder / "budgets.csv", curve.rows, digits=10)
-    for name, layout in curve.layouts.items():
-        layout.write(folder / "budgets" / f"{name}.yaml")
-    for stale in (folder / "budgets").glob("*.yaml"):
-        if stale.stem not in curve.layouts:
-            stale.unlink()
 
 
 def _layouts(

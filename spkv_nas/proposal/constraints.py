@@ -18,7 +18,7 @@ from spkv_nas.proposal.integer_program import Problem
 
 Float = NDArray[np.float64]
 CONSTRAINED, ROBUST = "constrained", "robust"  # strategies of the layouts that ``solve`` makes
-_WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0))
+_WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0, high=1e30))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ in every strategy. ``spkv_nas.proposal.convert`` writes both projects' files.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +41,9 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import COLUMNS, DensityTable
 from spkv_nas.artifacts.grid import check_grid
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text
+from spkv_nas.base.errors import UserError, shortened
+from spkv_nas.base.files import is_file, is_folder, read_json, read_text
+from spkv_nas.base.limits import MOST_WINDOW
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategies import densest
 
@@ -137,7 +137,7 @@ def read_scores(path: Path) -> HeadScores:
     if path.suffix == ".csv":
         table = DensityTable.read(path)
         return HeadScores(table.density, "density", str(path), table.window, sink_size=0)
-    file = path / TSV_NAME if path.is_dir() else path
+    file = path / TSV_NAME if is_folder(path) else path
     if file.suffix != ".tsv":
         raise UserError(f"{path} is none of: a layout (.yaml), head scores (.tsv, .csv), a folder with {TSV_NAME}")
     values = _read_values(file)
@@ -184,16 +184,12 @@ def _number(cell: str, where: str) -> float:
 
 def _read_config(file: Path) -> dict[str, int]:
     """The sizes that a ``config.json`` has, null ones left out; empty where there is no file."""
-    if not file.is_file():
+    if not is_file(file):
         return {}
-    try:
-        data = json.loads(read_text(file, "config"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"config {file} is not valid JSON: line {error.lineno}, {error.msg}") from error
-    if not isinstance(data, dict):
-        raise UserError(f"config {file}: expected keys and values, found {type(data).__name__}")
+    data = read_json(file, "config")
     sizes = {key: data[key] for key in _SIZE_KEYS if data.get(key) is not None}
     for key, value in sizes.items():
-        if type(value) is not int or value < _SIZE_KEYS[key]:
-            raise UserError(f"config {file}: '{key}' must be a whole number from {_SIZE_KEYS[key]}; found {value!r}")
+        if type(value) is not int or not _SIZE_KEYS[key] <= value <= MOST_WINDOW:
+            found = shortened(repr(value), 40)
+            raise UserError(f"config {file}: '{key}' must be a whole number from {_SIZE_KEYS[key]}; found {found}")
     return sizes

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -198,8 +198,9 @@ class _Program:
             return best
         try:  # presolve has called a worse point the best, of such programs (reports/LOG.md)
             again = self._run(cost, rows, time_limit=time_limit, presolves=(False,))
-        except UserError:  # none in time
-            return best
+        except UserError:  # none in time: the relaxation says how far from the best it may be
+            bound = self._run(cost, rows, relax=True)
+            return best if bound is None or best.value <= 0 else replace(best, gap=bound.value / best.value - 1)
         return best if again is None else max(best, again, key=lambda one: one.value)
 
     def tie_broken(self, gain: Float, best: _Optimum) -> _Optimum:

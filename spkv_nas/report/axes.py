@@ -16,8 +16,9 @@ def round_axis(title: str, low: float, high: float, *, exact: bool = False, padd
     """A linear axis with ticks at round values.
 
     It ends a little beyond the data or at the tick before that; with ``exact`` at the data, with ``padded`` always
-    beyond.
+    beyond. An end that is NaN, as of a table without a number, is 0.
     """
+    low, high = (end if math.isfinite(end) else 0.0 for end in (low, high))
     if not high > low:
         high = low + 1.0
     ticks = _round_values(low, high, 6 if exact or padded else 5)

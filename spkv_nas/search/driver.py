@@ -26,7 +26,7 @@ from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.search.judge import Judge
-from spkv_nas.search.queue import Queue, Task, open_storage
+from spkv_nas.search.queue import Queue, Task, open_storage, storage_errors
 from spkv_nas.search.sampler import Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
@@ -79,7 +79,15 @@ class Search:
         self._storage = open_storage(storage or f"sqlite:///{folder / 'study.db'}", self._lock)
 
     def run(self) -> list[Trial]:
-        """Work until every fidelity is finished; all trials, with what they measured."""
+        """Work until every fidelity is finished; all trials, with what they measured.
+
+        Raises:
+            UserError: the study cannot be written, or is damaged.
+        """
+        with storage_errors():
+            return self._run()
+
+    def _run(self) -> list[Trial]:
         effort = self.effort
         trials = self._score([self._study(kind, seed) for kind in effort.samplers for seed in effort.seeds])
         if effort.short == 0:

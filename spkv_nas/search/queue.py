@@ -3,12 +3,14 @@
 A worker claims some tasks, which puts running trials with their numbers into the study, tells their values, and takes
 the next. Nothing is lost when a worker dies: whoever claims next marks its trials failed and their numbers are free
 again, at once on the same machine (its process is gone), after ``GRACE`` seconds without a sign of life elsewhere. A
-number counts once, whichever of its trials finishes first. (Optuna recovers trials of ``Study.optimize`` alone, by a
+number counts once, whichever of its trials finishes first. What a trial is and measured stands in it twice, because a
+database does not notice a flipped bit. (Optuna recovers trials of ``Study.optimize`` alone, by a
 heartbeat; and under SQLite two workers may be given the same trial, hence the lock file.)
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -24,19 +26,21 @@ from typing import Any
 
 import optuna
 import psutil
-from filelock import FileLock
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.exceptions import DuplicatedStudyError, OptunaError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage, RDBStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.locks import shared_lock
 
 HEARTBEAT, GRACE = 20.0, 300.0  # seconds
 INDEX = "index"  # user attribute of a trial: the number of its task, the same when it is tried again
+_IF_DAMAGED = "if its file is damaged, remove it: what was scored and retrained is kept beside it"
 _WORKER, _MARK, _SETTINGS = "worker", "mark", "settings"
+_POINT, _VALUES = "point", "values"  # user attributes: what a trial's number, parameters and values were when written
 
 
 def open_storage(url: str, lock: Path) -> BaseStorage:
@@ -46,14 +50,26 @@ def open_storage(url: str, lock: Path) -> BaseStorage:
         UserError: a URL that cannot be opened.
     """
     patience = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else {}
-    lock.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(lock):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with shared_lock(lock):
             return RDBStorage(url, engine_kwargs=patience)
-    except (SQLAlchemyError, ImportError, ValueError, RuntimeError) as error:
+    except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
+        remedy = "give an SQLAlchemy URL, such as sqlite:///study.db or postgresql://host/database"
+        if type(error) is DatabaseError:  # a file that is there, but no database
+            remedy = _IF_DAMAGED
+        raise UserError(f"cannot open the storage {url}: {first_line(error)}\n{remedy}") from error
+
+
+@contextmanager
+def storage_errors() -> Iterator[None]:
+    """Say in one line what befalls a study while it is worked on, such as a full disk or a damaged file."""
+    try:
+        yield
+    except (SQLAlchemyError, OptunaError) as error:
         raise UserError(
-            f"cannot open the storage {url}: {str(error).splitlines()[0]}\n"
-            "give an SQLAlchemy URL, such as sqlite:///study.db or postgresql://host/database"
+            f"the study cannot be read or written: {first_line(error.__cause__ or error)}\n"
+            f"the same command goes on when it can; {_IF_DAMAGED}"
         ) from error
 
 
@@ -88,15 +104,15 @@ class Queue:
         directions: Sequence[str] = ("minimize",),
         distributions: Mapping[str, BaseDistribution] | None = None,
     ) -> None:
-        self._distributions, self._lock = dict(distributions or {}), FileLock(lock)
+        self._storage, self._distributions, self._lock = storage, dict(distributions or {}), shared_lock(lock)
         with self._lock:
             try:
                 self._study = optuna.create_study(storage=storage, study_name=name, directions=list(directions))
             except DuplicatedStudyError:
                 self._study = optuna.load_study(storage=storage, study_name=name)
-            if _SETTINGS not in self._study.user_attrs:  # new, or its worker was killed between two writes
+            if _SETTINGS not in self._attributes():  # new, or its worker was killed between two writes
                 self._study.set_user_attr(_SETTINGS, dict(settings))
-        recorded = self._study.user_attrs[_SETTINGS]
+        recorded = self._attributes()[_SETTINGS]
         for key in settings:
             if recorded.get(key) != settings[key]:
                 raise UserError(
@@ -142,8 +158,11 @@ class Queue:
 
         A NaN counts as infinite: Optuna would call the trial failed, and the task would be tried for ever.
         """
+        told = [math.inf if math.isnan(value) else float(value) for value in values]
         try:
-            self._study.tell(task.trial, [math.inf if math.isnan(value) else value for value in values])
+            trial = self._study.get_trials(deepcopy=False)[task.trial]
+            self._storage.set_trial_user_attr(trial._trial_id, _VALUES, told)
+            self._study.tell(task.trial, told)
         except (ValueError, UpdateFinishedTrialError):
             if self._study.get_trials(deepcopy=False)[task.trial].state != TrialState.FAIL:
                 raise
@@ -155,7 +174,8 @@ class Queue:
 
         def beat() -> None:
             while not stop.wait(HEARTBEAT):
-                self._study.set_user_attr(_key(_worker()), time.time())
+                with suppress(SQLAlchemyError, OptunaError):  # if it lasts, the worker itself meets it
+                    self._study.set_user_attr(_key(_worker()), time.time())
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -171,9 +191,16 @@ class Queue:
                         self._free(trial)
 
     def results(self) -> dict[int, FrozenTrial]:
-        """The finished tasks by number, in order."""
+        """The finished tasks by number, in order. Raises ``UserError``: a trial is not what was written."""
         finished: dict[int, FrozenTrial] = {}
         for trial in self._trials(TrialState.COMPLETE):
+            attributes = trial.user_attrs
+            point = _point(attributes[INDEX], trial.params)
+            if attributes.get(_POINT, point) != point or attributes.get(_VALUES, trial.values) != trial.values:
+                raise UserError(
+                    f"the study '{self._study.study_name}' is damaged: its trial {trial.number} has changed\n"
+                    f"{_IF_DAMAGED}"
+                )
             finished.setdefault(trial.user_attrs[INDEX], trial)
         return dict(sorted(finished.items()))
 
@@ -186,13 +213,13 @@ class Queue:
                 state=TrialState.RUNNING,
                 params=dict(params),
                 distributions=self._distributions if params else {},
-                user_attrs={INDEX: index, _WORKER: _worker(), _MARK: mark},
+                user_attrs={INDEX: index, _POINT: _point(index, params), _WORKER: _worker(), _MARK: mark},
             )
         )
         return next(int(t.number) for t in self._trials(TrialState.RUNNING) if t.user_attrs[_MARK] == mark)
 
     def _recover(self) -> None:
-        alive = self._study.user_attrs
+        alive = self._attributes()
         for trial in self._trials(TrialState.RUNNING):
             if _is_lost(trial.user_attrs[_WORKER], alive):
                 self._free(trial)
@@ -202,7 +229,25 @@ class Queue:
             self._study.tell(trial.number, state=TrialState.FAIL)
 
     def _trials(self, state: TrialState) -> list[FrozenTrial]:
-        return [t for t in self._study.get_trials(deepcopy=False, states=(state,)) if INDEX in t.user_attrs]
+        with _damage():
+            return [t for t in self._study.get_trials(deepcopy=False, states=(state,)) if INDEX in t.user_attrs]
+
+    def _attributes(self) -> dict[str, Any]:
+        with _damage():
+            return dict(self._study.user_attrs)
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """What Optuna raises for JSON and numbers in a database that are not, as a ``UserError``."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"the study cannot be read: {first_line(error)}\n{_IF_DAMAGED}") from error
+
+
+def _point(index: int, params: Mapping[str, Any]) -> str:
+    return json.dumps([index, params], sort_keys=True)
 
 
 @cache

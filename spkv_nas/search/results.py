@@ -13,7 +13,8 @@ import pandas as pd
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES
-from spkv_nas.base.files import write_yaml
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.guidance import correlations, guidance
@@ -58,9 +59,10 @@ def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts
         What ``search.csv`` holds.
     """
     rows = result_table(trials, search.space.table)
-    write_csv(folder / "search.csv", rows)
-    write_yaml(folder / "search.yaml", _origin(search, rows))
     _write_layouts(search, trials, layouts)
+    with replacing(folder) as new:
+        write_csv(new / "search.csv", rows)
+        write_record(new / "search.yaml", _origin(search, rows))
     return rows
 
 
@@ -87,11 +89,9 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
 
 def _write_layouts(search: Search, trials: Sequence[Trial], folder: Path) -> None:
     """The front and what was retrained in full, in place of an earlier search's; the baselines have files already."""
-    kept = {trial.name: trial for trial in (*front(trials), *(t for t in trials if t.full is not None))}
-    for name, trial in kept.items():
-        if trial.sampler != BASELINE:
+    worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
+    kept = {trial.name: trial for trial in worth_keeping if trial.sampler != BASELINE}
+    with replacing(folder, stale=[file.name for file in folder.glob("*.yaml")]) as new:
+        for name, trial in kept.items():
             origin = provenance(search.space.table, trial.layout, search.space.budgets[1], trial.seed)
-            Layout(trial.layout.heads, trial.layout.window, name, origin).write(folder / f"{name}.yaml")
-    for stale in folder.glob("*.yaml"):
-        if stale.stem not in kept:
-            stale.unlink(missing_ok=True)  # another worker may have
+            Layout(trial.layout.heads, trial.layout.window, name, origin).write(new / f"{name}.yaml")

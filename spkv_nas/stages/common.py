@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.distributed import process_index
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import require
+from spkv_nas.base.names import check_name
+from spkv_nas.base.units import format_bytes
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.options import SubjectOptions
@@ -22,6 +26,11 @@ if TYPE_CHECKING:
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.training.recipe import Recipe
+
+
+BATCH_SIZE = 8  # blocks of a pass, the default of what measures
+_ANNOUNCED = 1 << 30  # bytes from which on it is said what a pass takes
+_BEYOND = 16  # times a model's own length up to which blocks may be longer
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,9 @@ class Subject:
     base: Path
     options: SubjectOptions
 
+    def __post_init__(self) -> None:
+        check_name(self.name, "the name")  # before hours of work
+
     @classmethod
     def of(cls, options: SubjectOptions, default: str, purpose: str) -> Subject:
         """The subject that options name, ``default`` without any; ``purpose`` ends the error ("the text to probe on").
@@ -77,13 +89,21 @@ class Subject:
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
 
-    def load(self, reporter: Reporter = SILENT) -> Measured:
-        """The model and the blocks. Raises ``UserError`` for too few tokens, or what cannot be loaded."""
+    def load(self, reporter: Reporter = SILENT, *, with_logits: bool = True) -> Measured:
+        """The model and the blocks.
+
+        Args:
+            with_logits: whether the pass that follows makes logits of ``BATCH_SIZE`` blocks, which must fit.
+
+        Raises:
+            UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
+        """
         from spkv_nas.base.device import choose_device
         from spkv_nas.data.blocks import build_blocks
         from spkv_nas.data.sources import documents
         from spkv_nas.data.splits import load_heldout
         from spkv_nas.model.checkpoint import load
+        from spkv_nas.model.shape import check_tokens
 
         options, recipe = self.options, self.recipe
         length = options.block_size if options.data else recipe.data.block_size
@@ -92,7 +112,11 @@ class Subject:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
         reporter.announce(f"loading {self.source}")
         model, tokenizer = load(self.source)
-        model.to(choose_device(options.device))
+        device = choose_device(options.device)
+        _check_positions(model, length)
+        _move(model, device)
+        if with_logits:
+            _check_logits(model, 1, length, device)  # before the text is tokenised, which may take long
         text: Any = options.data
         if options.data:
             blocks = build_blocks(documents(options.data, Path()), tokenizer, length, limit)
@@ -101,7 +125,49 @@ class Subject:
             cache = options.place.run_dir(recipe.name) / "blocks"
             blocks = load_heldout(recipe.data, tokenizer, cache, self.base)
             text = recipe.data.model_dump(mode="json")
-        return Measured(model, blocks if limit is None else blocks.take(limit // length), text)
+        blocks = blocks if limit is None else blocks.take(limit // length)
+        check_tokens(model, int(blocks.tokens.max(initial=0)))
+        if with_logits:
+            taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)
+            if taken > _ANNOUNCED:
+                reporter.announce(f"the logits of a batch take {format_bytes(taken)}; less with a smaller --block-size")
+        return Measured(model, blocks, text)
+
+
+def _move(model: PreTrainedModel, device: str) -> None:
+    """The model to the device, if it has room there."""
+    if device != "cpu":
+        size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        require(size, f"the weights on {device}", "use --device cpu", device=device)
+    model.to(device)
+
+
+def _check_positions(model: PreTrainedModel, block_size: int) -> None:
+    """Raise ``UserError`` for blocks of many times the length that the model was made for; some more is an experiment.
+
+    Attention over them may take hours, and what it measures is not the model.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and block_size > _BEYOND * max(positions, 1):
+        raise UserError(
+            f"blocks of {block_size} tokens are more than {_BEYOND} times as long as the model's "
+            f"max_position_embeddings of {positions}\ngive a smaller --block-size"
+        )
+
+
+def _check_logits(model: PreTrainedModel, num_blocks: int, block_size: int, device: str) -> int:
+    """Bytes of the logits of a batch, and of two float32 copies of one block's, of which the NLL is computed.
+
+    Raises:
+        UserError: there is not so much memory.
+    """
+    from spkv_nas.model.shape import vocabulary_size
+
+    one = block_size * vocabulary_size(model)
+    size = one * (num_blocks * int(model.dtype.itemsize) + 2 * 4)
+    what = f"logits of {num_blocks} x {block_size} tokens, {vocabulary_size(model)} for each"
+    require(size, what, "give a smaller --block-size", device=device)
+    return size
 
 
 def model_name(source: str) -> str:
@@ -143,5 +209,7 @@ def find_table(workspace: Workspace, probe: str) -> DensityTable:
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
-    """The layouts in files, by default all of ``layouts/<name>/``."""
-    return Proposal.read(files) if files else Proposal.read_folder(workspace.layout_dir(name))
+    """The layouts in files, by default all of ``layouts/<name>/``. Raises ``UserError`` for a baseline's name too."""
+    proposal = Proposal.read(files) if files else Proposal.read_folder(workspace.layout_dir(name))
+    check_layout_names(proposal.layouts)
+    return proposal

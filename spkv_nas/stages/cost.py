@@ -91,10 +91,10 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
         options.dtype or ("float32" if device == "cpu" else "bfloat16"), options.window, options.batch, device,
     )  # fmt: skip
     options.place.check_writable()
-    with reporter.bar("measuring") as progress:
-        calibration = time_attention(case, contexts, progress=progress)
     name = options.name or subject.name
     folder = options.place.report_dir(name)
+    with reporter.bar("measuring") as progress:
+        calibration = time_attention(case, contexts, progress=progress)
     calibration.write(folder)
     return CalibrationResult(name, calibration, folder)
 

@@ -10,6 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spkv_nas.base.limits import (
+    MOST_BATCH,
+    MOST_BLOCK_SIZE,
+    MOST_REPEATS,
+    MOST_SEED,
+    MOST_SIZE,
+    MOST_STEPS,
+    MOST_WHOLE,
+    MOST_WINDOW,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -45,8 +56,8 @@ _BUDGET_OR_RANGE = Flag(
     "Global KV heads: a number, a share such as 25%, or a range: 6..40, 10%..50%, 6..40:2.", ("--budget", "-b"),
     "N|N%|RANGE",
 )  # fmt: skip
-_MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1)
-_WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1)
+_MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1, high=MOST_WHOLE)
+_WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)
 
 # where
@@ -59,16 +70,16 @@ Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.")]
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: files or folders; repeat for several.")]
-BlockSize = Annotated[int, Flag("Tokens per block, with --data.", low=2)]
+BlockSize = Annotated[int, Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]
 RecipeFile = Annotated[Path, _RECIPE_FILE]
 OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
 RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewer keys.")]
-Seed = Annotated[int, Flag("Seed of what is drawn at random.", low=0)]
-Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1)]
-Steps = Annotated[int | None, Flag("Training steps.", low=1)]
+Seed = Annotated[int, Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)]
+Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
+Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
 
 # measuring
 Signal = Annotated[str, Flag("density, or a rival of it: attention-mass, duo, retrieval; they need no gates.")]
@@ -78,7 +89,7 @@ TauSweep = Annotated[
         "Thresholds to compare with open gates: a range, evenly spaced in logit, or a list.", metavar="LOW..HIGH|LIST"
     ),
 ]
-Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.")]
+Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.", high=MOST_REPEATS)]
 Probe = Annotated[str, _PROBE]
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[
@@ -89,8 +100,8 @@ By = Annotated[str | None, Flag("Split every probe: by domain, or by half of its
 # generating
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
 PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - is standard input.", ("--file", "-f"))]
-MaxNewTokens = Annotated[int, Flag("Stop after so many.", ("--max-new-tokens", "-n"), low=1)]
-Temperature = Annotated[float, Flag("0 takes the likeliest token, more samples.", low=0.0)]
+MaxNewTokens = Annotated[int, Flag("Stop after so many.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
+Temperature = Annotated[float, Flag("0 takes the likeliest token, more samples.", low=0.0, high=1e6)]
 TopP = Annotated[float, Flag("Sample from this share of the probability.", low=0.0, high=1.0)]
 
 # layouts
@@ -112,7 +123,7 @@ ChosenTau = Annotated[
 ]  # fmt: skip
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
-NumRandom = Annotated[int, Flag("Number of random layouts.", low=0)]
+NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 
 # constraints and memory
 KvBytes = Annotated[
@@ -121,12 +132,16 @@ KvBytes = Annotated[
 ]
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
-Batch = Annotated[int, Flag("Sequences held at once.", low=1, panel=_MEMORY)]
-HeadDim = Annotated[int | None, Flag("Channels of a head.", panel=_MEMORY)]
+Batch = Annotated[int, Flag("Sequences held at once.", low=1, high=MOST_BATCH, panel=_MEMORY)]
+HeadDim = Annotated[int | None, Flag("Channels of a head.", high=MOST_SIZE, panel=_MEMORY)]
 Dtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=_MEMORY)]
 Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=_MEMORY)]
-MinPerLayer = Annotated[int | None, Flag("Least global heads in a layer, those named below aside.", panel=_MEMORY)]
-MaxPerLayer = Annotated[int | None, Flag("Most global heads in a layer, those named below aside.", panel=_MEMORY)]
+MinPerLayer = Annotated[
+    int | None, Flag("Least global heads in a layer, those named below aside.", high=MOST_SIZE, panel=_MEMORY)
+]
+MaxPerLayer = Annotated[
+    int | None, Flag("Most global heads in a layer, those named below aside.", high=MOST_SIZE, panel=_MEMORY)
+]
 GlobalLayers = Annotated[
     str | None, Flag("Layers with global heads alone, such as 0,20.", metavar="LAYERS", panel=_MEMORY)
 ]
@@ -147,7 +162,9 @@ Weights = Annotated[
 
 # searching
 Objective = Annotated[str, Flag("nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES")]
-Trials = Annotated[int, Flag("Layouts scored without training, per sampler and seed.", low=1, panel=_SEARCH)]
+Trials = Annotated[
+    int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
+]
 Control = Annotated[
     str,
     Flag(
@@ -155,9 +172,9 @@ Control = Annotated[
         panel=_SEARCH,
     ),
 ]  # fmt: skip
-Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, panel=_SEARCH)]
-Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, panel=_SEARCH)]
-ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, panel=_SEARCH)]
+Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
+Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
+ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]
 Storage = Annotated[str | None, Flag("Optuna storage, such as postgresql://...")]
 
 # cost
@@ -169,7 +186,7 @@ Level = Annotated[
     ),
 ]  # fmt: skip
 Density = Annotated[float | None, Flag("Share of keys that SP-KV keeps beyond the window.")]
-ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1)]
+ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1, high=1024)]
 CalibrationName = Annotated[str | None, Flag("Take times from this calibration of the workspace.", metavar="NAME")]
 Hardware = Annotated[str | None, Flag("Take times from the roofline of h200, h100 or a100.")]
 Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
@@ -187,7 +204,7 @@ Runs = Annotated[
 ]  # fmt: skip
 
 # training
-BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1)]
+BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1, high=2**20)]
 AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
 
 # formats of layouts

@@ -7,6 +7,7 @@ from typing import Any
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.names import check_name
 from spkv_nas.base.version import environment
 from spkv_nas.probing import density, signals
 from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
@@ -25,8 +26,10 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     if options.recipe is not None and (options.model is not None or options.data):
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     check_tau(options.tau)
+    if options.name is not None:
+        check_name(options.name, "the name")  # before a recipe is trained
     subject = _subject(options, reporter)
-    measured = subject.load(reporter)
+    measured = subject.load(reporter, with_logits=False)  # of a few tokens at most
     source = subject.source if options.recipe is None else subject.recipe.name
     with reporter.bar("probing") as progress:
         told: dict[str, Any] = {

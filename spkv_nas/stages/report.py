@@ -6,7 +6,8 @@ from pathlib import Path
 
 from spkv_nas.artifacts.comparison import read_comparison
 from spkv_nas.artifacts.search_table import read_search
-from spkv_nas.base.files import read_yaml
+from spkv_nas.base.files import is_file
+from spkv_nas.base.records import read_record
 from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.common import find_proposal, find_table
@@ -20,12 +21,14 @@ def report(options: ReportOptions) -> Path:
     folder = options.place.report_dir(table.name)
     comparison, record = folder / "comparison.csv", folder / "comparison.yaml"
     agreement, search = folder / "agreement.csv", folder / "search.csv"
+    if is_file(search_record := folder / "search.yaml"):
+        read_record(search_record, "search")
     return write_report(
         folder,
         table=proposal.table(table),
         layouts=proposal.layouts,
         comparison=read_comparison(comparison) if comparison.is_file() else None,
-        record=read_yaml(record, "comparison") if record.is_file() else None,
+        record=read_record(record, "comparison") if is_file(record) else None,
         agreement=read_agreement(agreement) if agreement.is_file() else None,
         search=read_search(search) if search.is_file() else None,
     )

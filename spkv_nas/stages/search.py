@@ -9,6 +9,7 @@ from pathlib import Path
 import optuna
 import pandas as pd
 
+from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -16,6 +17,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce
+from spkv_nas.base.workspace import SEARCH
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, solve
 from spkv_nas.proposal.coverage import coverage
@@ -71,6 +73,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     memory = _cache_bytes(requirements, space) if second == "kv-bytes" else None  # before any training
     place = options.place
     place.check_writable()
+    folder = place.report_dir(name)
     judge = RecipeJudge.prepare(
         recipe, path.parent, place.run_dir(recipe.name), max_tokens=options.max_tokens,
         short_steps=options.short_steps, device=options.device, announce=reporter.announce,
@@ -80,8 +83,8 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
         judge, space, candidates.starts, candidates.others, effort, place.run_dir(name) / "search",
         name=name, cost=cost, storage=options.storage, announce=reporter.announce,
     )  # fmt: skip
-    folder, cost_name = place.report_dir(name), None if cost is None else cost.name
-    rows = write_results(work, work.run(), folder, place.layout_dir(name) / "search")
+    cost_name = None if cost is None else cost.name
+    rows = write_results(work, work.run(), folder, place.layout_dir(name) / SEARCH)
     write_study_figures(folder, rows, cost_name)
     return SearchResult(rows, cost_name, folder)
 
@@ -155,7 +158,8 @@ def _candidates(options: SearchOptions, space: Space, budgets: list[int], announ
 def _check_given(
     space: Space, starts: Mapping[str, Layout], given: Mapping[str, Layout], others: Mapping[str, Layout]
 ) -> None:
-    """Raises ``UserError`` for a name that is there twice, or a layout that cannot be tried or compared."""
+    """Raises ``UserError`` for a name that is there twice or a baseline's, or a layout that cannot be tried."""
+    check_layout_names([*given, *others])
     for key, layout in [*given.items(), *others.items()]:
         if key in starts or (key in given and key in others):
             raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")

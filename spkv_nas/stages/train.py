@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pandas as pd
 
+from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.tables import MOST_BYTES
 from spkv_nas.stages.common import find_proposal, find_table, quiet_transformers
 from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
@@ -73,10 +75,11 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
 
     log, heldout = checkpoint / "density-log.csv", checkpoint / "heldout-log.csv"
     if log.is_file():
-        write_atomic(folder / "density-evolution.csv", log.read_text())
-        save_chart(folder, density_evolution_chart(pd.read_csv(log)))
+        rows = read_density_log(log)
+        write_atomic(folder / "density-evolution.csv", read_text(log, "density log", most=MOST_BYTES))
+        save_chart(folder, density_evolution_chart(rows))
     if heldout.is_file():
-        write_atomic(folder / "heldout-log.csv", heldout.read_text())
+        write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", most=MOST_BYTES))
 
 
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
@@ -115,8 +118,8 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
     settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
     name = options.name or PALINDROME
     device = choose_device(options.device)
-    finished = compare(settings, options.place.run_dir(name), device=device, announce=reporter.announce)
     folder = options.place.report_dir(name)
+    finished = compare(settings, options.place.run_dir(name), device=device, announce=reporter.announce)
     results.write_results(folder, settings, finished)
     save_chart(folder, palindrome_charts(results.curve_table(finished), Palindromes(0).chance_nll))
     return PalindromeResult(results.result_table(settings, finished), folder)

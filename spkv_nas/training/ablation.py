@@ -14,11 +14,14 @@ from typing import Any
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, check_layout_names
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.files import read_yaml, write_yaml
+from spkv_nas.base.files import read_yaml
+from spkv_nas.base.names import MOST_CHARACTERS
 from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.schema import validate
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
@@ -58,7 +61,9 @@ class Row(BaseModel):
     def read_variant(self, folder: Path) -> Variant:
         """The variant that the row asks for; a layout's file is looked up from ``folder``. Raises ``UserError``."""
         if self.layout is not None:
-            return Variant.hybrid(Layout.read(folder / self.layout))
+            layout = Layout.read(folder / self.layout)
+            check_layout_names([layout.strategy])
+            return Variant.hybrid(layout)
         return Variant.full_attention() if self.variant == FULL_ATTENTION else Variant.sp_kv()
 
 
@@ -67,7 +72,7 @@ class Ablations(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MOST_CHARACTERS)
     recipe: dict[str, Any] | str = Field(description="the base recipe, or its file from the folder of the ablations")
     rows: dict[str, Row] = Field(min_length=1, description="by name; the first is the baseline")
 
@@ -111,7 +116,7 @@ def ablate(
     finished: dict[str, Branch] = {}
     for number, (name, recipe) in enumerate(recipes.items(), 1):
         announce(f"{name} ({number} of {len(recipes)})")
-        finished[name] = Trunk.prepare(recipe, base, runs, device=device).train(variants[name])
+        finished[name] = Trunk.prepare(recipe, base, runs, device=device, announce=announce).train(variants[name])
         rows = _table(finished, variants)
         on_main(partial(_write, workspace.report_dir(file.name), rows, recipes))
     return file.name, rows
@@ -140,12 +145,13 @@ def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> p
 
 
 def _write(folder: Path, rows: pd.DataFrame, recipes: Mapping[str, Recipe]) -> None:
-    write_csv(folder / "ablations.csv", rows)
     content = {
         "recipes": {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()},
         "environment": environment(),
     }
-    write_yaml(folder / "ablations.yaml", content)
+    with replacing(folder) as new:
+        write_csv(new / "ablations.csv", rows)
+        write_record(new / "ablations.yaml", content)
 
 
 def _merged(base: Any, over: Mapping[str, Any]) -> Any:

@@ -43,7 +43,6 @@ def training_arguments(
         max_grad_norm=phase.max_grad_norm,
         save_strategy="steps",
         save_steps=recipe.checkpoint_every,
-        save_total_limit=2,
         logging_steps=10,
         logging_nan_inf_filter=False,
         dataloader_drop_last=True,

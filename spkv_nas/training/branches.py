@@ -8,27 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from spkv_nas.base.distributed import num_processes, on_main
-from spkv_nas.base.files import sha256_file, write_json
+from spkv_nas.base.files import read_json, sha256_file, write_json
+from spkv_nas.base.manifest import (
+    MANIFEST,
+    WEIGHT_ENDINGS,
+    check_manifest,
+    is_complete,
+    read_manifest,
+    write_manifest,
+)
 from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.checkpoint import MANIFEST, is_complete, write_manifest
+from spkv_nas.model.checkpoint import weights_identity
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
+from spkv_nas.training.callbacks import HeldoutCallback, TokenProgressCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import save_run, write_density_log, write_heldout_log
+from spkv_nas.training.run_files import (
+    check_text,
+    remove_checkpoints,
+    run_lock,
+    save_run,
+    write_density_log,
+    write_heldout_log,
+)
 from spkv_nas.training.sharding import whole_weights
-from spkv_nas.training.trainer import BlockDataset, HeldoutCallback, SPKVTrainer, TokenProgressCallback
+from spkv_nas.training.trainer import BlockDataset, SPKVTrainer
 from spkv_nas.training.variants import Kind, Variant
 
 _RECORD, _NLL = "run.json", "heldout-nll.npz"
@@ -56,6 +73,7 @@ class Trunk:
     dense: Path
     runs: Path
     device: str | None = None
+    announce: Announce = silent
 
     @classmethod
     def prepare(
@@ -67,33 +85,52 @@ class Trunk:
             base: folder that the recipe's relative paths start from.
         """
         announce("reading and tokenising text")
-        corpus = load_corpus(recipe, base, runs)
-        return cls(recipe, corpus, dense_checkpoint(recipe, corpus, runs, device=device), runs, device)
+        corpus = load_corpus(recipe, base, runs, announce=announce)
+        dense = dense_checkpoint(recipe, corpus, runs, device=device, announce=announce)
+        return cls(recipe, corpus, dense, runs, device, announce)
 
     def folder(self, variant: Variant, seed: int | None = None) -> Path:
-        """Of a branch, trained or not; ``seed`` is the recipe's by default."""
-        return self.runs / "branches" / branch_key(self.recipe, self.dense, variant, self._seed(seed))
+        """Of a branch, trained or not; ``seed`` is the recipe's by default.
+
+        One that the first version finished under its own name keeps it.
+        """
+        about, branches = (variant, self._seed(seed)), self.runs / "branches"
+        own = branches / branch_key(self.recipe, self._origin, *about)
+        first = branches / first_key(self.recipe, self.dense, *about)
+        return first if not own.exists() and is_finished(first / "final") else own
+
+    @cached_property
+    def _origin(self) -> str:
+        """Changes with what the branches start from."""
+        return weights_identity(self.dense) if self.dense.is_dir() else str(self.dense)
 
     def train(self, variant: Variant, seed: int | None = None) -> Branch:
         """Train a branch, or read it if it has been trained; ``seed`` is the recipe's by default."""
         return train_branch(
             self.recipe, self.corpus, self.dense, self.folder(variant, seed), variant,
-            seed=self._seed(seed), device=self.device,
+            seed=self._seed(seed), device=self.device, announce=self.announce,
         )  # fmt: skip
 
     def _seed(self, seed: int | None) -> int:
         return self.recipe.seed if seed is None else seed
 
 
-def branch_key(recipe: Recipe, dense: Path, variant: Variant, seed: int) -> str:
-    """Name of a branch's folder: the variant, and a hash of all that decides the result."""
+def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
+    """Name of a branch's folder: the variant, and a hash of all that decides the result.
+
+    ``origin`` is the identity of the dense checkpoint's weights.
+    """
     sections = ["branch", "data", "evaluation", "precision"]
     if variant.kind is Kind.SP_KV:
         sections.append("gates")
-    parts: list[Any] = [recipe.content_hash(*sections), seed]
-    manifest = dense / MANIFEST
-    parts.append(sha256_file(manifest) if manifest.is_file() else str(dense))
+    parts = [recipe.content_hash(*sections), seed, origin]
     return f"{variant.key}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}-seed{seed}"
+
+
+def first_key(recipe: Recipe, dense: Path, variant: Variant, seed: int) -> str:
+    """The name in the first version: it changed with the dense run's log, which says how fast it trained."""
+    manifest = dense / MANIFEST
+    return branch_key(recipe, sha256_file(manifest) if manifest.is_file() else str(dense), variant, seed)
 
 
 def train_branch(
@@ -105,17 +142,34 @@ def train_branch(
     *,
     seed: int | None = None,
     device: str | None = None,
+    announce: Announce = silent,
 ) -> Branch:
     """Train one branch of the dense checkpoint and evaluate it. Resumes, or returns the finished run.
 
     Args:
         seed: of the data order (and of new predictors); the recipe's by default.
+        announce: told if another process trains it already, for which this one waits.
     """
     final = folder / "final"
-    if on_main(lambda: is_complete(final)):
-        return read_branch(final)
-    seed = recipe.seed if seed is None else seed
-    setup = set_up(recipe, corpus, dense, variant, seed)
+    on_main(lambda: check_text(folder, corpus.text))
+    if not on_main(lambda: is_finished(final)):
+        with run_lock(folder, announce):
+            if not on_main(lambda: is_finished(final)):
+                seed = recipe.seed if seed is None else seed
+                _train(recipe, corpus, set_up(recipe, corpus, dense, variant, seed), folder, variant, seed, device)
+    on_main(lambda: remove_checkpoints(folder))
+    return read_branch(final)
+
+
+def is_finished(final: Path) -> bool:
+    """Whether a branch was trained and evaluated to the end."""
+    return is_complete(final, (_RECORD, _NLL))
+
+
+def _train(
+    recipe: Recipe, corpus: Corpus, setup: BranchSetup, folder: Path, variant: Variant, seed: int, device: str | None
+) -> None:
+    """Train, evaluate, and write ``folder``'s ``final``."""
     trainer = SPKVTrainer(
         model=setup.model,
         args=training_arguments(recipe, setup.phase, folder, device=device, seed=seed + 1),
@@ -135,17 +189,15 @@ def train_branch(
     weights = whole_weights(trainer.model)
 
     def finish() -> None:
-        save_run(trainer, corpus.tokenizer, weights, final)
-        measured.nll.save(final / _NLL)
-        write_heldout_log(trainer.state, final / "heldout-log.csv")
-        write_density_log(trainer.state, final / "density-log.csv")
-        write_json(final / _RECORD, record)
-        write_manifest(final)
-        for checkpoint in folder.glob("checkpoint-*"):
-            shutil.rmtree(checkpoint)
+        with new_folder(folder / "final") as new:
+            save_run(trainer, corpus.tokenizer, weights, new)
+            measured.nll.save(new / _NLL)
+            write_heldout_log(trainer.state, new / "heldout-log.csv")
+            write_density_log(trainer.state, new / "density-log.csv")
+            write_json(new / _RECORD, record)
+            write_manifest(new)
 
     on_main(finish)
-    return read_branch(final)
 
 
 def _evaluate(setup: BranchSetup, recipe: Recipe, corpus: Corpus) -> Evaluation:
@@ -173,6 +225,7 @@ def _record(variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: 
 
 
 def read_branch(final: Path) -> Branch:
-    """A finished branch from its folder."""
-    record = json.loads((final / _RECORD).read_text())
+    """A finished branch from its folder, whose weights are not read. Raises ``UserError``: anything else is damaged."""
+    check_manifest(final, [name for name in read_manifest(final) if not name.endswith(WEIGHT_ENDINGS)])
+    record = read_json(final / _RECORD, "run record")
     return Branch(final, DocumentNLL.read(final / _NLL), record["heldout_density"], record["steps"])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, connect, on_main
+from spkv_nas.base.locks import locked
+from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
+from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.replace import new_folder
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
-from spkv_nas.model.checkpoint import is_complete, load_tokenizer, write_manifest
+from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
 from spkv_nas.training.recipe import Recipe
 
 
@@ -22,6 +28,14 @@ class Corpus:
     tokenizer: PreTrainedTokenizerBase
     train: TokenBlocks
     heldout: TokenBlocks
+
+    @cached_property
+    def text(self) -> str:
+        """16 hexadecimal digits that change with any document, and with the number of their tokens."""
+        key = hashlib.sha256()
+        for blocks in (self.train, self.heldout):
+            key.update(f"{blocks.tokens.shape} {' '.join(document.id for document in blocks.documents)}".encode())
+        return key.hexdigest()[:16]
 
 
 def join_processes(recipe: Recipe, device: str | None = None) -> None:
@@ -37,26 +51,33 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     connect(device)
 
 
-def load_corpus(recipe: Recipe, base: Path, folder: Path) -> Corpus:
+def load_corpus(recipe: Recipe, base: Path, folder: Path, *, announce: Announce = silent) -> Corpus:
     """The recipe's text as blocks, tokenised once under ``folder``; a BPE is trained there if the recipe asks for it.
 
     Args:
         base: folder that the recipe's relative paths start from.
+        announce: told if another process is at it, for which this one waits.
     """
-    source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
-    if source is not None:
-        tokenizer = load_tokenizer(source)
-    else:
-        saved = folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
-        on_main(lambda: _new_tokenizer(recipe, base, saved))
-        tokenizer = load_tokenizer(saved)
-    blocks = on_main(lambda: cache_split(recipe.data, tokenizer, folder / "blocks", base))
-    return Corpus(tokenizer, *read_split(blocks, recipe.data))
+
+    def prepare() -> tuple[str, Path]:
+        with locked(folder, "reads and tokenises the text", announce):
+            source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
+            source = source or str(_own_tokenizer(recipe, base, folder))
+            return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base)
+
+    source, blocks = on_main(prepare)
+    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data))
 
 
-def _new_tokenizer(recipe: Recipe, base: Path, folder: Path) -> None:
+def _own_tokenizer(recipe: Recipe, base: Path, folder: Path) -> Path:
+    """The folder of the recipe's BPE, trained if it is not there yet."""
     assert recipe.tokenizer is not None
     assert recipe.tokenizer.vocab_size is not None
-    if not is_complete(folder):
-        train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base).save_pretrained(folder)
-        write_manifest(folder)
+    final = folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
+    if not is_complete(final):
+        tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base)
+        with new_folder(final) as new:
+            save_tokenizer(tokenizer, new)
+            write_manifest(new)
+    check_manifest(final)
+    return final

@@ -12,30 +12,58 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
-from spkv_nas.model.checkpoint import is_complete, resolve, write_manifest
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.manifest import is_complete, write_manifest
+from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.replace import new_folder
+from spkv_nas.model.checkpoint import resolve
+from spkv_nas.model.shape import check_counts, check_size
 from spkv_nas.training.arguments import training_arguments
+from spkv_nas.training.callbacks import TokenProgressCallback
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.run_files import OPTIMIZER_STATE, save_optimizer_state, save_run
+from spkv_nas.training.run_files import (
+    OPTIMIZER_STATE,
+    check_text,
+    optimizer_tensors,
+    run_lock,
+    save_optimizer_state,
+    save_run,
+)
 from spkv_nas.training.sharding import whole_weights
-from spkv_nas.training.trainer import BlockDataset, SPKVTrainer, TokenProgressCallback
+from spkv_nas.training.trainer import BlockDataset, SPKVTrainer
 
 
-def dense_checkpoint(recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None) -> Path:
+def dense_checkpoint(
+    recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None, announce: Announce = silent
+) -> Path:
     """The checkpoint that branches start from: the recipe's ``model.path``, or its dense run (trained if needed)."""
     if recipe.model.path is not None:
         return resolve(recipe.model.path)
     key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision")
-    return train_dense(recipe, corpus, runs / f"dense-{key}", device=device)
+    return train_dense(recipe, corpus, runs / f"dense-{key}", device=device, announce=announce)
 
 
-def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None) -> Path:
-    """Train the recipe's dense model up to the decay; the finished checkpoint's folder. Resumes, or returns at once."""
+def train_dense(
+    recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, announce: Announce = silent
+) -> Path:
+    """Train the recipe's dense model up to the decay; the finished checkpoint's folder. Resumes, or returns at once.
+
+    Args:
+        announce: told if another process trains it already, for which this one waits.
+    """
     final = folder / "final"
-    if on_main(lambda: is_complete(final)):
-        return final
+    on_main(lambda: check_text(folder, corpus.text))
+    if not on_main(lambda: is_complete(final, (OPTIMIZER_STATE,))):
+        with run_lock(folder, announce):
+            if not on_main(lambda: is_complete(final, (OPTIMIZER_STATE,))):
+                _train(recipe, corpus, folder, device)
+    return final
+
+
+def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None) -> None:
+    """Train and write ``folder``'s ``final``."""
     assert recipe.dense is not None
     phase = recipe.dense
     trainer = SPKVTrainer(
@@ -46,11 +74,15 @@ def train_dense(recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | N
         callbacks=[TokenProgressCallback("dense")],
     )
     trainer.train_or_resume()
-    weights = whole_weights(trainer.model)
-    on_main(lambda: save_run(trainer, corpus.tokenizer, weights, final))
-    save_optimizer_state(trainer.optimizer, trainer.model, final / OPTIMIZER_STATE)
-    on_main(lambda: write_manifest(final))
-    return final
+    weights, moments = whole_weights(trainer.model), optimizer_tensors(trainer.optimizer, trainer.model)
+
+    def finish() -> None:
+        with new_folder(folder / "final") as new:
+            save_run(trainer, corpus.tokenizer, weights, new)
+            save_optimizer_state(moments, new)
+            write_manifest(new)
+
+    on_main(finish)
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -58,10 +90,15 @@ def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
+    what = f"recipe {recipe.name}: model.config"
+    check_counts(options, what)  # first, because lists are made as long as it says
     try:
         config = AutoConfig.for_model(**options)
+        check_size(config, 4 if torch.cuda.is_available() else 16, what)  # AdamW's part lies where the model trains
         set_seed(recipe.seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"recipe {recipe.name}: model.config cannot be built: {error}") from error
+    except UserError:
+        raise
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise UserError(f"{what} cannot be built: {first_line(error)}") from error
     return model

@@ -15,14 +15,14 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
-from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, write_comparison
+from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, check_layout_names, write_comparison
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_yaml
 from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -86,7 +86,7 @@ def train_hybrids(
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
     variants = _variants(layouts)
-    trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device)
+    trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, announce=announce)
     announce("zero-shot scores on the dense checkpoint")
     untrained = on_main(partial(zero_shot_scores, trunk, layouts))
     finished: dict[str, list[Branch]] = {name: [] for name in variants}
@@ -105,13 +105,8 @@ def train_hybrids(
 
 def _variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
     """The two baselines and the layouts, by name. Raises ``UserError`` for a layout with a baseline's name."""
+    check_layout_names(layouts)
     baselines = {FULL_ATTENTION: Variant.full_attention(), SP_KV: Variant.sp_kv()}
-    for name in baselines:
-        if name in layouts:
-            raise UserError(
-                f"a layout is called '{name}', the name of a baseline that it is compared with: give it another name "
-                "(the key 'strategy')"
-            )
     return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
@@ -173,8 +168,7 @@ def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str
 
 def _write(workspace: Workspace, compared: Comparison, recipe: Recipe, table: DensityTable) -> None:
     """``comparison.csv``, ``comparison.yaml`` (rank correlations, recipe, versions) and ``checkpoints.csv``."""
-    folder, correlations = workspace.report_dir(table.name), compared.correlations
-    write_comparison(folder / "comparison.csv", compared.rows)
+    correlations = compared.correlations
     content = {
         "probe": table.name,
         "rank_correlation": correlations["coverage"],
@@ -182,8 +176,10 @@ def _write(workspace: Workspace, compared: Comparison, recipe: Recipe, table: De
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment(),
     }
-    write_yaml(folder / "comparison.yaml", content)
-    write_checkpoints(folder, compared.models, workspace.root)
+    with replacing(workspace.report_dir(table.name)) as new:
+        write_comparison(new / "comparison.csv", compared.rows)
+        write_checkpoints(new, compared.models, workspace.root)
+        write_record(new / "comparison.yaml", content)
 
 
 def _mean(parts: list[DocumentNLL]) -> DocumentNLL:

@@ -17,6 +17,8 @@ from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
+from spkv_nas.base.limits import MOST_BATCH, MOST_SEED, MOST_STEPS, MOST_WHOLE
+from spkv_nas.base.names import MOST_CHARACTERS
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.data.config import DataConfig
@@ -41,7 +43,7 @@ class TokenizerConfig(Section):
     """Either ``path`` (a tokenizer folder or id) or ``vocab_size`` (a BPE trained on the corpus)."""
 
     path: str | None = None
-    vocab_size: int | None = Field(None, ge=260)
+    vocab_size: int | None = Field(None, ge=260, le=2**24)
 
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerConfig:
@@ -53,10 +55,10 @@ class TokenizerConfig(Section):
 class DenseConfig(Section):
     """The stable phase of the dense model."""
 
-    steps: int = Field(3000, ge=1)
-    batch_size: int = Field(8, ge=1, description="blocks per step, of all processes together")
+    steps: int = Field(3000, ge=1, le=MOST_STEPS)
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, of all processes together")
     learning_rate: float = Field(2e-3, gt=0.0)
-    warmup_steps: int = Field(100, ge=0)
+    warmup_steps: int = Field(100, ge=0, le=MOST_STEPS)
     weight_decay: float = Field(0.1, ge=0.0)
     max_grad_norm: float = Field(1.0, gt=0.0)
 
@@ -64,10 +66,10 @@ class DenseConfig(Section):
 class BranchConfig(Section):
     """The decay phase, the same for every branch."""
 
-    steps: int = Field(1000, ge=1)
-    batch_size: int = Field(8, ge=1, description="blocks per step, of all processes together")
+    steps: int = Field(1000, ge=1, le=MOST_STEPS)
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, of all processes together")
     learning_rate: float = Field(2e-3, gt=0.0)
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
     final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="share of the peak")
     weight_decay: float = Field(0.1, ge=0.0)
     max_grad_norm: float = Field(1.0, gt=0.0)
@@ -85,7 +87,7 @@ class GatesConfig(GateConfig):
     learning_rate_multiplier: float = Field(5.0, gt=0.0)
     weight_decay: float = Field(0.1, ge=0.0)
     soft_fraction: float = Field(0.75, ge=0.0, le=1.0, description="share of the branch before gates are hard")
-    anneal_steps: int = Field(0, ge=0)
+    anneal_steps: int = Field(0, ge=0, le=MOST_STEPS)
     density_weight: float = Field(0.0, description="lambda of the regulariser -lambda * mean(u); below 0: sparser")
     target_density: float | None = Field(None, ge=0.0, le=1.0, description="moves lambda to reach this density")
     start_from: str | None = Field(None, description="a checkpoint whose predictors to start from")
@@ -112,9 +114,11 @@ class GatesConfig(GateConfig):
 class EvaluationConfig(Section):
     """Held-out evaluation."""
 
-    batch_size: int = Field(8, ge=1)
-    every: int | None = Field(None, ge=1, description="also while an SP-KV branch trains, every so many steps")
-    max_tokens: int = Field(65536, ge=1, description="held-out tokens of an evaluation while training")
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH)
+    every: int | None = Field(
+        None, ge=1, le=MOST_STEPS, description="also while an SP-KV branch trains, every so many steps"
+    )
+    max_tokens: int = Field(65536, ge=1, le=MOST_WHOLE, description="held-out tokens of an evaluation while training")
 
 
 class Recipe(Section):
@@ -124,8 +128,8 @@ class Recipe(Section):
     wherever the recipe says nothing else, and the parsed recipe holds them all.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MOST_CHARACTERS)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     model: ModelConfig
     tokenizer: TokenizerConfig | None = None
     data: DataConfig
@@ -133,9 +137,9 @@ class Recipe(Section):
     branch: BranchConfig = BranchConfig()
     gates: GatesConfig = GatesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint_every: int = Field(200, ge=1)
+    checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS)
     tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
-    micro_batch_size: int | None = Field(None, ge=1, description="blocks per forward and backward pass")
+    micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
     precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2)"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
@@ -26,8 +25,8 @@ from spkv_nas.base.progress import Announce, silent
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
-from spkv_nas.model.checkpoint import is_complete, load, read_shape
-from spkv_nas.training.branches import Trunk, read_branch
+from spkv_nas.model.checkpoint import load, read_shape
+from spkv_nas.training.branches import Trunk, is_finished, read_branch
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -68,17 +67,7 @@ class RecipeJudge:
             runs: folder of checkpoints and caches.
         """
         join_processes(recipe, device)
-        runs.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(runs / "prepare.lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            announce("waiting for another worker, which reads the text or trains the dense model")
-            lock.acquire()
-        try:
-            trunk = Trunk.prepare(recipe, base, runs, device=device, announce=announce)
-        finally:
-            lock.release()
+        trunk = Trunk.prepare(recipe, base, runs, device=device, announce=announce)
         return cls(trunk, max_tokens=max_tokens, short_steps=short_steps)
 
     @cached_property
@@ -168,7 +157,7 @@ class RecipeJudge:
 
     def _finished(self, fidelity: Retraining, layout: Layout | None) -> DocumentNLL:
         final = self._trunks[fidelity].folder(_variant(layout)) / "final"
-        if not is_complete(final):
+        if not is_finished(final):
             raise UserError(f"{final} is gone, though the search has trained it: search again under another --name")
         return self._part(read_branch(final).nll, fidelity)
 

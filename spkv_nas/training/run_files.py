@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerState
 
-from spkv_nas.base.distributed import process_index
+from spkv_nas.base.distributed import is_lost_process, on_main, process_index
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.files import read_json, write_json
+from spkv_nas.base.locks import FolderLock
+from spkv_nas.base.manifest import MANIFEST, check_manifest, is_complete, write_manifest
+from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.tables import write_csv
-from spkv_nas.model.checkpoint import save
+from spkv_nas.model.checkpoint import save_files
 from spkv_nas.training.sharding import like, whole
 
 OPTIMIZER_STATE = "optimizer-state.safetensors"
+_TEXT = "text.json"
+_PATIENCE = 600.0  # seconds
+KEPT = 2  # checkpoints of a run: the newest, and one to go on from should it be damaged
 _TRAIN_LOG = ("step", "loss", "learning_rate", "density", "tokens_per_second")
 _HELDOUT_LOG = {  # columns, by what the log history calls them
     "step": "step",
@@ -31,29 +42,134 @@ _HELDOUT_LOG = {  # columns, by what the log history calls them
 _DENSITY_LOG = ("step", "layer", "kv_head", "density")
 
 
-def newest_complete_checkpoint(folder: Path) -> Path | None:
-    """The newest ``checkpoint-N`` whose last-written file parses; a killed run can leave an incomplete newer one."""
-    steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()}
-    for step in sorted(steps, reverse=True):
-        try:
-            json.loads((steps[step] / "trainer_state.json").read_text())
-        except (OSError, ValueError):
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest ``checkpoint-N`` that is complete and sound: its manifest, which is written last, agrees with it.
+
+    Without a manifest in any of them, as in runs of the first version and where the first was cut short by a kill, the
+    newest whose last file but that is whole; it gets one.
+
+    Warns:
+        UserWarning: a newer one is damaged, or there are no manifests.
+    """
+    damaged: list[UserError] = []
+    newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
+    if not any(is_complete(checkpoint) for checkpoint in newest_first):
+        return _unverified(newest_first)
+    for checkpoint in newest_first:
+        if not is_complete(checkpoint):
             continue
-        return steps[step]
+        try:
+            check_manifest(checkpoint)
+        except UserError as error:
+            damaged.append(error)
+            continue
+        _warn_of(damaged, f"going on from {checkpoint.name}")
+        return checkpoint
+    _warn_of(damaged, "no other one is there: starting over")
     return None
 
 
+def _unverified(newest_first: list[Path]) -> Path | None:
+    for checkpoint in newest_first:
+        with suppress(UserError):
+            read_json(checkpoint / "trainer_state.json", "trainer's state")
+            warnings.warn(f"{checkpoint} has no manifest to check it with; going on from it", stacklevel=3)
+            write_manifest(checkpoint)  # from now on it is one of ours
+            return checkpoint
+    return None
+
+
+def remove_newer(folder: Path, checkpoint: Path | None) -> None:
+    """Remove the checkpoints that are newer than ``checkpoint``, all without one: incomplete or damaged ones."""
+    for other in _checkpoints(folder):
+        if checkpoint is None or _step(other) > _step(checkpoint):
+            _remove(other)
+
+
+def remove_older(folder: Path) -> None:
+    """Remove all checkpoints but the newest ``KEPT``."""
+    for checkpoint in sorted(_checkpoints(folder), key=_step)[:-KEPT]:
+        _remove(checkpoint)
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove what a finished run no longer needs; another process may be at it too."""
+    for checkpoint in _checkpoints(folder):
+        _remove(checkpoint)
+
+
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).unlink(missing_ok=True)  # what is left of a killed removal is incomplete, not damaged
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]{1,18}", path.name)]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def _warn_of(damaged: list[UserError], consequence: str) -> None:
+    for error in damaged:
+        warnings.warn(f"{error}; {consequence}", stacklevel=3)
+
+
+@contextmanager
+def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
+    """Hold a run's folder for this command; under torchrun process 0 does so for all."""
+    lock = FolderLock(folder, "trains the same run")
+    while not on_main(lambda: lock.take(_PATIENCE, announce)):
+        continue  # the others hear of it now and then, lest they think that process 0 is gone
+    try:
+        yield
+    finally:
+        lock.free()
+
+
+def check_text(folder: Path, text: str) -> None:
+    """Note with a run which text it learns from, or see that it is the same; ``text`` is its hash.
+
+    Raises:
+        UserError: the run has begun, or was finished, on another text.
+    """
+    file = folder / _TEXT
+    if not file.is_file():
+        write_json(file, {"text": text})
+    elif read_json(file, "note of a run's text").get("text") != text:
+        raise UserError(
+            f"the text has changed since {folder} was begun: a file was edited, added or removed\n"
+            "give the recipe another name, or restore the text; to start over, remove that folder"
+        )
+
+
+@contextmanager
+def writing(checkpoint: Path) -> Iterator[None]:
+    """Say in one line why a checkpoint cannot be written, and leave no part of it: libraries raise many errors."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if is_lost_process(error) or isinstance(error, torch.OutOfMemoryError):
+            raise
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        raise UserError(
+            f"cannot write {checkpoint}: {first_line(error)}\n"
+            "make room: the same command goes on from the checkpoint before it"
+        ) from error
+
+
 def save_run(
-    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor] | None, final: Path
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor] | None, folder: Path
 ) -> None:
-    """The checkpoint of a finished run and its log, in place of what an interrupted attempt left.
+    """The model of a finished run and its log, without a manifest yet.
 
     Args:
         weights: of a sharded model (``whole_weights``), gathered before; None: the model has its own.
+        folder: a new one (``base.replace.new_folder``).
     """
-    shutil.rmtree(final, ignore_errors=True)
-    save(trainer.model, tokenizer, final, weights)
-    write_train_log(trainer.state, final / "train-log.csv")
+    save_files(trainer.model, tokenizer, folder, weights)
+    write_train_log(trainer.state, folder / "train-log.csv")
 
 
 def write_train_log(state: TrainerState, path: Path) -> None:
@@ -82,10 +198,10 @@ def write_density_log(state: TrainerState, path: Path) -> None:
         write_csv(path, pd.DataFrame(rows, columns=list(_DENSITY_LOG)))
 
 
-def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path) -> None:
-    """Save AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
+def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
 
-    Process 0 writes; a sharded state takes all processes.
+    On the CPU of process 0, empty elsewhere; a sharded state takes all processes.
     """
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -94,20 +210,30 @@ def save_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
             tensor = whole(torch.as_tensor(value))
             if process_index() == 0:
                 tensors[f"{names[parameter]}::{key}"] = tensor.cpu().contiguous()
-    if process_index() == 0:
-        save_file(tensors, path)
+    return tensors
+
+
+def save_optimizer_state(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write ``optimizer_tensors`` to a checkpoint's folder. Raises ``UserError``."""
+    with writing(folder):
+        save_file(tensors, folder / OPTIMIZER_STATE)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path | None) -> None:
     """Fill AdamW's moments from ``save_optimizer_state``; a parameter that the file lacks gets a fresh state.
 
     Explicitly, also without any file: a sharded checkpoint is read only into what is there.
+
+    Raises:
+        UserError: the file cannot be read, or is of another model.
     """
-    saved: Mapping[str, Tensor] = {} if path is None else load_file(path)
+    saved: Mapping[str, Tensor] = {} if path is None else _read_tensors(path)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         step, *moments = (saved.get(f"{name}::{key}") for key in ("step", "exp_avg", "exp_avg_sq"))
+        if any(value is not None and value.shape != parameter.shape for value in moments):
+            raise UserError(f"{path} is of another model: {name} has another shape")
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
             **{
@@ -115,3 +241,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
                 for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
             },
         }
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+    return tensors

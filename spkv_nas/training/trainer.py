@@ -1,44 +1,41 @@
-"""A small subclass of ``transformers.Trainer``: parameter groups, phases, a stop on non-finite numbers.
+"""A small subclass of ``transformers.Trainer``: parameter groups, phases, sound checkpoints of finite numbers alone.
 
-Everything else (devices, accumulation, mixed precision, checkpoints, torchrun) is the library's.
+Everything else (devices, accumulation, mixed precision, torchrun) is the library's. Of its checkpoints, a folder that
+it writes file by file, ours are those that end with a manifest; a run resumes from the newest that agrees with its own.
 """
 
 from __future__ import annotations
 
 import math
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState, PrinterCallback, ProgressCallback
+from transformers import Trainer
+from transformers.trainer_callback import PrinterCallback
 
 from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.interrupt import Interrupted, deferred
+from spkv_nas.base.manifest import write_manifest
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.density import DensityWatch
-from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.split import split_evaluation
-from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.modes import gate_mode, set_density_weight, set_gate_mode
+from spkv_nas.model.weights import is_finite
+from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
-from spkv_nas.training.run_files import load_optimizer_state, newest_complete_checkpoint
+from spkv_nas.training.run_files import load_optimizer_state, newest_checkpoint, remove_newer, remove_older, writing
 from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
-
-# Of the density controller: lambda is a multiple of the error, and of its sum over steps.
-PROPORTIONAL, INTEGRAL = 1.0, 0.05
 
 
 class TrainingStoppedError(UserError):
-    """Training met a loss or gradient that is not finite; nothing was updated with it."""
+    """Training met a loss, a gradient or a weight that is not finite; nothing was saved with it."""
 
 
 class BlockDataset(Dataset[dict[str, Tensor]]):
@@ -79,6 +76,8 @@ class SPKVTrainer(Trainer):
         self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
         self.remove_callback(PrinterCallback)  # TokenProgressCallback shows more
+        self._log_state = LogCallback(self)
+        self.add_callback(self._log_state)
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._mark: tuple[int, float] | None = None  # step and time of the last log
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
@@ -86,10 +85,12 @@ class SPKVTrainer(Trainer):
             self.add_callback(self._phases)
 
     def train_or_resume(self) -> None:
-        """Train to the last step, from the newest complete checkpoint if there is one.
+        """Train to the last step, from the newest sound checkpoint if there is one; newer ones are removed.
 
         Raises:
-            UserError: less text than one batch, or a checkpoint of a run that was sharded otherwise.
+            UserError: less text than one batch, a checkpoint of a run that was sharded otherwise, or a full disk.
+            TrainingStoppedError: a number is not finite.
+            Interrupted: a signal asked for it; a checkpoint of the step is there.
         """
         batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * num_processes()
         if len(self.train_dataset) < batch:
@@ -97,13 +98,31 @@ class SPKVTrainer(Trainer):
                 f"the training text gives {len(self.train_dataset)} blocks, fewer than one batch of {batch}\n"
                 "give more text, a smaller block_size or a smaller batch_size"
             )
-        newest = on_main(lambda: newest_complete_checkpoint(Path(self.args.output_dir)))
+        newest = on_main(lambda: newest_checkpoint(self._folder))
         if newest is not None and sharded_checkpoint(newest) != bool(self.args.fsdp):
             raise UserError(
                 f"{newest} was written {'without' if self.args.fsdp else 'with'} sharding: fsdp, which this run cannot "
                 "read\ngo on as it was begun, or delete it to start over"
             )
-        self.train(resume_from_checkpoint=str(newest) if newest else None)
+        on_main(lambda: remove_newer(self._folder, newest))
+        with deferred() as pending:
+            interrupt = InterruptCallback(pending)
+            self.add_callback(interrupt)
+            self.train(resume_from_checkpoint=str(newest) if newest else None)
+        pending.raise_if_any()
+        if interrupt.ended:
+            raise Interrupted(signal.SIGTERM)  # it came to another process
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """Leaves out what the library would train beyond the last step, where a run resumes there."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**kwargs)
+        else:
+            self.control.should_training_stop = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """AdamW (betas 0.9, 0.95): matrices decay, vectors do not, predictors have their own rate and decay."""
@@ -188,10 +207,26 @@ class SPKVTrainer(Trainer):
                 return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
         return result
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Waits for all processes: a checkpoint is complete when process 0 has written what follows."""
-        super()._save_rng_state(output_dir)
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """A checkpoint of finite numbers alone, with a manifest, which is the last to be written."""
+        self.check_finite()
+        self._log_state.take()
+        folder = self._folder / f"checkpoint-{self.state.global_step}"
+        with writing(folder):
+            super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
+        on_main(lambda: self._complete(folder))
+
+    def _complete(self, checkpoint: Path) -> None:
+        write_manifest(checkpoint)
+        remove_older(self._folder)  # by step and only now; the library goes by file times, and before
+
+    def check_finite(self) -> None:
+        """Stops the run, on all processes, if a weight or what the optimizer keeps of it is not finite."""
+        kept = [(name, p, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters()]
+        bad = [name for name, p, state in kept if not all(map(_is_whole, (p, *state.values())))]
+        if sum_over_processes(torch.tensor(float(len(bad)))) > 0:
+            self._stop(f"weight {bad[0]}" if bad else "weight of another process", math.nan)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
@@ -200,114 +235,15 @@ class SPKVTrainer(Trainer):
         return norm
 
     def _stop(self, what: str, value: float) -> None:
-        good = newest_complete_checkpoint(Path(self.args.output_dir))
+        good = newest_checkpoint(self._folder)
         raise TrainingStoppedError(
-            f"training stopped at step {self.state.global_step}: the {what} is {value}; nothing was updated with it\n"
+            f"training stopped at step {self.state.global_step}: the {what} is {value}; nothing was saved with it\n"
             f"last good checkpoint: {good or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
         )
 
 
-class GatePhaseCallback(TrainerCallback, ExportableState):
-    """Sets the gate mode of each step, measures its density, and moves the regulariser's weight toward a target.
-
-    A frozen predictor takes part in no update. The weight is saved with the trainer's state, so a resumed run agrees.
-    Processes sample their gates independently, and agree on the density.
-
-    Attributes:
-        density: [layers, KV heads] of the last measured step, None before.
-        weight: lambda of the density regulariser, of the recipe or as the target has moved it.
-    """
-
-    def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
-        self._schedule, self._options = schedule, options
-        self._watch: DensityWatch | None = None
-        self.density: NDArray[np.float64] | None = None
-        self.weight = self._sum = options.density_weight
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this."""
-        return {"args": {}, "attributes": {"weight": self.weight, "_sum": self._sum}}
-
-    def frozen(self, step: int) -> bool:
-        """Whether predictors are frozen in a step."""
-        return self._schedule.at(step).frozen
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._watch = DensityWatch(kwargs["model"])
-        if args.process_index:  # all were seeded alike, and the data's order is drawn; a checkpoint restores its own
-            torch.manual_seed(args.seed + args.process_index)
-        saved = state.stateful_callbacks.get(type(self).__name__)
-        for name, value in (saved["attributes"] if saved else {}).items():
-            setattr(self, name, value)
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        assert self._watch is not None
-        phase, options = self._schedule.at(state.global_step), self._options
-        set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
-        set_density_weight(kwargs["model"], 0.0 if phase.frozen else self.weight / args.gradient_accumulation_steps)
-        if options.target_density is not None or (state.global_step + 1) % args.logging_steps == 0:
-            self._watch.start()
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        assert self._watch is not None
-        measured = self._watch.stop()
-        if measured is not None:
-            measured = (sum_over_processes(torch.from_numpy(measured)) / num_processes()).cpu().numpy()
-            self.density = measured
-        if self.frozen(state.global_step):
-            for parameter in predictor_parameters(kwargs["model"]):
-                parameter.grad = None
-        elif self._options.target_density is not None and measured is not None:
-            error = self._options.target_density - float(np.nanmean(measured))
-            self._sum += INTEGRAL * error
-            self.weight = self._sum + PROPORTIONAL * error
-
-
-class HeldoutCallback(TrainerCallback):
-    """Every so many steps: held-out NLL with soft and with hard gates, and the density of the hard ones."""
-
-    def __init__(self, trainer: SPKVTrainer, blocks: TokenBlocks, every: int) -> None:
-        self._trainer, self._blocks, self._every = trainer, blocks, every
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % self._every:
-            return
-        model, size = kwargs["model"], args.per_device_train_batch_size
-        with gate_mode(model, "soft"):
-            soft = split_evaluation(
-                model, self._blocks, size, lambda part: Evaluation(document_nll(model, part, batch_size=size))
-            )
-        hard = split_evaluation(model, self._blocks, size, lambda part: evaluate(model, part, batch_size=size))
-        assert hard.density is not None
-        should_log = control.should_log  # the step's own loss, which logging anything else would cancel
-        self._trainer.log(
-            {"heldout_soft_nll": soft.nll.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
-        )
-        control.should_log = should_log
-
-
-class TokenProgressCallback(ProgressCallback):
-    """The trainer's progress bar with loss, mean density and tokens per second."""
-
-    def __init__(self, title: str) -> None:
-        super().__init__()
-        self._title = title
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self._title)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{logs['tokens_per_second']:,.0f}"}
-            if "density" in logs:
-                shown["density"] = f"{logs['density']:.2f}"
-            self.training_bar.set_postfix(shown)
+def _is_whole(value: Any) -> bool:
+    """Whether a tensor, or this process's shard of it, is finite; of anything else true."""
+    own = value.to_local() if isinstance(value, DTensor) else value
+    return not isinstance(own, Tensor) or is_finite(own.detach())

@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
-from spkv_nas.base.files import write_yaml
+from spkv_nas.base.records import write_record
+from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.training.palindrome.run import SLIDING_WINDOW, PalindromeRun, PalindromeSettings
@@ -35,9 +36,10 @@ def curve_table(finished: Sequence[PalindromeRun]) -> pd.DataFrame:
 
 def write_results(folder: Path, settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> None:
     """Write ``palindrome.csv``, ``palindrome-curves.csv`` and ``palindrome.yaml``."""
-    write_csv(folder / "palindrome.csv", result_table(settings, finished))
-    write_csv(folder / "palindrome-curves.csv", curve_table(finished))
-    write_yaml(folder / "palindrome.yaml", _background(settings, finished))
+    with replacing(folder) as new:
+        write_csv(new / "palindrome.csv", result_table(settings, finished))
+        write_csv(new / "palindrome-curves.csv", curve_table(finished))
+        write_record(new / "palindrome.yaml", _background(settings, finished))
 
 
 def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> dict[str, Any]:

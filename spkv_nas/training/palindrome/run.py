@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,18 +24,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.files import write_json
+from spkv_nas.base.files import read_json, write_json
+from spkv_nas.base.manifest import check_manifest, is_complete
 from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.replace import new_folder
 from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import check_manifest, is_complete, save
+from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
+from spkv_nas.training.callbacks import TokenProgressCallback
 from spkv_nas.training.palindrome.measures import GateWatch, take_measures
 from spkv_nas.training.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
-from spkv_nas.training.trainer import SPKVTrainer, TokenProgressCallback
+from spkv_nas.training.run_files import remove_checkpoints, run_lock
+from spkv_nas.training.trainer import SPKVTrainer
 
 SLIDING_WINDOW = "sliding-window"
 VARIANTS = (FULL_ATTENTION, SLIDING_WINDOW, SP_KV)
@@ -48,6 +51,7 @@ _CURVE = (
     Column("mean_utility", "number", gaps=True),
     Column("density", "number", gaps=True),
 )
+_FILES = ("run.json", "curve.csv")
 CURVE_COLUMNS = tuple(column.name for column in _CURVE)
 
 
@@ -105,7 +109,7 @@ class PalindromeRun:
     def read(cls, final: Path) -> PalindromeRun:
         """What ``train_variant`` left. Raises ``UserError`` if it is damaged."""
         check_manifest(final)
-        record = json.loads((final / "run.json").read_text())
+        record = read_json(final / "run.json", "run record")
         fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
         curve = read_table(final / "curve.csv", "training curve", _CURVE)
         return cls(**fields, curve=curve.reset_index(drop=True))
@@ -124,15 +128,34 @@ def compare(
     for number, variant in enumerate(VARIANTS, 1):
         announce(f"{variant} ({number} of {len(VARIANTS)})")
         folder = runs / f"{variant}-{settings.content_hash}"
-        finished.append(train_variant(settings, variant, folder, device=device))
+        finished.append(train_variant(settings, variant, folder, device=device, announce=announce))
     return finished
 
 
-def train_variant(settings: PalindromeSettings, variant: str, folder: Path, *, device: str = "cpu") -> PalindromeRun:
-    """Train and measure one of ``VARIANTS``. Resumes, or returns the finished run."""
+def train_variant(
+    settings: PalindromeSettings,
+    variant: str,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    announce: Announce = silent,
+) -> PalindromeRun:
+    """Train and measure one of ``VARIANTS``. Resumes, or returns the finished run.
+
+    Args:
+        announce: told if another process trains it already, for which this one waits.
+    """
     final = folder / "final"
-    if is_complete(final):
-        return PalindromeRun.read(final)
+    if not is_complete(final, _FILES):
+        with run_lock(folder, announce):
+            if not is_complete(final, _FILES):
+                _train(settings, variant, folder, device)
+    remove_checkpoints(folder)
+    return PalindromeRun.read(final)
+
+
+def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str) -> None:
+    """Train, measure, and write ``folder``'s ``final``."""
     model = new_model(settings, variant)
     sequences = Palindromes(settings.steps * settings.batch_size, settings.seed)
     trainer = SPKVTrainer(
@@ -161,14 +184,10 @@ def train_variant(settings: PalindromeSettings, variant: str, folder: Path, *, d
         "settings": asdict(settings),
         "environment": environment(),
     }
-    shutil.rmtree(final, ignore_errors=True)
-    curve = curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS))
-    write_csv(final / "curve.csv", curve)
-    write_json(final / "run.json", record)
-    save(model, None, final)
-    for checkpoint in folder.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    return PalindromeRun.read(final)
+    with new_folder(folder / "final") as new:
+        write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
+        write_json(new / "run.json", record)
+        save(model, None, new)
 
 
 def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
@@ -227,7 +246,6 @@ def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> Train
         max_grad_norm=1.0,
         save_strategy="steps",
         save_steps=SAVE_STEPS,
-        save_total_limit=2,
         logging_steps=max(1, settings.steps // 50),
         logging_nan_inf_filter=False,
         seed=settings.seed,

@@ -1,0 +1,27 @@
+"""``density-log.csv`` of a run: the density of every head as gates learn; one row per logged step and head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import Column, read_table
+
+_COLUMNS = (
+    Column("step", "number", high=1e15),
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("density", "number", high=1.0),
+)
+
+
+def read_density_log(path: Path) -> pd.DataFrame:
+    """The table in a file. Raises ``UserError`` naming file, line and column; also for a head that is there twice."""
+    rows = read_table(path, "density log", _COLUMNS)
+    repeated = rows.duplicated(["step", "layer", "kv_head"])
+    if repeated.any():
+        line = rows.index[int(repeated.to_numpy().argmax())]
+        raise UserError(f"density log {path}, line {line}: a head is there twice at one step")
+    return rows.reset_index(drop=True)

@@ -1,0 +1,176 @@
+"""What happens around the steps of a training run: gate phases, evaluations, progress, and an end that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState, ProgressCallback
+
+from spkv_nas.base.distributed import num_processes, sum_over_processes
+from spkv_nas.base.interrupt import Pending
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.density import DensityWatch
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.split import split_evaluation
+from spkv_nas.evaluation.sweep import Evaluation, evaluate
+from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.modes import gate_mode, set_density_weight, set_gate_mode
+from spkv_nas.training.phases import GateSchedule
+from spkv_nas.training.recipe import GatesConfig
+
+# Of the density controller: lambda is a multiple of the error, and of its sum over steps.
+PROPORTIONAL, INTEGRAL = 1.0, 0.05
+
+
+class InterruptCallback(TrainerCallback):
+    """Ends training after the step in which a signal came to any process, with a checkpoint of that step."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+        self.ended = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        asked = torch.tensor(float(self._pending.number is not None))
+        self.ended = bool(sum_over_processes(asked) > 0)  # all processes stop at the same step
+        if self.ended:
+            control.should_save = control.should_training_stop = True
+
+
+class LogCallback(TrainerCallback, ExportableState):
+    """Keeps with a checkpoint the loss since the last line of the log, so that the next is a mean over the same steps.
+
+    Attributes:
+        total: sum of the losses of the steps after ``since``, mean over processes.
+        since: step of the last line.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.total, self.since = 0.0, 0
+
+    def take(self) -> None:
+        """Note what the trainer has now; collective."""
+        self.total = float(sum_over_processes(self._trainer._tr_loss)) / num_processes()
+        self.since = int(self._trainer._globalstep_last_logged)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {"args": {}, "attributes": {"total": self.total, "since": self.since}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        known = state.stateful_callbacks.setdefault(type(self).__name__, self.state())  # the first version has none
+        if state.global_step and (saved := known["attributes"])["since"] <= state.global_step:
+            self._trainer._tr_loss = torch.tensor(saved["total"], device=args.device)
+            self._trainer._globalstep_last_logged = saved["since"]
+
+
+class GatePhaseCallback(TrainerCallback, ExportableState):
+    """Sets the gate mode of each step, measures its density, and moves the regulariser's weight toward a target.
+
+    A frozen predictor takes part in no update. The weight is saved with the trainer's state, so a resumed run agrees.
+    Processes sample their gates independently, and agree on the density.
+
+    Attributes:
+        density: [layers, KV heads] of the last measured step, None before.
+        weight: lambda of the density regulariser, of the recipe or as the target has moved it.
+    """
+
+    def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
+        self._schedule, self._options = schedule, options
+        self._watch: DensityWatch | None = None
+        self.density: NDArray[np.float64] | None = None
+        self.weight = self._sum = options.density_weight
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this."""
+        return {"args": {}, "attributes": {"weight": self.weight, "_sum": self._sum}}
+
+    def frozen(self, step: int) -> bool:
+        """Whether predictors are frozen in a step."""
+        return self._schedule.at(step).frozen
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._watch = DensityWatch(kwargs["model"])
+        if args.process_index:  # all were seeded alike, and the data's order is drawn; a checkpoint restores its own
+            torch.manual_seed(args.seed + args.process_index)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        for name, value in (saved["attributes"] if saved else {}).items():
+            setattr(self, name, value)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._watch is not None
+        phase, options = self._schedule.at(state.global_step), self._options
+        set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
+        set_density_weight(kwargs["model"], 0.0 if phase.frozen else self.weight / args.gradient_accumulation_steps)
+        if options.target_density is not None or (state.global_step + 1) % args.logging_steps == 0:
+            self._watch.start()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        assert self._watch is not None
+        measured = self._watch.stop()
+        if measured is not None:
+            measured = (sum_over_processes(torch.from_numpy(measured)) / num_processes()).cpu().numpy()
+            self.density = measured
+        if self.frozen(state.global_step):
+            for parameter in predictor_parameters(kwargs["model"]):
+                parameter.grad = None
+        elif self._options.target_density is not None and measured is not None:
+            error = self._options.target_density - float(np.nanmean(measured))
+            self._sum += INTEGRAL * error
+            self.weight = self._sum + PROPORTIONAL * error
+
+
+class HeldoutCallback(TrainerCallback):
+    """Every so many steps: held-out NLL with soft and with hard gates, and the density of the hard ones."""
+
+    def __init__(self, trainer: Trainer, blocks: TokenBlocks, every: int) -> None:
+        self._trainer, self._blocks, self._every = trainer, blocks, every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % self._every:
+            return
+        self._trainer.check_finite()  # an evaluation could not say in which step it began
+        model, size = kwargs["model"], args.per_device_train_batch_size
+        with gate_mode(model, "soft"):
+            soft = split_evaluation(
+                model, self._blocks, size, lambda part: Evaluation(document_nll(model, part, batch_size=size))
+            )
+        hard = split_evaluation(model, self._blocks, size, lambda part: evaluate(model, part, batch_size=size))
+        assert hard.density is not None
+        should_log = control.should_log  # the step's own loss, which logging anything else would cancel
+        self._trainer.log(
+            {"heldout_soft_nll": soft.nll.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
+        )
+        control.should_log = should_log
+
+
+class TokenProgressCallback(ProgressCallback):
+    """The trainer's progress bar with loss, mean density and tokens per second."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._title = title
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None:
+            self.training_bar.set_description(self._title)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and logs and "loss" in logs:
+            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{logs['tokens_per_second']:,.0f}"}
+            if "density" in logs:
+                shown["density"] = f"{logs['density']:.2f}"
+            self.training_bar.set_postfix(shown)

@@ -1,0 +1,109 @@
+"""The commands under attack, and the states of a workspace that they start from.
+
+Every command runs in one folder, the ground, with the project in ``project`` and the workspace in ``w``, all as
+relative paths, so that no result names the place where it was made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from helpers import RECIPE, write_project
+
+ATTACK_RECIPE = RECIPE.replace("branch: {steps: 8", "evaluation: {every: 4, max_tokens: 500}\nbranch: {steps: 12")
+DENSE_STEPS, SOFT_STEPS, STEPS = 6, 9, 12  # of the dense model, and of a branch with soft gates and in all
+ABLATIONS = """\
+name: tiny-ablations
+recipe: recipe.yaml
+rows:
+  baseline: {}
+  local: {layout: local.yaml}
+"""
+LOCAL = "format: spkv-nas/layout/1\nwindow: 8\nheads: [LL, GL]\nstrategy: local\n"
+TEXT = ("--data", "project/text", "--block-size", "32", "--max-tokens", "2000")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the program.
+
+    Attributes:
+        words: its arguments; ``{dense}`` and ``{reference}`` stand for the checkpoints of the recipe's runs.
+        start: the state it starts from: "empty", or the name of the command that made it.
+        reader: the command that reads its result, to be run when this one was killed; "" for none.
+        grows: whether it writes its result row by row, so that readers may see less than all.
+        trains: whether it trains.
+        once: whether it refuses to write over its finished result.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    start: str = "empty"
+    reader: str = ""
+    grows: bool = False
+    trains: bool = False
+    once: bool = False
+
+    def arguments(self, ground: Path) -> list[str]:
+        """As the program takes them."""
+        runs = ground / "w" / "runs" / "tiny"
+        places = {
+            "{dense}": lambda: next(runs.glob("dense-*/final")),
+            "{reference}": lambda: next(runs.glob("branches/sp-kv-*/final")),
+        }
+        words = [str(places[word]().relative_to(ground)) if word in places else word for word in self.words]
+        return words if self.name == "export" else [*words, "--workspace", "w"]
+
+
+_RECIPE, _PROPOSE = "project/recipe.yaml", ("propose", "--probe", "tiny", "--num-random", "1", "--budget")
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command("train", ("train", _RECIPE), trains=True),
+        Command("probe", ("probe", _RECIPE), "train", reader="propose"),
+        Command("probe-again", ("probe", _RECIPE, "--tau", "0.3"), "probe", reader="propose"),
+        Command("probe-checkpoint", ("probe", "--model", "{reference}", "--name", "mine", *TEXT), "probe"),
+        Command("propose", (*_PROPOSE, "2"), "probe", reader="report"),
+        Command("propose-again", (*_PROPOSE, "1"), "propose", reader="report"),
+        Command(
+            "train-hybrid",
+            ("train-hybrid", "w/layouts/tiny/densest.yaml", "--probe", "tiny", "--recipe", _RECIPE),
+            "propose", reader="report", grows=True, trains=True,
+        ),
+        Command("ablate", ("ablate", "project/ablations.yaml"), grows=True, trains=True),
+        Command("palindrome", ("palindrome", "--steps", "4", "--batch-size", "4"), grows=True, trains=True),
+        Command(
+            "search",
+            ("search", "--recipe", _RECIPE, "--probe", "tiny", "--window", "4", "--max-tokens", "640", "--budget", "2",
+             "--trials", "6", "--short", "1", "--full", "1", "--short-steps", "2"),
+            "train-hybrid", reader="report", grows=True, trains=True,
+        ),
+        Command(
+            "score",
+            ("score", "w/layouts/tiny/densest.yaml", "w/layouts/tiny/sparsest.yaml", "--model", "{dense}", "--probe",
+             "tiny", *TEXT),
+            "search", reader="report",
+        ),
+        Command(
+            "evaluate", ("evaluate", "--model", "{reference}", "--name", "tiny", "--tau-sweep", "0.2,0.6", *TEXT),
+            "train",
+        ),
+        Command("compare", ("compare", "tiny", "mine", "--budget", "2"), "probe-checkpoint"),
+        Command("report", ("report", "--probe", "tiny"), "score"),
+        Command(
+            "export", ("export", "w/layouts/tiny/densest.yaml", "--model", "{dense}", "--out", "out"), "propose",
+            once=True,
+        ),
+        Command("scaling", ("scaling",)),
+        Command("calibrate", ("calibrate", "micro-3", "--context", "64", "--window", "8", "--name", "tiny")),
+    )
+}  # fmt: skip
+
+
+def write_ground(ground: Path) -> None:
+    """The project, in a new folder; no workspace yet."""
+    ground.mkdir(parents=True)
+    write_project(ground / "project", ATTACK_RECIPE)
+    (ground / "project" / "local.yaml").write_text(LOCAL)
+    (ground / "project" / "ablations.yaml").write_text(ABLATIONS)

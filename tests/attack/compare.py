@@ -1,0 +1,93 @@
+"""Whether two workspaces hold the same results: every file byte for byte, but for what a clock decides.
+
+``normalised`` is the only place that lets anything differ, and says why.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+Snapshot = dict[str, str]  # path relative to the ground -> hash of the normalised content
+
+CLOCK_COLUMNS = {  # what was measured with a clock, by table
+    "train-log.csv": "tokens_per_second",
+    "palindrome.csv": "seconds",
+    "calibration.csv": "seconds_per_token",
+}
+CLOCK_KEYS = {"seconds", "tokens_per_second", "train_runtime"}  # of run.json and trainer_state.json
+CLOCKED = {*CLOCK_COLUMNS, "run.json", "trainer_state.json"}  # files whose hashes differ for these reasons
+
+
+def normalised(path: Path) -> bytes | None:
+    """The content that must not change; None for a file that does not count."""
+    name, content = path.name, path.read_bytes()
+    if name.startswith("study.db"):
+        return None  # the queue of a search: trials with times and worker names; the table made of it counts
+    if name in CLOCK_COLUMNS:
+        return _without_column(content, CLOCK_COLUMNS[name])
+    if name in ("run.json", "trainer_state.json"):
+        return _json(content, lambda key, _: key in CLOCK_KEYS)
+    if name == "spkv-manifest.json":  # hashes of files that hold times
+        return _json(content, lambda key, value: isinstance(value, str) and Path(key).name in CLOCKED)
+    if name.endswith(".yaml"):
+        return _without_clocked_hashes(content, name)
+    return content
+
+
+def _without_column(content: bytes, column: str) -> bytes:
+    try:
+        rows = list(csv.reader(io.StringIO(content.decode())))
+        if not rows or column not in rows[0]:
+            return content
+        place = rows[0].index(column)
+        return "\n".join(",".join(row[:place] + row[place + 1 :]) for row in rows).encode()
+    except (UnicodeDecodeError, csv.Error):
+        return content
+
+
+def _json(content: bytes, is_clock: Any) -> bytes:
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if not is_clock(key, item)}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    try:
+        return json.dumps(clean(json.loads(content))).encode()
+    except ValueError:
+        return content
+
+
+def _without_clocked_hashes(content: bytes, name: str) -> bytes:
+    """Records: hashes of tables with times, and of the record itself where it names such a hash."""
+    names = "|".join(re.escape(one) for one in sorted(CLOCK_COLUMNS))
+    text = re.sub(rf"(?m)^ +(?:{names}): [0-9a-f]{{64}}\n".encode(), b"", content)
+    if name == "calibration.yaml":
+        text = re.sub(rb"(?m)^( +calibration\.yaml|csv_sha256): [0-9a-f]{64}\n", b"", text)
+    return text
+
+
+def snapshot(ground: Path, *parts: str) -> Snapshot:
+    """All files of ``parts`` of the ground (default: of the workspace and the export)."""
+    found = {}
+    for part in parts or ("w", "out"):
+        for path in sorted((ground / part).rglob("*")):
+            name = path.relative_to(ground)
+            if not path.is_file() or any(step.startswith(".") for step in name.parts):
+                continue  # hidden: locks, and what is being written, which no reader looks at
+            content = normalised(path)
+            if content is not None:
+                found[str(name)] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def differences(expected: Snapshot, found: Snapshot) -> list[str]:
+    """What is missing, differs, or should not be there; first of all what is wrong."""
+    missing = [f"missing {path}" for path in expected if path not in found]
+    wrong = [f"differs {path}" for path in expected if path in found and found[path] != expected[path]]
+    return wrong + missing + [f"extra {path}" for path in found if path not in expected]

@@ -1,0 +1,95 @@
+"""``faults.c`` compiled, and how a process is told what its disk shall do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("faults.c")
+
+
+def compile_library(folder: Path) -> Path | None:
+    """The shared library, in ``folder``; None where there is no gcc."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        return None
+    library = folder / "faults.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O2", "-o", library, SOURCE, "-ldl"], check=True)
+    return library
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What happens to file operations below ``root``.
+
+    Attributes:
+        kill_at: number of the operation (from 1) before which the process is killed; 0: none.
+        full_after: bytes that fit; -1: all.
+        log: file to which every operation is written; "": none.
+    """
+
+    root: Path
+    kill_at: int = 0
+    full_after: int = -1
+    log: str = ""
+
+    @property
+    def request(self) -> list[str | int]:
+        """For the fork server."""
+        return [str(self.root), self.kill_at, self.full_after, self.log]
+
+    def environment(self, library: Path) -> dict[str, str]:
+        """For a process of its own."""
+        return {
+            "LD_PRELOAD": str(library),
+            "FAULTS_ROOT": str(self.root),
+            "FAULTS_KILL_AT": str(self.kill_at),
+            "FAULTS_FULL_AFTER": str(self.full_after),
+            "FAULTS_LOG": self.log,
+        }
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of a log: an operation's number, what it does, and the path below the root."""
+
+    number: int
+    what: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"operation {self.number}, {self.what} {self.path}"
+
+
+def read_operations(log: Path) -> list[Operation]:
+    """The log of a run."""
+    rows = [line.split(" ", 1) for line in log.read_text().splitlines()] if log.exists() else []
+    return [Operation(int(number), *rest.rsplit(" /", 1)) for number, rest in rows if " /" in rest]
+
+
+def environment() -> dict[str, str]:
+    """Of every process of the attack: one thread, no network, no commit that changes while the attack goes on.
+
+    The package is the one beside these tests, whichever is installed.
+    """
+    root = Path(__file__).parents[2]
+    paths = [
+        *map(str, (root, root / "kernels", root / "tests")),
+        *(part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part),
+    ]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "1",
+        "TQDM_DISABLE": "1",
+        "GIT_DIR": os.devnull,
+        "COLUMNS": "200",
+    }

@@ -1,0 +1,48 @@
+"""Checkpoints of tiny models, and what changes their files: of the tests that damage them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from helpers import scatter_gates, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.manifest import MANIFEST
+from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.weights import FILE
+from spkv_nas.model.windows import apply_layout
+
+Weights = dict[str, Tensor]
+
+
+def write(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gated", **options: Any) -> Path:
+    """A checkpoint without a manifest, as other tools write them."""
+    model = tiny_model(**options)
+    if kind == "gated":
+        attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
+        scatter_gates(model)
+    elif kind == "hybrid":
+        apply_layout(model, Layout(("GL", "LL", "LG", "GG"), window=5))
+    save(model, tokenizer, folder)
+    (folder / MANIFEST).unlink()
+    return folder
+
+
+def change_weights(folder: Path, change: Callable[[Weights], None]) -> None:
+    weights = load_file(folder / FILE)
+    change(weights)
+    save_file(weights, folder / FILE, {"format": "pt"})
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))

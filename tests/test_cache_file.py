@@ -1,0 +1,105 @@
+"""A cache file is read as it was written, or refused: kernels follow its tables without looking."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import gated, tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas import GateConfig, attach_gates
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.cache import SPKVCache
+from spkv_nas.model.modes import set_gate_mode
+
+Sizes, Tensors = dict[str, str], dict[str, Tensor]
+Change = Callable[[Sizes, Tensors], None]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    model = gated()
+    set_gate_mode(model, "hard")
+    return model
+
+
+@pytest.fixture
+def file(model: PreTrainedModel, tmp_path: Path, tokens: Tensor) -> Path:
+    """Of two sequences of 23 tokens."""
+    cache = SPKVCache(model)
+    model.generate(tokens[:, :12], past_key_values=cache, max_new_tokens=12, min_new_tokens=12, pad_token_id=0)
+    cache.save(tmp_path / "cache.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.safetensors"]
+    return tmp_path / "cache.safetensors"
+
+
+def rewrite(file: Path, change: Change) -> None:
+    """Change a file and leave out its hash, as one that wants to do harm would."""
+    with safe_open(file, "pt") as opened:
+        sizes = dict(opened.metadata())
+    tensors = load_file(file)
+    del sizes["sha256"]
+    change(sizes, tensors)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, file, sizes)
+
+
+def test_without_a_hash_as_before(model: PreTrainedModel, file: Path) -> None:
+    rewrite(file, lambda sizes, tensors: None)
+    assert SPKVCache.load(model, file).get_seq_length() == 23
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda sizes, _: sizes.pop("2"), "belongs to another model"),
+        (lambda sizes, _: sizes.update({"1": "6 16 23"}), "is shorter than"),
+        (lambda sizes, _: sizes.update({"1": "6 16 23 1000000000000 2 8"}), "ring_k: expected numbers"),
+        (lambda sizes, _: sizes.update({"1": "6 16 1000000000000000000000 2 2 8"}), "page_size, tokens"),
+        (lambda sizes, _: sizes.update({"1": "6 16 24 2 2 8"}), "have not seen the same tokens"),
+        (lambda sizes, _: sizes.update({"1": "6 8 23 2 2 8"}), "page_size, tokens"),
+        (lambda _, x: x.pop("0.page_owner"), "page_owner: it is missing"),
+        (lambda _, x: x.update({"0.pool_v": x["0.pool_v"][:-1]}), "pool_v: expected"),
+        (lambda _, x: x.update({"0.ring_keep": x["0.ring_keep"].int()}), r"ring_keep: expected torch\.bool"),
+        (lambda _, x: x["0.ring_v"].fill_(torch.nan), "ring_v: it holds numbers that are not finite"),
+        (lambda _, x: x["0.lengths"].fill_(1 << 40), "lengths: expected at most"),
+        (lambda _, x: x["0.lengths"].fill_(-1), "lengths: expected at most"),
+        (lambda _, x: x["0.seq_lens"].fill_(-1), "lengths: expected at most"),
+        (lambda _, x: x["0.seq_lens"].fill_(1 << 40), "page_size, tokens"),
+        (lambda _, x: x["0.block_table"].fill_(1 << 40), "block_table: expected"),
+        (lambda _, x: x["0.block_table"].fill_(-7), "block_table: expected"),
+        (lambda _, x: x["0.page_owner"].fill_(3), "expected"),
+        (lambda _, x: x["0.page_block"].fill_(3), "page_owner, page_block: expected"),
+    ],
+)
+def test_damaged_tables(change: Change, message: str, model: PreTrainedModel, file: Path) -> None:
+    rewrite(file, change)
+    with pytest.raises(UserError, match=f"cache .*{message}"):
+        SPKVCache.load(model, file)
+
+
+def test_any_flipped_bit(model: PreTrainedModel, file: Path) -> None:
+    """But for those in the padding of the header."""
+    data, rng, refused = file.read_bytes(), random.Random(0), 0
+    for _ in range(60):
+        damaged = bytearray(data)
+        damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            SPKVCache.load(model, file)
+        except UserError:
+            refused += 1
+    assert refused >= 58
+
+
+def test_of_another_model(model: PreTrainedModel, file: Path) -> None:
+    other = tiny_model(num_key_value_heads=4)
+    attach_gates(other, GateConfig(window=6))
+    with pytest.raises(UserError, match="it has 2 KV heads, and the model 4"):
+        SPKVCache.load(other, file)

@@ -1,0 +1,108 @@
+"""A result that is not finite is an error, and never a table with a hole or a density of 0."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import gated, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.evaluation.sweep import evaluate, tau_sweep
+from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.model.gates import predictors
+from spkv_nas.model.generation import generate
+from spkv_nas.probing.density import probe
+from spkv_nas.probing.signals import measure_signal
+
+
+def spoil(model: PreTrainedModel, value: float = math.nan) -> PreTrainedModel:
+    """The model with one number of its last norm that is not finite."""
+    model.model.norm.weight.data[3] = value
+    return model
+
+
+def spoil_gates(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with one predictor that says NaN for its second head."""
+    list(predictors(model).values())[2].down.bias.data[1] = math.nan
+    return model
+
+
+class TestNLL:
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_of_all_documents(self, value: float, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match=r"the NLL of 12 of 12 documents is not a finite number\nthe model's"):
+            document_nll(spoil(tiny_model(), value), blocks)
+
+    def test_of_one_document(self, blocks: TokenBlocks) -> None:
+        """A token that occurs in one document alone."""
+        model = tiny_model(vocab_size=300)
+        blocks.tokens[0, 5] = 299
+        model.model.embed_tokens.weight.data[299] = math.nan
+        with pytest.raises(UserError, match="the NLL of 2 of 12 documents"):  # and the next, in the same block
+            document_nll(model, blocks)
+
+    def test_of_layouts(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match="not a finite number"):
+            zero_shot(spoil(tiny_model()), [Layout(("GL",) * 4, 8)], blocks, cache=tmp_path)
+        assert not list(tmp_path.iterdir())
+
+    def test_of_thresholds(self, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match="not a finite number"):
+            tau_sweep(spoil(gated()), blocks, [0.5])
+
+    @pytest.mark.parametrize(
+        ("total", "num_tokens"),
+        [([math.nan], [1]), ([1.0], [-1]), ([1.0, 2.0], [1]), ([[1.0]], [[1]]), (["x"], [1])],
+    )
+    def test_in_a_file(self, total: Any, num_tokens: Any, tmp_path: Path) -> None:
+        np.savez(tmp_path / "nll.npz", total=np.array(total), num_tokens=np.array(num_tokens))
+        with pytest.raises(UserError, match=r"nll\.npz is damaged: .*\nremove its folder"):
+            DocumentNLL.read(tmp_path / "nll.npz")
+
+
+class TestDensity:
+    message = r"the utility is not a number for 1 of 8 KV heads, the first in layer 2, head 1\nthe model's weights"
+
+    def test_of_a_probe(self, blocks: TokenBlocks) -> None:
+        """No gate keeps NaN, so it was a density of 0."""
+        with pytest.raises(UserError, match=self.message):
+            probe(spoil_gates(gated()), blocks)
+
+    def test_of_an_evaluation(self, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match=self.message):
+            evaluate(spoil_gates(gated()), blocks)
+
+
+@pytest.mark.filterwarnings("ignore:the model predicts")  # that it hardly copies
+@pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "duo"])
+def test_signals(signal: str, blocks: TokenBlocks) -> None:
+    model = tiny_model(vocab_size=300)
+    model.model.layers[1].self_attn.q_proj.weight.data[3] = math.nan
+    message = (
+        "duo: the distillation loss is nan at step 1" if signal == "duo" else f"the score '{signal}' is not a number"
+    )
+    with pytest.raises(UserError, match=message):
+        measure_signal(signal, model, blocks, window=4, steps=2 if signal == "duo" else None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generated_text(temperature: float, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    """Sampling failed in torch.multinomial; the likeliest token was any."""
+    for model in (tiny_model(vocab_size=300), gated()):
+        generate(model, tiny_tokenizer, "the fox", max_new_tokens=3, temperature=temperature, top_p=0.9)
+        with pytest.raises(UserError, match="the model's logits are not finite"):
+            generate(spoil(model), tiny_tokenizer, "the fox", max_new_tokens=3, temperature=temperature)
+
+
+def test_a_prompt_with_tokens_of_another_model(tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match="the tokenizer has a token"):
+        generate(tiny_model(vocab_size=20), tiny_tokenizer, "the fox")

@@ -1,0 +1,132 @@
+"""Memory is asked for only where it is there: one line in seconds, and not the end of the process by the system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import fails, tiny_model
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from spkv_nas.base import memory
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import available_bytes, require
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.shape import check_size, check_tokens
+from spkv_nas.stages.common import Subject
+from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.reporter import Reporter
+
+GIB = 1 << 30
+
+
+def groups(folder: Path, version: int, limit: int | str, use: int, given_back: int = 0) -> int:
+    """What is left to a process whose control group has this limit, this use, and so much of it in files."""
+    mount = folder / "mount"
+    own = mount / "a" / "b" if version == 2 else mount / "memory" / "a" / "b"
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    own.mkdir(parents=True)
+    for name, value in zip(names, (limit, use), strict=True):
+        (own.parent / name).write_text(f"{value}\n")
+    (own.parent / "memory.stat").write_text(f"anon 5\n{'total_' if version == 1 else ''}inactive_file {given_back}\n")
+    (folder / "cgroup").write_text("3:cpu,cpuacct:/x\n" + ("0::/a/b\n" if version == 2 else "4:memory:/a/b\n"))
+    return min(memory._left_to_groups(folder / "cgroup", mount))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+class TestControlGroups:
+    def test_the_limit_of_one_above(self, version: int, tmp_path: Path) -> None:
+        assert groups(tmp_path, version, 8 * GIB, 3 * GIB) == 5 * GIB
+
+    def test_files_that_were_read_are_no_use(self, version: int, tmp_path: Path) -> None:
+        assert groups(tmp_path, version, 8 * GIB, 7 * GIB, 6 * GIB) == 7 * GIB
+
+    def test_none(self, version: int, tmp_path: Path) -> None:
+        assert groups(tmp_path, version, "max", 3 * GIB) == 1 << 62
+
+
+def test_no_groups_at_all(tmp_path: Path) -> None:
+    assert memory._left_to_groups(tmp_path / "none", tmp_path) == [1 << 62]
+
+
+def test_what_is_there() -> None:
+    assert 0 < available_bytes() < 1 << 62
+    require(1, "a byte", "")
+    with pytest.raises(UserError, match=r"^a table: that takes at least .* TiB of memory, and .* are there\nsell it$"):
+        require(1e18, "a table", "sell it")
+
+
+class TestConfigs:
+    def test_what_fits(self) -> None:
+        model = tiny_model()
+        assert check_size(model.config, 4) >= model.num_parameters()
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"hidden_size": 1 << 20}, "the model: .* parameters: that takes at least .* TiB"),
+            ({"num_hidden_layers": 1001}, "more than 1,000"),
+            ({"num_local_experts": 10**9, "model_type": "mixtral"}, "more than 100,000"),
+            ({"hidden_size": 10**25}, "beyond any memory"),
+        ],
+    )
+    def test_what_does_not(self, options: dict[str, object], message: str) -> None:
+        given = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, **options}
+        with pytest.raises(UserError, match=message):
+            check_size(AutoConfig.for_model(**given), 4)
+
+    def test_tokens_of_another_model(self) -> None:
+        check_tokens(tiny_model(), 96)
+        with pytest.raises(UserError, match=r"token 97, but the model knows 97 \(0 to 96\) only"):
+            check_tokens(tiny_model(), 97)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "model")
+    return tmp_path / "model"
+
+
+class TestPasses:
+    def options(self, folder: Path, text: Path, block_size: int) -> SubjectOptions:
+        return SubjectOptions(model=str(folder), data=[str(text)], block_size=block_size, device="cpu")
+
+    def test_logits_that_do_not_fit(
+        self, folder: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 30)
+        monkeypatch.setattr("spkv_nas.stages.common._BEYOND", 10**6)
+        size = ("--model", folder, "--data", text, "--device", "cpu", "--block-size")
+        message = fails(capsys, "evaluate", *size, "1000000")
+        assert "logits of 1 x 1000000 tokens, 300 for each: that takes at least 3.35 GiB" in message
+        assert "give a smaller --block-size" in message
+
+    @pytest.mark.parametrize("command", ["evaluate", "probe"])
+    def test_blocks_far_beyond_the_models_positions(
+        self, command: str, folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        options = ("--data", text, "--device", "cpu", "--workspace", tmp_path / "w", "--block-size", "100000")
+        message = fails(capsys, command, "--model", folder, *options)
+        assert (
+            "blocks of 100000 tokens are more than 16 times as long as the model's max_position_embeddings" in message
+        )
+
+    def test_a_batch_of_them(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 19)
+        subject = Subject.of(self.options(folder, text, 64), "", "measure")
+        with pytest.raises(UserError, match=r"logits of 8 x 64 tokens"):
+            subject.load()
+        subject.load(with_logits=False)
+
+    def test_many_are_announced(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        said: list[str] = []
+        monkeypatch.setattr("spkv_nas.stages.common._ANNOUNCED", 1 << 10)
+        Subject.of(self.options(folder, text, 64), "", "measure").load(Reporter(announce=said.append))
+        assert "the logits of a batch take 750.00 KiB; less with a smaller --block-size" in said
+
+    def test_tokens_that_the_model_does_not_have(
+        self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        save(tiny_model(vocab_size=50), tiny_tokenizer, tmp_path / "small")
+        with pytest.raises(UserError, match="the tokenizer is another model's"):
+            Subject.of(self.options(tmp_path / "small", text, 64), "", "measure").load()

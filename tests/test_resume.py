@@ -1,0 +1,381 @@
+"""Training that was cut short: by a kill, a signal, a number that is not finite, a full disk, another process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers import weights
+from safetensors.torch import load_file
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.interrupt import Interrupted, raising
+from spkv_nas.base.locks import FolderLock, locked
+from spkv_nas.base.manifest import MANIFEST, read_manifest, write_manifest
+from spkv_nas.training import callbacks, run_files, trainer
+from spkv_nas.training.branches import Branch, Trunk, train_branch
+from spkv_nas.training.corpus import Corpus, load_corpus
+from spkv_nas.training.dense import train_dense
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.run_files import OPTIMIZER_STATE, newest_checkpoint
+from spkv_nas.training.variants import Variant
+
+Train = Callable[[str], Branch]
+
+
+@pytest.fixture
+def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
+    """Trains the SP-KV branch in a folder of that name."""
+    return lambda name: train_branch(recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
+
+
+class Killed(BaseException):
+    """In place of a SIGKILL: nothing in the process handles it."""
+
+
+def at_step(number: int, action: Callable[[], None]) -> Callable[..., None]:
+    def on_step_end(self: object, args: object, state: Any, *_: object, **__: object) -> None:
+        if state.global_step == number:
+            action()
+
+    return on_step_end
+
+
+def kill() -> None:
+    raise Killed
+
+
+def cut(train: Train, name: str, monkeypatch: pytest.MonkeyPatch, step: int = 7) -> None:
+    """A run that is killed at the end of a step; checkpoints come every third."""
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks.TokenProgressCallback, "on_step_end", at_step(step, kill))
+        with pytest.raises(Killed):
+            train(name)
+
+
+def assert_same(one: Branch, other: Branch) -> None:
+    before, after = weights(one.checkpoint), weights(other.checkpoint)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert np.array_equal(one.nll.total, other.nll.total)
+    logs = [pd.read_csv(branch.checkpoint / "train-log.csv") for branch in (one, other)]
+    pd.testing.assert_frame_equal(*(log.drop(columns="tokens_per_second") for log in logs))
+
+
+class TestKilled:
+    def test_the_same_command_resumes_bit_for_bit(
+        self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = train("whole")
+        cut(train, "torn", monkeypatch)
+        newest = newest_checkpoint(tmp_path / "torn")
+        assert newest is not None
+        assert newest.name == "checkpoint-6"
+        assert_same(whole, train("torn"))
+        assert not list((tmp_path / "torn").glob("checkpoint-*"))
+
+    def test_after_the_last_step_none_is_added(
+        self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The library trained step 9 of 8 where a run was killed during its evaluation."""
+        whole = train("whole")
+        with monkeypatch.context() as patch:
+            patch.setattr("spkv_nas.training.branches._evaluate", lambda *_: kill())
+            with pytest.raises(Killed):
+                train("torn")
+        newest = newest_checkpoint(tmp_path / "torn")
+        assert newest is not None
+        assert newest.name == "checkpoint-8"
+        assert_same(whole, train("torn"))
+
+    def test_a_dense_run_without_its_end_is_finished_alike(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        """Its checkpoint of the last step is there: neither weights nor optimizer move on from it."""
+        before = weights(dense), load_file(dense / OPTIMIZER_STATE)
+        shutil.rmtree(dense)
+        again = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
+        for old, new in zip(before, (weights(again), load_file(again / OPTIMIZER_STATE)), strict=True):
+            assert old.keys() == new.keys()
+            assert all(torch.equal(old[name], new[name]) for name in old)
+
+    @pytest.mark.parametrize("name", ["run.json", "heldout-nll.npz"])
+    def test_a_branch_that_lacks_a_part_is_finished_anew(self, name: str, train: Train) -> None:
+        """A kill between manifest and record left a branch that every later command failed on, for ever."""
+        whole = train("branch")
+        (whole.checkpoint / name).unlink()
+        assert_same(train("whole"), train("branch"))
+
+    @pytest.mark.parametrize("name", ["run.json", "heldout-nll.npz", "train-log.csv"])
+    def test_a_damaged_part_is_not_read(self, name: str, train: Train) -> None:
+        """A flipped digit in a log changed what was drawn from it, without a word."""
+        file = train("branch").checkpoint / name
+        file.write_bytes(file.read_bytes() + b" ")
+        with pytest.raises(UserError, match=rf"{name} differs(.|\n)*remove the folder"):
+            train("branch")
+
+    def test_a_dense_run_without_optimizer_state_is_not_finished(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        """Branches silently started without it."""
+        (dense / OPTIMIZER_STATE).unlink()
+        assert (train_dense(recipe, corpus, tmp_path / "dense", device="cpu") / OPTIMIZER_STATE).is_file()
+
+
+class TestCheckpoints:
+    def write(self, folder: Path, step: int, *, complete: bool = True) -> Path:
+        checkpoint = folder / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        (checkpoint / "weights").write_text(str(step))
+        if complete:
+            write_manifest(checkpoint)
+        return checkpoint
+
+    def test_an_incomplete_one_is_passed_over(self, tmp_path: Path) -> None:
+        self.write(tmp_path, 3)
+        self.write(tmp_path, 6, complete=False)
+        assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+    def test_a_damaged_one_is_passed_over_with_a_warning(self, tmp_path: Path) -> None:
+        self.write(tmp_path, 3)
+        (self.write(tmp_path, 6) / "weights").write_text("7")
+        with pytest.warns(UserWarning, match=r"checkpoint-6 is damaged(.|\n)*going on from checkpoint-3"):
+            assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+    def test_without_any_manifest_it_is_of_the_first_version(self, tmp_path: Path) -> None:
+        """Which wrote that file last; its interrupted runs go on, too."""
+        for step, state in ((3, "{}"), (6, '{"half'), (9, None)):
+            checkpoint = self.write(tmp_path, step, complete=False)
+            if state is not None:
+                (checkpoint / "trainer_state.json").write_text(state)
+            (checkpoint / f".{MANIFEST}.half").write_text("")  # what a kill left of it
+        with pytest.warns(UserWarning, match="checkpoint-3 has no manifest"):
+            assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+        assert read_manifest(tmp_path / "checkpoint-3").keys() == {"weights", "trainer_state.json"}
+        assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+    def test_copies_by_hand_are_nobodys(self, tmp_path: Path) -> None:
+        for name in ("checkpoint-3-backup", "checkpoint-x", "checkpoint-²"):
+            (tmp_path / name).mkdir()
+        run_files.remove_checkpoints(tmp_path)
+        assert newest_checkpoint(tmp_path) is None
+        assert len(list(tmp_path.iterdir())) == 3
+
+    def test_with_none_left_it_starts_over(self, tmp_path: Path) -> None:
+        (self.write(tmp_path, 6) / "weights").write_text("7")
+        with pytest.warns(UserWarning, match="starting over"):
+            assert newest_checkpoint(tmp_path) is None
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+    def test_a_run_goes_on_from_the_older_one(
+        self, name: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A flipped bit in a checkpoint made another model of it, or a traceback."""
+        cut(train, "torn", monkeypatch)
+        file = tmp_path / "torn" / "checkpoint-6" / name
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 4
+        file.write_bytes(bytes(data))
+        with pytest.warns(UserWarning, match="going on from checkpoint-3"):
+            torn = train("torn")
+        assert_same(train("whole"), torn)
+
+
+class TestSignals:
+    @pytest.fixture(autouse=True)
+    def heard(self) -> Iterator[None]:
+        """Tests may run where a shell ignores some, as it does for jobs in the background."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+        yield
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_training_saves_the_step_and_ends(
+        self, number: signal.Signals, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                callbacks.TokenProgressCallback, "on_step_end", at_step(5, lambda: os.kill(os.getpid(), number))
+            )
+            with raising(), pytest.raises(Interrupted) as stop:
+                train("torn")
+        assert stop.value.exit_code == 128 + number
+        newest = newest_checkpoint(tmp_path / "torn")
+        assert newest is not None
+        assert newest.name == "checkpoint-5"
+        assert_same(train("whole"), train("torn"))
+
+    def test_schedulers_send_it_twice(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The second one ended the save of the step, and all that was trained since the last checkpoint was lost."""
+
+        def often() -> None:
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                os.kill(os.getpid(), number)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(callbacks.TokenProgressCallback, "on_step_end", at_step(5, often))
+            with raising(), pytest.raises(Interrupted, match="SIGTERM"):
+                train("torn")
+        newest = newest_checkpoint(tmp_path / "torn")
+        assert newest is not None
+        assert newest.name == "checkpoint-5"
+
+    def test_a_second_ctrl_c_does_not_wait(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def twice() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            monkeypatch.setattr("spkv_nas.base.interrupt._AT_ONCE", -1.0)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(callbacks.TokenProgressCallback, "on_step_end", at_step(5, twice))
+        with raising(), pytest.raises(Interrupted):
+            train("torn")
+        assert not (tmp_path / "torn" / "checkpoint-5").exists()
+
+
+class TestNotFinite:
+    @pytest.fixture
+    def run(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Callable[[], Branch]:
+        return lambda: train_branch(recipe, corpus, dense, tmp_path / "run", Variant.full_attention(), device="cpu")
+
+    def test_a_nan_stops_before_the_update(
+        self, run: Callable[[], Branch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One NaN used to turn every weight into NaN while the run ended normally with loss 0.0."""
+        original = trainer.Trainer.compute_loss
+
+        def poisoned(self: trainer.SPKVTrainer, *args: object, **kwargs: object) -> object:
+            loss = original(self, *args, **kwargs)
+            return loss * float("nan") if self.state.global_step == 5 else loss
+
+        monkeypatch.setattr(trainer.Trainer, "compute_loss", poisoned)
+        with pytest.raises(UserError, match=r"step 5: the loss is nan(.|\n)*checkpoint-3"):
+            run()
+        assert not (tmp_path / "run" / "final").exists()
+
+    def test_an_infinite_gradient_stops_too(self, run: Callable[[], Branch], monkeypatch: pytest.MonkeyPatch) -> None:
+        original = trainer.Trainer._clip_grad_norm
+
+        def exploded(self: trainer.SPKVTrainer, model: torch.nn.Module) -> object:
+            next(model.parameters()).grad.mul_(float("inf"))  # type: ignore[union-attr]
+            return original(self, model)
+
+        monkeypatch.setattr(trainer.Trainer, "_clip_grad_norm", exploded)
+        with pytest.raises(UserError, match="gradient norm"):
+            run()
+
+    @pytest.mark.parametrize("what", ["weight", "moment"])
+    def test_an_update_that_overflows_is_not_saved(
+        self, what: str, run: Callable[[], Branch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Loss and gradient were finite, the update was not; the checkpoint of NaN was called the last good one."""
+
+        def overflow(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
+            if state.global_step == 6:
+                parameter = next(kwargs["model"].parameters())
+                value = parameter.data if what == "weight" else kwargs["optimizer"].state[parameter]["exp_avg_sq"]
+                value.view(-1)[0] = float("inf")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(callbacks.TokenProgressCallback, "on_step_end", overflow)
+            with pytest.raises(UserError, match=r"step 6: the weight .* is nan(.|\n)*checkpoint-3"):
+                run()
+        assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+        run()
+
+
+class TestText:
+    def test_another_text_is_another_run(
+        self, recipe: Recipe, recipe_file: Path, train: Train, dense: Path, tmp_path: Path
+    ) -> None:
+        """A finished run was returned, and an interrupted one went on, whatever had become of the text."""
+        train("whole")
+        first = next(file for file in (recipe_file.parent / "text").rglob("*") if file.is_file())
+        first.write_text(first.read_text() + " and more")
+        changed = load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
+        with pytest.raises(UserError, match=r"the text has changed since .*dense was begun"):
+            train_dense(recipe, changed, tmp_path / "dense", device="cpu")
+        with pytest.raises(UserError, match=r"the text has changed since .*whole was begun"):
+            train_branch(recipe, changed, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trainer.Trainer._save_optimizer_and_scheduler
+
+    def full(self: trainer.SPKVTrainer, output_dir: str) -> None:
+        if self.state.global_step > 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(self, output_dir)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "_save_optimizer_and_scheduler", full)
+        with pytest.raises(UserError, match=r"cannot write .*checkpoint-6: .*No space left on device\nmake room"):
+            train("torn")
+    assert [path.name for path in (tmp_path / "torn").glob("checkpoint-*")] == ["checkpoint-3"]
+    assert_same(train("whole"), train("torn"))
+
+
+class TestTwoProcesses:
+    def test_the_second_waits_and_says_for_whom(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        """Two trainings in one folder rotated each other's checkpoints away."""
+        code = (
+            "import sys, pathlib; from spkv_nas.base.locks import FolderLock, locked\n"
+            f"with locked(pathlib.Path({str(tmp_path / 'run')!r}), 'trains'):\n"
+            "    print('held', flush=True); sys.stdin.read()\n"
+        )
+        other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        said: list[str] = []
+
+        def hear(line: str) -> None:
+            said.append(line)
+            threading.Timer(0.2, other.stdin.close).start()  # type: ignore[union-attr]
+
+        variant = Variant.full_attention()
+        train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", announce=hear)
+        assert other.wait(10) == 0
+        other.stdout.close()
+        assert said == [f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"]
+
+    def test_a_lock_needs_no_note_of_its_owner(self, tmp_path: Path) -> None:
+        (tmp_path / ".lock-owner").mkdir()
+        with locked(tmp_path, "trains"):
+            said: list[str] = []
+            assert not FolderLock(tmp_path, "trains").take(0.0, said.append)
+            assert said == ["waiting for another process, which trains"]
+        assert FolderLock(tmp_path, "trains").take(0.0)
+
+
+def test_the_time_that_training_took_names_nothing(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+    """Branches are named by their dense run, which trained at another speed had another hash."""
+
+    def name() -> str:
+        return Trunk(recipe, corpus, dense, tmp_path / "runs").folder(Variant.sp_kv()).name
+
+    before = name()
+    log = pd.read_csv(dense / "train-log.csv")
+    log.assign(tokens_per_second=1.0).to_csv(dense / "train-log.csv", index=False)
+    write_manifest(dense)
+    assert name() == before
+    manifest = json.loads((dense / MANIFEST).read_text())
+    manifest["sha256"]["model.safetensors"] = "0" * 64
+    (dense / MANIFEST).write_text(json.dumps(manifest))
+    assert name() != before

@@ -1,0 +1,221 @@
+"""What keeps results whole: files that change together, records of them, and names that stay in their folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spkv_nas.base.errors import MOST_CHARACTERS, UserError
+from spkv_nas.base.interrupt import deferred, raising
+from spkv_nas.base.names import check_name
+from spkv_nas.base.records import read_record, write_record
+from spkv_nas.base.replace import new_folder, replacing, settle
+from spkv_nas.base.workspace import Workspace
+
+
+def write(folder: Path, content: str, *, with_heads: bool = True) -> None:
+    """A result of two tables, one of which is not always there, and a record."""
+    with replacing(folder, ["heads.csv"]) as new:
+        (new / "table.csv").write_text(content)
+        if with_heads:
+            (new / "heads.csv").write_text(content)
+        write_record(new / "table.yaml", {"content": content})
+
+
+def read(folder: Path) -> dict[str, str]:
+    """The files of a result by name, as one sees them in the folder."""
+    settle(folder)
+    return {file.name: file.read_text() for file in folder.iterdir() if not file.name.startswith(".")}
+
+
+class Killed(BaseException):
+    pass
+
+
+class TestReplacing:
+    def test_other_files_stay_and_stale_ones_go(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.txt").write_text("mine")
+        write(tmp_path, "old")
+        write(tmp_path, "new", with_heads=False)
+        found = read(tmp_path)
+        assert found.keys() == {"mine.txt", "table.csv", "table.yaml"}
+        assert found["table.csv"] == "new"
+
+    @pytest.mark.parametrize("before", range(24))
+    def test_killed_anywhere_it_is_all_old_or_all_new(
+        self, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A probe killed before its last file read as the old threshold, with densities of the new one."""
+        for name in ("old", "new"):
+            write(tmp_path / name, name, with_heads=name == "old")
+        folder = tmp_path / "result"
+        write(folder, "old")
+        operations = 0
+
+        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **options: Any) -> Any:
+                nonlocal operations
+                operations += 1
+                if operations > before:
+                    raise Killed
+                return original(*args, **options)
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+                patch.setattr(os, name, watched(getattr(os, name)))
+            with suppress(Killed):
+                write(folder, "new", with_heads=False)
+        assert read(folder) in (read(tmp_path / "old"), read(tmp_path / "new"))
+        write(folder, "new", with_heads=False)
+        assert read(folder) == read(tmp_path / "new")
+
+    def test_what_was_given_up_goes_after_a_day(self, tmp_path: Path) -> None:
+        for name in (".new-old", ".new-young"):
+            (tmp_path / name).mkdir()
+        os.utime(tmp_path / ".new-old", (0, 0))
+        write(tmp_path, "new")
+        assert {path.name for path in tmp_path.glob(".new-*")} == {".new-young"}
+
+    def test_an_error_leaves_the_old_result(self, tmp_path: Path) -> None:
+        write(tmp_path, "old")
+        with pytest.raises(FileNotFoundError), replacing(tmp_path) as new:
+            ((new / "table.csv").write_text("new"), (new / "nowhere" / "x").write_text(""))
+        assert read(tmp_path)["table.csv"] == "old"
+
+    def test_a_workspace_finishes_what_was_decided(self, tmp_path: Path) -> None:
+        commit = tmp_path / "probes" / "p" / ".commit"
+        commit.mkdir(parents=True)
+        (commit / "density.csv").write_text("new")
+        (commit / ".stale.json").write_text('["../../escape.csv"]')
+        (tmp_path / "escape.csv").write_text("mine")
+        folder = Workspace(tmp_path).probe_dir("p")
+        assert (folder / "density.csv").read_text() == "new"
+        assert not commit.exists()
+        assert (tmp_path / "escape.csv").exists()
+
+
+class TestNewFolder:
+    def test_it_is_there_whole_or_not_at_all(self, tmp_path: Path) -> None:
+        final = tmp_path / "final"
+        with pytest.raises(FileNotFoundError), new_folder(final) as new:
+            ((new / "half").write_text(""), (new / "nowhere" / "x").write_text(""))
+        assert not list(tmp_path.iterdir())
+        final.mkdir()
+        (final / "half").write_text("of an earlier attempt")
+        with new_folder(final) as new:
+            (new / "whole").write_text("")
+        assert [file.name for file in final.iterdir()] == ["whole"]
+
+    def test_a_place_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match="cannot write"), new_folder(tmp_path / "file" / "final"):
+            pass
+
+
+class TestRecords:
+    @pytest.mark.parametrize("name", ["table.csv", "table.yaml"])
+    def test_a_change_by_hand_is_read_with_a_warning(self, name: str, tmp_path: Path) -> None:
+        write(tmp_path, "old")
+        file = tmp_path / name
+        file.write_text(file.read_text().replace("old", "mine", 1))
+        with pytest.warns(UserWarning, match=f"{name}: changed since it was written"):
+            read_record(tmp_path / "table.yaml", "record")
+
+    def test_a_binary_file_that_changed_is_damaged(self, tmp_path: Path) -> None:
+        (tmp_path / "counts.npz").write_bytes(b"1")
+        write_record(tmp_path / "record.yaml", {"a": 1})
+        assert read_record(tmp_path / "record.yaml", "record") == {"a": 1}
+        (tmp_path / "counts.npz").write_bytes(b"2")
+        with pytest.raises(UserError, match=r"counts.npz is damaged"):
+            read_record(tmp_path / "record.yaml", "record")
+
+    def test_one_that_was_cut_off_is_not_one_without_hashes(self, tmp_path: Path) -> None:
+        """Its threshold and window were gone, and the hashes, which came last, with them."""
+        write(tmp_path, "old")
+        file = tmp_path / "table.yaml"
+        text = file.read_text()
+        for length in range(len(text)):
+            file.write_text(text[:length])
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                try:
+                    read_record(file, "record")
+                except UserError:
+                    continue
+            assert ["table.yaml" in str(one.message) for one in said] == [True], text[:length]
+
+    def test_one_without_hashes_is_read_as_it_is(self, tmp_path: Path) -> None:
+        (tmp_path / "record.yaml").write_text("a: 1\n")
+        assert read_record(tmp_path / "record.yaml", "record") == {"a": 1}
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "",
+            "..",
+            ".hidden",
+            "/abs",
+            "a/b",
+            "../../evil",
+            "a\\b",
+            "a\0b",
+            "a\nb",
+            " a",
+            "a ",
+            "x" * 300,
+            "ü" * 95,
+            "\x1b[2J",
+        ],
+    )
+    def test_what_would_lead_elsewhere_is_refused(self, name: str) -> None:
+        with pytest.raises(UserError, match=r"strategy .* cannot name a file"):
+            check_name(name, "strategy")
+
+    @pytest.mark.parametrize("name", ["stdlib-21x3", "Llama 3.1 8B", "modèle", "a..b", "densest-18", "x" * 100])
+    def test_all_else_is_a_name(self, name: str) -> None:
+        assert check_name(name, "strategy") == name
+
+
+def test_what_a_file_holds_neither_fills_nor_drives_the_terminal() -> None:
+    message = str(UserError("found '\x1b[2J" + "x" * 70_000 + "'\nlast line"))
+    assert len(message) <= MOST_CHARACTERS
+    assert "\x1b" not in message
+    assert message.endswith("'\nlast line")
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_ends_a_command_with_one_line(name: str, code: int, tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys; from spkv_nas.cli import app\n"
+        f"signal.signal(signal.{name}, signal.SIG_DFL)\n"  # tests may run where a shell ignores it
+        "import spkv_nas.stages.layout as stage\n"
+        f"stage.show = lambda options: os.kill(os.getpid(), signal.{name})\n"
+        "app.main(['layout', 'show', 'x.yaml'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == code
+    assert done.stderr == f"interrupted by {name}; the same command goes on from what is finished\n"
+
+
+def test_what_the_shell_ignores_stays_ignored() -> None:
+    """nohup, and a shell's jobs in the background."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with raising(), deferred() as pending:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert pending.number is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
