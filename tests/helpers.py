@@ -69,6 +69,7 @@ dense: {steps: 6, batch_size: 4, learning_rate: 1e-2, warmup_steps: 2}
 branch: {steps: 8, batch_size: 4, learning_rate: 1e-2}
 gates: {window: 8, hidden_size: 8, bias: 0.2, learning_rate_multiplier: 10.0}
 checkpoint_every: 3
+precision: float32
 """
 
 

@@ -53,7 +53,8 @@ def test_a_name_means_one_thing() -> None:
 
 def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
     taken = {next(iter(get_type_hints(function).values())) for function in COMMANDS}
-    mixins = {options.InWorkspace, options.OnDevice, options.SubjectOptions, options.ConstraintOptions}
+    mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision}
+    mixins |= {options.SubjectOptions, options.ConstraintOptions}
     nested = {options.DemoOptions, options.ShowLayoutsOptions, options.DiffOptions, options.ConvertOptions}
     assert taken | nested == set(CLASSES) - mixins
 

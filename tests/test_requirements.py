@@ -117,7 +117,7 @@ def test_ranges() -> None:
 
 def test_every_budget_is_as_good_as_its_own_proposal() -> None:
     table = make_domain_table(("code", "docs"))
-    curve = budget_curve(table, Requirements(context=1024, head_dim=8, dtype="float16"), [1, 3, 8])
+    curve = budget_curve(table, Requirements(context=1024, head_dim=8, kv_dtype="float16"), [1, 3, 8])
     rows = curve.rows
     assert list(curve.layouts) == ["densest-1", "densest-3", "densest-8"]
     assert rows["coverage"].tolist() == pytest.approx([1 / 3.4, 2.3 / 3.4, 1.0])
@@ -182,11 +182,11 @@ class TestCommand:
         assert not list(folder.glob("*.yaml"))
 
     def test_memory_in_place_of_a_budget(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--head-dim", "32", "--dtype", "bfloat16"]
+        memory = ["--kv-bytes", "1MiB", "--context", "1000", "--head-dim", "32", "--kv-dtype", "bfloat16"]
         self.propose(workspace, *memory)
         assert Layout.read(workspace / "layouts" / "p" / "densest.yaml").num_global == 8
         assert "1MiB holds 8 global heads: 1010.00 KiB" in " ".join(capsys.readouterr().out.split())
-        self.propose(workspace, "--budget", "8", "--context", "128k", "--head-dim", "32", "--dtype", "bfloat16")
+        self.propose(workspace, "--budget", "8", "--context", "128k", "--head-dim", "32", "--kv-dtype", "bfloat16")
         assert "128.01 MiB of keys and values at 131,072 tokens x 1" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ class TestCommand:
             (["--kv-bytes=2GiB"], "needs --context"),
             (["--kv-bytes=2GiB", "--context=1000"], "does not say the model's head_dim: give --head-dim"),
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
-            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--dtype=int8"], "holds no global KV head"),
-            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--dtype=int3"], "known are float32"),
-            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--dtype=int8"], "--context must be at least 1"),
+            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--kv-dtype=int8"], "holds no global KV head"),
+            (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--kv-dtype=int3"], "known are float32"),
+            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "--context must be at least 1"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "runs backwards"),
             (["--budget=1..9", "--tau=match-budget"], "one budget, not a range"),

@@ -116,7 +116,7 @@ class TestCommand:
         assert counts == [[8, 8], [5, 5], [12, 12]]
 
     def test_another_cost_is_refused(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
-        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--dtype", "float32"]
+        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--head-dim", "4", "--kv-dtype", "float32"]
         more += ["--trials", "3", "--short", "0", "--context"]
         main(command(*project, *more, "1k"))
         assert "another objective" in fails(capsys, *command(*project, *more, "2k"))
@@ -124,7 +124,7 @@ class TestCommand:
     def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
         more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4"]
-        more += ["--dtype", "float32", "--trials", "15", "--short", "0", "--global-layers", "0"]
+        more += ["--kv-dtype", "float32", "--trials", "15", "--short", "0", "--global-layers", "0"]
         main(command(recipe, workspace, *more))
         assert "KV bytes" in capsys.readouterr().out
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")

@@ -1,8 +1,15 @@
-"""Which device to compute on."""
+"""Which device to compute on, and in which dtype: one that its arithmetic is made for."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from spkv_nas.base.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def choose_device(device: str | None = None) -> str:
@@ -16,3 +23,54 @@ def choose_device(device: str | None = None) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(device: str, own: torch.dtype, asked: str | None = None) -> torch.dtype:
+    """What to compute in: ``asked``, by default a checkpoint's ``own`` dtype, or float32 where that is emulated.
+
+    An AVX2 processor emulates bfloat16: a linear layer of the embedded model takes 8 times as long as in float32.
+
+    Raises:
+        UserError: ``asked`` is none of ``DTYPES``.
+    """
+    import torch
+
+    if asked is not None:
+        check_dtype(asked)
+        return getattr(torch, asked)  # type: ignore[no-any-return]
+    return own if is_native(device, own) else torch.float32
+
+
+def check_dtype(asked: str | None) -> None:
+    """Raises ``UserError`` for what is none of ``DTYPES``; None is nothing asked."""
+    if asked is not None and asked not in DTYPES:
+        raise UserError(f"--dtype '{asked}' is unknown; there are {', '.join(DTYPES)}")
+
+
+def training_precision(device: str) -> str:
+    """The dtype of matrix products in training that suits the device: "bfloat16" where it is native, else "float32"."""
+    import torch
+
+    return "bfloat16" if is_native(device, torch.bfloat16) else "float32"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_native(device: str, dtype: torch.dtype) -> bool:
+    """Whether the device has instructions for products in ``dtype``; True of dtypes that are not 16-bit floats.
+
+    Of a CPU oneDNN says so, which multiplies PyTorch's matrices there.
+    """
+    import torch
+
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    if device.startswith("cuda"):
+        return dtype == torch.float16 or torch.cuda.is_bf16_supported(including_emulation=False)
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    of = torch.ops.mkldnn
+    return bool(of._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else of._is_mkldnn_fp16_supported())

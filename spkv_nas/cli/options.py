@@ -14,7 +14,7 @@ from spkv_nas.stages.flags import Flag
 from spkv_nas.stages.options import NOTE, SHOWN
 
 Options = TypeVar("Options")
-_LAST = ("workspace", "device")  # in the help
+_LAST = ("workspace", "device", "dtype")  # in the help
 _FEW = 3  # options that need no panel of their own
 
 

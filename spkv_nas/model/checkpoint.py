@@ -24,9 +24,11 @@ from transformers.utils import cached_file
 
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base.device import check_dtype, choose_dtype
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json, sha256_file
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, check_manifest, read_manifest, write_manifest
+from spkv_nas.base.memory import require
 from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install
 from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
@@ -166,6 +168,35 @@ def load(
             apply_layout(model, layout)
         check_hooks(dry_run(model), what)
     return model, tokenizer
+
+
+def load_on(
+    path_or_id: str | Path, device: str, dtype: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """``load``, on the device and in a dtype that it computes in (``base.device.choose_dtype``).
+
+    Args:
+        dtype: asked for, "float32", "bfloat16" or "float16"; None chooses.
+
+    Raises:
+        UserError: as ``load``; an unknown dtype; too little memory on the device.
+    """
+    own = saved_dtype(path_or_id)
+    check_dtype(dtype)
+    model, tokenizer = load(path_or_id, dtype=None if own is None else choose_dtype(device, own, dtype))
+    if own is None and not getattr(model, "is_quantized", False):  # only the weights knew
+        model.to(choose_dtype(device, model.dtype, dtype))
+    if device != "cpu":
+        size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+        require(size, f"the weights on {device}", "use --device cpu", device=device)
+    return model.to(device), tokenizer
+
+
+def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
+    """The dtype that a checkpoint's config says its weights have; None if it says none, or they are quantized."""
+    config = _read_config(str(resolve(path_or_id)), f"model {path_or_id}")
+    quantized = getattr(config, "quantization_config", None) is not None
+    return None if quantized or not isinstance(config.dtype, torch.dtype) else config.dtype
 
 
 def _read_config(source: str, what: str) -> PreTrainedConfig:

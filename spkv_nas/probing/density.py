@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
@@ -79,13 +80,13 @@ def probe(
         positions=_positions(counter, blocks.block_size),
         histogram=_histogram(counter, blocks.domains, present),
         documents=_documents(counter, blocks.domains, present),
-        metadata={**(metadata or {}), **_cache_format(model)},
+        metadata={**_cache_format(model), **(metadata or {})},
     )
 
 
 def _cache_format(model: PreTrainedModel) -> dict[str, Any]:
     """What a cached key costs: the head dimension and the type of the model's weights."""
-    return {"head_dim": config_shape(model.config).head_dim, "dtype": str(model.dtype).removeprefix("torch.")}
+    return {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
 
 
 def _rows(counts: Counts, domains: tuple[str, ...], present: list[int]) -> pd.DataFrame:

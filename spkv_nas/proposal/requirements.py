@@ -36,7 +36,7 @@ class Requirements:
         kv_bytes: memory for keys and values such as "2GiB", in place of a budget; needs ``context``.
         context: tokens per sequence.
         batch: sequences held at once.
-        head_dim, dtype: of the cache; the probe's by default.
+        head_dim, kv_dtype: of the cache; the probe's by default.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -46,7 +46,7 @@ class Requirements:
     context: int | None = None
     batch: int = 1
     head_dim: int | None = None
-    dtype: str | None = None
+    kv_dtype: str | None = None
 
     @property
     def is_solved(self) -> bool:
@@ -75,11 +75,11 @@ class Requirements:
         if self.context is None:
             return None
         own = {}
-        for name in ("head_dim", "dtype"):
-            value = getattr(self, name) or table.metadata.get(name)
+        for fact, option in (("head_dim", "head_dim"), ("dtype", "kv_dtype")):
+            value = getattr(self, option) or table.metadata.get(fact)
             if value is None:
-                raise UserError(f"the probe '{table.name}' does not say the model's {name}: give {option_name(name)}")
-            own[name] = value
+                raise UserError(f"the probe '{table.name}' does not say the model's {fact}: give {option_name(option)}")
+            own[fact] = value
         return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **own)
 
     def limit(self, table: DensityTable, budget: int | str | None, window: int | None) -> Limit:

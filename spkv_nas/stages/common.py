@@ -11,6 +11,7 @@ from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base.device import choose_device, dtype_name
 from spkv_nas.base.distributed import process_index
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
@@ -35,11 +36,17 @@ _BEYOND = 16  # times a model's own length up to which blocks may be longer
 
 @dataclass(frozen=True)
 class Measured:
-    """A loaded subject: the model on its device, the blocks, and what text they are of."""
+    """A loaded subject: the model on its device, the blocks, what text they are of, and the checkpoint's own dtype."""
 
     model: PreTrainedModel
     blocks: TokenBlocks
     text: Any
+    saved_dtype: str
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """What a result says of dtypes: that of the checkpoint, and that of the computation."""
+        return {"dtype": self.saved_dtype, "computed_in": dtype_name(self.model.dtype)}
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,10 @@ class Subject:
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
         """
-        from spkv_nas.base.device import choose_device
         from spkv_nas.data.blocks import build_blocks
         from spkv_nas.data.sources import documents
         from spkv_nas.data.splits import load_heldout
-        from spkv_nas.model.checkpoint import load
+        from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.shape import check_tokens
 
         options, recipe = self.options, self.recipe
@@ -111,10 +117,13 @@ class Subject:
         if limit is not None and limit < length:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
         reporter.announce(f"loading {self.source}")
-        model, tokenizer = load(self.source)
         device = choose_device(options.device)
+        own = saved_dtype(self.source)
+        model, tokenizer = load_on(self.source, device, options.dtype)
+        saved, used = dtype_name(own or model.dtype), dtype_name(model.dtype)
+        if saved != used and options.dtype is None:
+            reporter.announce(f"computing in {used}: there are no instructions for {saved} here")
         _check_positions(model, length)
-        _move(model, device)
         if with_logits:
             _check_logits(model, 1, length, device)  # before the text is tokenised, which may take long
         text: Any = options.data
@@ -131,15 +140,7 @@ class Subject:
             taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)
             if taken > _ANNOUNCED:
                 reporter.announce(f"the logits of a batch take {format_bytes(taken)}; less with a smaller --block-size")
-        return Measured(model, blocks, text)
-
-
-def _move(model: PreTrainedModel, device: str) -> None:
-    """The model to the device, if it has room there."""
-    if device != "cpu":
-        size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-        require(size, f"the weights on {device}", "use --device cpu", device=device)
-    model.to(device)
+        return Measured(model, blocks, text, saved)
 
 
 def _check_positions(model: PreTrainedModel, block_size: int) -> None:

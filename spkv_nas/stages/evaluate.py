@@ -97,6 +97,7 @@ def _origin(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any)
     return {
         "model": subject.source,
         "data": measured.text,
+        **measured.dtypes,
         "block_size": measured.blocks.block_size,
         "num_tokens": int(nll.num_tokens.sum()),
         "num_documents": int((nll.num_tokens > 0).sum()),

@@ -65,6 +65,7 @@ Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", (
 Name = Annotated[str | None, Flag("Name of the result.")]
 Out = Annotated[Path, Flag("New folder.")]
 Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.")]
+Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.")]
 
 # a model and a text
 Model = Annotated[str, _MODEL]
@@ -134,7 +135,7 @@ Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[int, Flag("Sequences held at once.", low=1, high=MOST_BATCH, panel=_MEMORY)]
 HeadDim = Annotated[int | None, Flag("Channels of a head.", high=MOST_SIZE, panel=_MEMORY)]
-Dtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=_MEMORY)]
+KvDtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=_MEMORY)]
 Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=_MEMORY)]
 MinPerLayer = Annotated[
     int | None, Flag("Least global heads in a layer, those named below aside.", high=MOST_SIZE, panel=_MEMORY)

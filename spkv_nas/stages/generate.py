@@ -9,7 +9,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.model import generation
-from spkv_nas.model.checkpoint import load
+from spkv_nas.model.checkpoint import load_on
 from spkv_nas.stages.common import check_tau, quiet_transformers
 from spkv_nas.stages.options import GenerateOptions
 from spkv_nas.stages.reporter import SILENT, Reporter
@@ -23,8 +23,7 @@ def generate(
     quiet_transformers()
     check_tau(options.tau)
     reporter.announce(f"loading {options.model}")
-    network, tokenizer = load(options.model)
-    network.to(choose_device(options.device))
+    network, tokenizer = load_on(options.model, choose_device(options.device), options.dtype)
     return generation.generate(
         network, tokenizer, prompt, max_new_tokens=options.max_new_tokens, tau=options.tau,
         temperature=options.temperature, top_p=options.top_p, seed=options.seed, stream=stream,

@@ -46,7 +46,21 @@ class OnDevice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions(InWorkspace, OnDevice):
+class InDtype(OnDevice):
+    """A stage that runs a model."""
+
+    dtype: flags.Dtype = default(None, "the model's, or float32 where the device emulates that")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InPrecision(OnDevice):
+    """A stage that trains by recipes."""
+
+    dtype: flags.Dtype = default(None, "the recipe's precision")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(InWorkspace, InDtype):
     """A model and the text to measure it on."""
 
     model: flags.OptionalModel = None
@@ -63,7 +77,7 @@ class ConstraintOptions:
     context: flags.OptionalContext = None
     batch: flags.Batch = 1
     head_dim: flags.HeadDim = default(None, "the probe's")
-    dtype: flags.Dtype = default(None, "the probe's")
+    kv_dtype: flags.KvDtype = default(None, "the probe's")
     min_per_layer: flags.MinPerLayer = None
     max_per_layer: flags.MaxPerLayer = None
     global_layers: flags.GlobalLayers = None
@@ -104,7 +118,7 @@ class ScoreOptions(SubjectOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(OnDevice):
+class GenerateOptions(InDtype):
     """Of ``generate``."""
 
     prompt: flags.Prompt = None
@@ -143,7 +157,7 @@ class CompareOptions(InWorkspace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions(ConstraintOptions, InWorkspace, OnDevice):
+class SearchOptions(ConstraintOptions, InWorkspace, InPrecision):
     """Of ``search``."""
 
     layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
@@ -169,14 +183,14 @@ class SearchOptions(ConstraintOptions, InWorkspace, OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(InWorkspace, OnDevice):
+class TrainOptions(InWorkspace, InPrecision):
     """Of ``train``."""
 
     recipe: flags.RecipeFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainHybridOptions(InWorkspace, OnDevice):
+class TrainHybridOptions(InWorkspace, InPrecision):
     """Of ``train-hybrid``."""
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
@@ -186,7 +200,7 @@ class TrainHybridOptions(InWorkspace, OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateOptions(InWorkspace, OnDevice):
+class AblateOptions(InWorkspace, InPrecision):
     """Of ``ablate``."""
 
     file: flags.AblationsFile = default(None, "the embedded ones")
@@ -210,9 +224,11 @@ class ReportOptions(InWorkspace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions(InWorkspace):
+class DemoOptions(InWorkspace, OnDevice):
     """Of ``demo``."""
 
+    workspace: flags.Root = default(Path("demo"), note="Ignored by git.")
+    dtype: flags.Dtype = default(None, "what the machine has instructions for")
     budget: flags.Budget = "18"
 
 

@@ -34,7 +34,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     with reporter.bar("probing") as progress:
         told: dict[str, Any] = {
             "name": subject.name,
-            "metadata": {"model": source, "data": measured.text, "environment": environment()},
+            "metadata": {"model": source, "data": measured.text, **measured.dtypes, "environment": environment()},
             "progress": progress,
         }
         if options.signal == signals.DENSITY:

@@ -23,5 +23,5 @@ def read_requirements(options: ConstraintOptions) -> Requirements:
         context=None if options.context is None else parse_context(options.context),
         batch=options.batch,
         head_dim=options.head_dim,
-        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
     )

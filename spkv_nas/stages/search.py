@@ -68,7 +68,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints)
     space.check()
     path = options.recipe or EMBEDDED / "search.yaml"
-    recipe, name = Recipe.read(path), options.name or table.name
+    recipe, name = Recipe.read(path).with_precision(options.dtype), options.name or table.name
     candidates = _candidates(options, space, budgets, reporter.announce)
     memory = _cache_bytes(requirements, space) if second == "kv-bytes" else None  # before any training
     place = options.place

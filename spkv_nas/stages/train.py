@@ -54,7 +54,7 @@ class AblationResult:
 def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
     """Train a recipe's dense model and its SP-KV branch. Finished ones are not trained again."""
     quiet_transformers()
-    recipe = Recipe.read(options.recipe)
+    recipe = Recipe.read(options.recipe).with_precision(options.dtype)
     join_processes(recipe, options.device)
     place = options.place
     place.check_writable()
@@ -88,7 +88,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     table = find_table(place, options.probe)
     proposal = find_proposal(place, table.name, options.layouts)
     path = options.recipe or EMBEDDED / "demo.yaml"
-    recipe = Recipe.read(path)
+    recipe = Recipe.read(path).with_precision(options.dtype)
     quiet_transformers()
     if recipe.gates.start_from is None:
         for line in recipe.warnings():
@@ -103,7 +103,7 @@ def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResul
     """Train the rows of a file of ablations, by default the embedded ones, to ``reports/<name>/``."""
     quiet_transformers()
     file, place = options.file or EMBEDDED / "ablations.yaml", options.place
-    name, rows = ablation.ablate(file, place, device=options.device, announce=reporter.announce)
+    name, rows = ablation.ablate(file, place, device=options.device, dtype=options.dtype, announce=reporter.announce)
     return AblationResult(name, rows, place.report_dir(name))
 
 

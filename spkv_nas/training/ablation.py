@@ -82,6 +82,7 @@ def ablate(
     workspace: Workspace,
     *,
     device: str | None = None,
+    dtype: str | None = None,
     announce: Announce = silent,
 ) -> tuple[str, pd.DataFrame]:
     """Train every row of a file of ablations; write ``reports/<name>/ablations.csv`` after each.
@@ -89,6 +90,7 @@ def ablate(
     All rows are checked before the first is trained. A finished row is not trained again.
 
     Args:
+        dtype: precision in place of the rows' own.
         announce: told what starts, one line each.
 
     Returns:
@@ -106,7 +108,9 @@ def ablate(
     else:
         common = file.recipe
     recipes = {
-        name: Recipe.parse(_merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'")
+        name: Recipe.parse(
+            _merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
+        ).with_precision(dtype)
         for name, row in file.rows.items()
     }
     variants = {name: row.read_variant(path.parent) for name, row in file.rows.items()}
@@ -116,7 +120,8 @@ def ablate(
     finished: dict[str, Branch] = {}
     for number, (name, recipe) in enumerate(recipes.items(), 1):
         announce(f"{name} ({number} of {len(recipes)})")
-        finished[name] = Trunk.prepare(recipe, base, runs, device=device, announce=announce).train(variants[name])
+        trunk = Trunk.prepare(recipe, base, runs, device=device, announce=announce)
+        finished[name], recipes[name] = trunk.train(variants[name]), trunk.recipe
         rows = _table(finished, variants)
         on_main(partial(_write, workspace.report_dir(file.name), rows, recipes))
     return file.name, rows

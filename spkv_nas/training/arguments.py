@@ -30,7 +30,8 @@ def training_arguments(
         UserError: there is no such device, or the processes cannot share a batch evenly.
     """
     sharded = recipe.sharding == "fsdp" and num_processes() > 1
-    on_gpu = choose_device(device).startswith("cuda")
+    device = choose_device(device)
+    on_gpu = device.startswith("cuda")
     own = blocks_per_process(phase.batch_size)
     micro_batch_size = max(n for n in range(1, min(own, recipe.micro_batch_size or own) + 1) if own % n == 0)
     arguments = TrainingArguments(
@@ -49,7 +50,7 @@ def training_arguments(
         seed=recipe.seed if seed is None else seed,
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
-        bf16=recipe.precision == "bfloat16",
+        bf16=recipe.settled(device).precision == "bfloat16",
         report_to=["tensorboard"] if recipe.tensorboard else [],
         disable_tqdm=True,  # of the library's own bar; ours is a callback
         ddp_find_unused_parameters=False,  # a frozen predictor stays linked to the loss

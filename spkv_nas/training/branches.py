@@ -13,6 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes, on_main
 from spkv_nas.base.files import read_json, sha256_file, write_json
 from spkv_nas.base.manifest import (
@@ -29,7 +32,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.checkpoint import weights_identity
+from spkv_nas.model.checkpoint import load_on, weights_identity
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
 from spkv_nas.training.callbacks import HeldoutCallback, TokenProgressCallback
@@ -81,9 +84,12 @@ class Trunk:
     ) -> Trunk:
         """Tokenise the text and train the dense model, unless that is done; ``join_processes`` comes before.
 
+        The recipe's precision is settled for the device, that of process 0.
+
         Args:
             base: folder that the recipe's relative paths start from.
         """
+        recipe = on_main(lambda: recipe.settled(choose_device(device)))
         announce("reading and tokenising text")
         corpus = load_corpus(recipe, base, runs, announce=announce)
         dense = dense_checkpoint(recipe, corpus, runs, device=device, announce=announce)
@@ -103,6 +109,12 @@ class Trunk:
     def _origin(self) -> str:
         """Changes with what the branches start from."""
         return weights_identity(self.dense) if self.dense.is_dir() else str(self.dense)
+
+    def load_dense(self) -> PreTrainedModel:
+        """The dense checkpoint, to be scored on the device in the recipe's precision, at most its own."""
+        dtype = "float32" if self.recipe.precision == "float32" else None
+        model, _ = load_on(self.dense, choose_device(self.device), dtype)
+        return model
 
     def train(self, variant: Variant, seed: int | None = None) -> Branch:
         """Train a branch, or read it if it has been trained; ``seed`` is the recipe's by default."""

@@ -18,7 +18,6 @@ from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, check_layout_names, write_comparison
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.records import write_record
@@ -28,7 +27,6 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
-from spkv_nas.model.checkpoint import load
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.training.branches import Branch, Trunk
 from spkv_nas.training.corpus import join_processes
@@ -98,8 +96,8 @@ def train_hybrids(
             finished[name].append(branch)
             layout_hash = "" if variant.layout is None else variant.layout.hash
             models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
-            compared = Comparison(comparison_rows(finished, variants, covered, untrained, recipe), tuple(models))
-            on_main(partial(_write, workspace, compared, recipe, table))
+            compared = Comparison(comparison_rows(finished, variants, covered, untrained, trunk.recipe), tuple(models))
+            on_main(partial(_write, workspace, compared, trunk.recipe, table))
     return compared
 
 
@@ -112,8 +110,7 @@ def _variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
 
 def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
     """Held-out NLL of the dense checkpoint with each layout on it before any training, and of full attention."""
-    model, _ = load(trunk.dense)
-    model.to(choose_device(trunk.device))
+    model = trunk.load_dense()
     heldout = trunk.corpus.heldout
     scores = zero_shot(
         model,

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.device import training_precision
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
 from spkv_nas.base.limits import MOST_BATCH, MOST_SEED, MOST_STEPS, MOST_WHOLE
@@ -140,7 +141,10 @@ class Recipe(Section):
     checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS)
     tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
     micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
-    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the matrix products in training")
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="of the matrix products in training; auto: bfloat16 where the device has instructions for it",
+    )
     sharding: Literal["none", "fsdp"] = Field(
         "none", description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2)"
     )
@@ -203,6 +207,18 @@ class Recipe(Section):
         """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections."""
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+    def with_precision(self, dtype: str | None) -> Recipe:
+        """The recipe with the precision that a command line asks for; None leaves it. Raises ``UserError``."""
+        if dtype is None:
+            return self
+        if dtype not in ("float32", "bfloat16"):
+            raise UserError(f"--dtype {dtype}: training knows float32 and bfloat16")
+        return self.model_copy(update={"precision": dtype})
+
+    def settled(self, device: str) -> Recipe:
+        """The recipe with what ``precision: auto`` means on ``device``: a result says what it was made in."""
+        return self.with_precision(training_precision(device)) if self.precision == "auto" else self
 
     def warnings(self) -> list[str]:
         """What will probably disappoint, in plain sentences."""

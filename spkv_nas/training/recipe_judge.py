@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
-from spkv_nas.model.checkpoint import load, read_shape
+from spkv_nas.model.checkpoint import read_shape
 from spkv_nas.training.branches import Trunk, is_finished, read_branch
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.recipe import Recipe
@@ -127,8 +126,7 @@ class RecipeJudge:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        model, _ = load(self._trunk.dense)
-        return model.to(choose_device(self._trunk.device))
+        return self._trunk.load_dense()
 
     @cached_property
     def _cache(self) -> Path:

@@ -1,9 +1,10 @@
 """Times whole training steps of a model with gates, and of a hybrid, against the same model with full attention.
 
-Two subjects. On the CPU the embedded reference (21 layers x 3 KV heads), with the batch and precision of its own
-training. On any device a level of the ladder (``spkv_nas.cost.ladder``): a Llama of its shape, whose FFN width, which
-the paper's table leaves open, follows Llama 3's rule, with random weights in bfloat16 and one sequence a step; hard
-gates keep a given share of random tokens. The paper has .60 to .62 (soft) and .82 to .90 (hard) at 8,192 tokens.
+Two subjects. On the CPU the embedded reference (21 layers x 3 KV heads), with the batch of its own training and the
+precision that suits the machine. On any device a level of the ladder (``spkv_nas.cost.ladder``): a Llama of its shape,
+whose FFN width, which the paper's table leaves open, follows Llama 3's rule, with random weights in bfloat16 (float32
+where that is emulated) and one sequence a step; hard gates keep a given share of random tokens. The paper has .60 to
+.62 (soft) and .82 to .90 (hard) at 8,192 tokens.
 
 The dense model runs PyTorch's SDPA, as transformers would, forced to cuDNN on a GPU, where the default is slower. All
 candidates take their turn in each round, in both orders, in one process (``spkv_kernels.timing.interleaved``).
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.device import choose_dtype
 from spkv_nas.cost.ladder import Level
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
@@ -66,7 +68,7 @@ class StepTiming:
 
 def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
     """Steps of the embedded reference on the CPU: dense, with soft gates, as a hybrid; a forward pass and a probe."""
-    recipe = Recipe.read(EMBEDDED / "recipe.yaml")
+    recipe = Recipe.read(EMBEDDED / "recipe.yaml").settled("cpu")
     precision = None if recipe.precision == "float32" else torch.bfloat16
     dense, tokenizer = load("embedded:dense", dtype=torch.float32)
     gated, _ = load("embedded:reference", dtype=torch.float32)
@@ -98,7 +100,9 @@ def time_level_steps(
     length = length or level.block_size
     blocks = _random_blocks(1, length, VOCABULARY)
     tokens = torch.from_numpy(blocks.tokens).long().to(device)
-    dense = _random_model(replace(level, num_layers=num_layers or level.num_layers), length).to(device, torch.bfloat16)
+    dense = _random_model(replace(level, num_layers=num_layers or level.num_layers), length).to(
+        device, choose_dtype(device, torch.bfloat16)
+    )
     gated, hybrid = copy.deepcopy(dense), copy.deepcopy(dense)
     attach_gates(gated, GateConfig(bias=0.0), seed=0)
     for predictor in predictors(gated).values():
