@@ -1,18 +1,24 @@
-"""Export as a function: which layout the folder gets, and a warning where the weights were trained for another."""
+"""Export as a function: which layout the folder gets, in which form, and what a fresh process has to say about it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from checkpoint_cases import change_config
 from helpers import gated, logits, tiny_model
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model import fresh, stock
+from spkv_nas.model.attach import detach
+from spkv_nas.model.checkpoint import load, read_shape, save
 from spkv_nas.model.export import export
 from spkv_nas.model.windows import apply_layout
 
@@ -20,9 +26,9 @@ MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
 
 
-def write(layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+def write(layout: Layout | None, folder: Path, tokenizer: PreTrainedTokenizerBase, family: str = "llama") -> Path:
     """A dense checkpoint, or a hybrid with ``layout``."""
-    model = tiny_model(vocab_size=300)
+    model = tiny_model(family, vocab_size=300)
     if layout is not None:
         apply_layout(model, layout)
     save(model, tokenizer, folder)
@@ -38,7 +44,8 @@ def test_a_hybrid_is_exported_as_what_it_is(
     said = export(None, hybrid, tmp_path / "out")
     expected = logits(load(hybrid)[0], tokens)
     if layout is LAYERWISE:
-        assert "a stock qwen2 checkpoint" in said
+        assert "a stock ministral checkpoint" in said
+        assert "over 70 tokens in a process of its own" in said
         assert torch.allclose(
             logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5
         )
@@ -51,7 +58,7 @@ def test_weights_that_were_trained_for_another_layout(tmp_path: Path, tiny_token
     """A hybrid used to take any layout without a word."""
     hybrid = write(MIXED, tmp_path / "hybrid", tiny_tokenizer)
     with pytest.warns(UserWarning, match=f"trained for another layout \\(hash {MIXED.hash}\\) than the one given"):
-        export(LAYERWISE, hybrid, tmp_path / "other")
+        export(Layout(("LG", "LL", "LG", "GG"), 6), hybrid, tmp_path / "other")
     export(Layout(MIXED.heads, MIXED.window, "renamed"), hybrid, tmp_path / "same")
     with pytest.warns(UserWarning, match="another layout"):
         export(Layout(MIXED.heads, 5), hybrid, tmp_path / "window")
@@ -64,3 +71,140 @@ def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer
     with pytest.raises(UserError, match="has no layout of its own to export\ngive a layout"):
         export(None, tmp_path / kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+class TestFreshProcess:
+    def test_refuses_what_nobody_foresaw(
+        self, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Gemma 3 with other types has another position encoding; here only the comparison can find it."""
+        dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
+        monkeypatch.setattr(stock, "_positions", lambda config: [None] * config.num_hidden_layers)
+        said = export(LAYERWISE, dense, tmp_path / "out")
+        assert "It has no stock form: its logits in plain transformers differ by 0." in said
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
+        hybrid = tiny_model("gemma3_text", vocab_size=300)
+        apply_layout(hybrid, LAYERWISE)
+        assert torch.equal(logits(load(tmp_path / "out")[0], tokens), logits(hybrid, tokens))
+
+    @pytest.mark.parametrize(
+        ("place", "name", "value", "message"),
+        [
+            (
+                "fresh",
+                "_LEAST_SECONDS",
+                0.01,
+                r"was not compared with plain transformers within .* nothing was written",
+            ),
+            ("fresh.sys", "executable", "false", r"its process ended with 1 \(no message\)\nit needs memory"),
+        ],
+        ids=["slow", "dead"],
+    )
+    def test_that_does_not_answer(
+        self, place: str, name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+    ) -> None:  # fmt: skip
+        dense = write(None, tmp_path / "dense", tiny_tokenizer)
+        monkeypatch.setattr("spkv_nas.model.fresh._SLOWER", 0.0)
+        monkeypatch.setattr(f"spkv_nas.model.{place}.{name}", value)
+        with pytest.raises(UserError, match=message):
+            export(LAYERWISE, dense, tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+    @pytest.mark.parametrize(
+        ("answer", "message"),
+        [
+            (fresh.Answer("ValueError: no"), "plain transformers does not run it: ValueError: no"),
+            (fresh.Answer(None, torch.tensor([[1.0, 2.0001]]), [1, 2]), "differ by 5e-05 of the largest"),
+            (fresh.Answer(None, torch.tensor([[1.0, torch.nan]]), [1, 2]), "differ by nan"),
+            (fresh.Answer(None, torch.tensor([[1.0, 2.0]]), [1, 3]), "other tokens of a text"),
+        ],
+    )
+    def test_every_difference_counts(self, answer: fresh.Answer, message: str) -> None:
+        hybrid = fresh.Expected([0], torch.tensor([[1.0, 2.0]]), [1, 2], 1.0)
+        assert fresh.compare(fresh.Answer(None, torch.tensor([[1.0, 2.00001]]), [1, 2]), hybrid) > 0
+        with pytest.raises(fresh.Differs, match=message):
+            fresh.compare(answer, hybrid)
+
+
+def test_weights_keep_their_dtypes_and_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """They are compared in float32 and written as they came, those of mixed checkpoints too."""
+    model = tiny_model(vocab_size=300).to(torch.bfloat16)
+    monkeypatch.setattr(fresh, "check", lambda *_: 0.0)
+    save(model, tiny_tokenizer, tmp_path / "dense")
+    export(LAYERWISE, tmp_path / "dense", tmp_path / "out")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "out"))
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    model.model.norm.float()
+    with fresh._float32(model):
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.model.norm.weight.dtype is torch.float32
+    assert model.lm_head.weight.dtype is torch.bfloat16
+
+
+class TestOwnType:
+    @pytest.fixture
+    def folder(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        export(MIXED, write(None, tmp_path / "dense", tiny_tokenizer), tmp_path / "out")
+        return tmp_path / "out"
+
+    def test_a_stock_class_does_not_run_it_dense(self, folder: Path) -> None:
+        """Naming the class passes by the model type, of which transformers only warns."""
+        with pytest.raises(Exception, match="num_hidden_layers") as error:
+            LlamaForCausalLM.from_pretrained(folder)
+        assert "load it with spkv_nas.load" in str(error.value)
+
+    def test_the_auto_class_is_load(self, folder: Path, tokens: Tensor) -> None:
+        expected = logits(load(folder)[0], tokens)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, attn_implementation="sdpa")
+        assert torch.equal(logits(model, tokens), expected)
+        built = AutoModelForCausalLM.from_config(model.config)
+        built.load_state_dict(model.state_dict())
+        assert torch.equal(logits(built.eval(), tokens), expected)
+        assert read_shape(folder) == read_shape(folder.parent / "dense")
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(UserError, match=r"attn_implementation 'sdpa' ignores gates and windows: call detach"):
+            logits(model, tokens)
+
+    def test_is_kept_when_saved_again_and_goes_when_detached(
+        self, folder: Path, tokens: Tensor, tmp_path: Path
+    ) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model.save_pretrained(tmp_path / "again")
+        assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "spkv"
+        assert torch.equal(
+            logits(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), tokens), logits(model, tokens)
+        )
+        detach(model)
+        model.save_pretrained(tmp_path / "plain")
+        assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "llama"
+        assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path / "plain"), tokens), logits(model, tokens))
+
+    def test_can_be_exported_dense(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
+        said = export(None, folder, tmp_path / "dense-type", allow_dense=True)
+        assert "plain transformers runs it dense without a word, as layers 0, 2 mix" in said
+        assert json.loads((tmp_path / "dense-type" / "config.json").read_text())["model_type"] == "llama"
+        assert torch.equal(logits(load(tmp_path / "dense-type")[0], tokens), logits(load(folder)[0], tokens))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda c: c.pop("spkv"), "does not say the type and the number of layers"),
+            (lambda c: c.update(spkv=[]), "does not say the type and the number of layers"),
+            (lambda c: c["spkv"].pop("stock_type"), "does not say the type and the number of layers"),
+            (lambda c: c["spkv"].update(stock_type="spkv"), "does not say the type and the number of layers"),
+            (lambda c: c["spkv"].update(stock_type=["llama"]), "cannot load"),
+            (lambda c: c["spkv"].update(stock_type="t5"), "no decoders that generate text"),
+            (lambda c: c["spkv"].update(num_hidden_layers=10**9), "more than 1,000"),
+            (lambda c: c["spkv"].update(num_hidden_layers="4"), "num_hidden_layers"),
+            (lambda c: c["spkv"]["layout"].update(window=0), r"layout\.window"),
+        ],
+    )  # fmt: skip
+    def test_damaged(self, change: Any, message: str, folder: Path) -> None:
+        (folder / "spkv-manifest.json").unlink()
+        change_config(folder, change)
+        with pytest.raises(UserError, match=message):
+            load(folder)

@@ -56,8 +56,11 @@ def imports(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def is_upward(origin: str, target: str) -> bool:
-    """Whether an import from one room may not be: to the same floor, to a higher one, or to the package's face."""
-    return origin != target and (target not in FLOOR or FLOOR[target] >= FLOOR[origin])
+    """Whether an import from one room may not be: to the same floor, to a higher one, or to the package's face.
+
+    The face itself, "", stands on top.
+    """
+    return origin != target and (target not in FLOOR or FLOOR[target] >= FLOOR.get(origin, len(FLOORS) + 1))
 
 
 def test_every_room_has_a_floor() -> None:
@@ -79,7 +82,13 @@ def test_imports_go_down() -> None:
 
 @pytest.mark.parametrize(
     ("origin", "target", "expected"),
-    [("cli", "stages", False), ("stages", "cli", True), ("search", "training", True), ("model", "kernels", False)],
+    [
+        ("cli", "stages", False),
+        ("stages", "cli", True),
+        ("search", "training", True),
+        ("model", "kernels", False),
+        ("", "base", False),
+    ],
 )
 def test_what_is_upward(origin: str, target: str, expected: bool) -> None:
     assert is_upward(origin, target) is expected

@@ -53,6 +53,7 @@ def convert(options: ConvertOptions) -> None:
 def export(options: ExportOptions) -> None:
     """Write a checkpoint with a layout applied as a Hugging Face folder: a stock architecture where there is one.
 
+    A fresh process with plain transformers must compute the same; what has no stock form gets a model type of its own.
     Without a layout: a retrained hybrid with its own (see reports/NAME/checkpoints.csv).
     """
     from spkv_nas.stages import layout as stage

@@ -152,7 +152,10 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
         generation.use_cache = False
 
 
-def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    chosen = model.config._attn_implementation
+    if chosen != "spkv":
+        raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
     if kwargs.get("past_key_values") is not None and kwargs.get("use_cache") is False:
         raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):

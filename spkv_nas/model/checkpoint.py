@@ -29,12 +29,11 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json, sha256_file
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, check_manifest, read_manifest, write_manifest
 from spkv_nas.base.memory import require
-from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
-from spkv_nas.model.attention import GateSettings, LayerState, install
-from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
+from spkv_nas.model.own_type import stock_class
+from spkv_nas.model.restore import restoring_class
+from spkv_nas.model.section import saved_layers
 from spkv_nas.model.shape import check_counts, check_size, config_shape
 from spkv_nas.model.weights import INDEX, check_files, check_loaded, check_room, index_names, quiet_report
-from spkv_nas.model.windows import apply_layout
 
 
 def save(
@@ -141,11 +140,11 @@ def load(
     if Path(source).is_dir():
         check_manifest(Path(source))
         files = check_files(Path(source), explicit)
-    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True, "trust_remote_code": False}
+    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True}
     with _as_user_error(what):
         if files is None:
             _check_cached_index(source, explicit)
-        restored = None if saved_layers(config) is None else _restoring_class(config)
+        restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
         build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
         quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
         item_bytes = 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
@@ -153,21 +152,15 @@ def load(
         if files is not None and not quantized:
             check_room(files, num_parameters, what)
         if restored is not None:
-            options = {**options, "attn_implementation": "spkv"}
-            del options["trust_remote_code"]
-        with quiet_report():
-            model, info = (restored or AutoModelForCausalLM).from_pretrained(
-                source, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
-            )
-        check_loaded(model, info, what)
-    tokenizer = load_tokenizer(source)
-    if restored is not None:
-        prepare(model, "sdpa")
-        layout = checkpoint_layout(model)
-        if layout is not None:
-            apply_layout(model, layout)
-        check_hooks(dry_run(model), what)
-    return model, tokenizer
+            model = restored.from_pretrained(source, config=config, **options)
+        else:
+            with quiet_report():
+                model, info = AutoModelForCausalLM.from_pretrained(
+                    source, config=config, output_loading_info=True, ignore_mismatched_sizes=True,
+                    trust_remote_code=False, **options,
+                )  # fmt: skip
+            check_loaded(model, info, what)
+    return model, load_tokenizer(source)
 
 
 def load_on(
@@ -256,36 +249,13 @@ def _as_user_error(what: str) -> Iterator[None]:
         raise UserError(f"cannot load {what}: a file is damaged ({first_line(error)})") from error
 
 
-def _restoring_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The model's own class, with hooks and empty predictors put in place before the weights are read."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class in transformers of the decoder that a config describes. Raises ``UserError``: there is none."""
+    kind = stock_class(config)
+    if kind not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"models of type '{config.model_type}' are no decoders that generate text")
-    base: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[type(config)]
-    gates, saved = saved_gates(config), saved_layers(config) or {}
-
-    class Restored(base):
-        _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
-
-        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-            super().__init__(config, *args, **kwargs)
-            # in the model's order: config.json sorts its keys, layer 10 before layer 2
-            names = [name for name, _ in self.named_modules() if name in saved]
-            if len(names) < len(saved):
-                raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
-            layers = [self.get_submodule(name) for name in names]
-            settings = GateSettings()
-            for name, layer in zip(names, layers, strict=True):
-                install(layer, LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
-            if gates is not None:
-                rows = gate_rows(self, gates, [saved[name].num_kv_heads for name in names])
-                for layer, row in zip(layers, rows, strict=True):
-                    if row is not None:
-                        install_gates(layer, row, gates, config.get_text_config().hidden_size)
-
-    Restored.__name__ = base.__name__
-    Restored.__qualname__ = base.__qualname__
-    Restored.__module__ = base.__module__
-    return Restored
+    found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
+    return found
 
 
 def read_shape(path_or_id: str | Path) -> Shape:

@@ -5,61 +5,107 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import new_folder
+from spkv_nas.model import fresh
 from spkv_nas.model.attach import detach
-from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.checkpoint import load, save, save_files
+from spkv_nas.model.own_type import OWN_TYPE, set_own_type
 from spkv_nas.model.section import checkpoint_layout
-from spkv_nas.model.stock import stock_obstacle, to_stock
+from spkv_nas.model.stock import NoStockForm, stock_config
 from spkv_nas.model.windows import apply_layout
 
 
-def export(layout: Layout | None, checkpoint: str | Path, out: Path) -> str:
+def export(layout: Layout | None, checkpoint: str | Path, out: Path, *, allow_dense: bool = False) -> str:
     """Write the checkpoint's weights with ``layout`` to the folder ``out``; says in a sentence what was written.
 
-    A layer-wise layout becomes a stock architecture where there is one, which plain ``transformers`` loads; any
-    other one an ``spkv`` checkpoint, which ``spkv_nas.load`` loads. Gates of the checkpoint are left out.
+    A layer-wise layout becomes a stock architecture where there is one that computes the same, which a fresh process
+    with plain ``transformers`` has shown (``fresh.py``). Any other hybrid gets the model type ``spkv``, which
+    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``own_type.py``). Gates of the checkpoint are left out.
 
     Args:
         layout: None takes the one that the checkpoint has, a hybrid as it was retrained.
         out: a new folder, or an empty one; it appears there in one step, when it is complete.
+        allow_dense: keep the stock model type for what has no stock form, so that plain ``transformers`` runs it dense.
 
     Raises:
-        UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it, or there
-            is none.
+        UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it, there is
+            none, or no fresh process could be asked.
 
     Warns:
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
+    target = _checked(out)
+    model, tokenizer = load(checkpoint)
+    layout = _chosen(layout, checkpoint_layout(model), checkpoint)
+    apply_layout(model, layout)  # checks the shape before anything is written
+    try:
+        with new_folder(target) as folder:
+            done = _write_stock(model, tokenizer, layout, folder)
+        return f"{out}: {done}"
+    except (NoStockForm, fresh.Differs) as error:
+        reason = str(error)
+    apply_layout(model, layout)
+    set_own_type(model.config, not allow_dense)
+    with new_folder(target) as folder:
+        save(model, tokenizer, folder)
+    if allow_dense:
+        return f"{out}: loads with spkv_nas.load; plain transformers runs it dense without a word, as {reason}"
+    return (
+        f"{out}: loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
+        f"refuses its model type '{OWN_TYPE}' (--allow-dense keeps the stock one). It has no stock form: {reason}"
+    )
+
+
+def _checked(out: Path) -> Path:
+    """The folder to write, resolved. Raises ``UserError``: it holds files, or the process is in it."""
     target = out.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: choose another --out")
     if target == Path.cwd():  # which is replaced, so that whoever is in it would be nowhere
         raise UserError(f"{out} is the current folder: choose a new one with --out")
-    model, tokenizer = load(checkpoint)
-    own = checkpoint_layout(model)
-    if layout is None:
+    return target
+
+
+def _chosen(given: Layout | None, own: Layout | None, checkpoint: str | Path) -> Layout:
+    """The layout to export. Raises ``UserError``: there is none. Warns: the weights were trained for another."""
+    if given is None:
         if own is None:
             raise UserError(
                 f"checkpoint {checkpoint} has no layout of its own to export\n"
                 "give a layout: spkv-nas propose makes them, spkv-nas train-hybrid retrains a checkpoint with one"
             )
-        layout = own
-    elif own is not None and own.content_hash != layout.content_hash:
+        return own
+    if own is not None and own.content_hash != given.content_hash:
         warnings.warn(
             f"checkpoint {checkpoint} is a hybrid whose weights were trained for another layout (hash {own.hash}) than "
-            f"the one given ({layout.hash}): leave the layout out to export the hybrid as it is",
-            stacklevel=2,
+            f"the one given ({given.hash}): leave the layout out to export the hybrid as it is",
+            stacklevel=3,
         )
-    apply_layout(model, layout)  # checks the shape before anything is written
-    obstacle = stock_obstacle(model, layout)
-    if obstacle is not None:
-        with new_folder(target) as folder:
-            save(model, tokenizer, folder)
-        return f"{out}: loads with spkv_nas.load; plain transformers would run it dense, as {obstacle}"
+    return given
+
+
+def _write_stock(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layout: Layout, folder: Path) -> str:
+    """Write a hybrid as a stock architecture, and have a fresh process confirm it; says what was written.
+
+    Raises:
+        NoStockForm, fresh.Differs: it has no such form. The hooks may be off the model then.
+    """
+    config = stock_config(model.config, layout)
+    hybrid = fresh.expected(model, tokenizer, layout.window)
     detach(model)
-    stock = to_stock(model, layout)
-    with new_folder(target) as folder:
-        save(stock, tokenizer, folder)
-    return f"{out}: a stock {stock.config.model_type} checkpoint, which plain transformers loads without this package"
+    if model.generation_config is not None:
+        model.generation_config.use_cache = True  # what a checkpoint of hooks says is for them
+    save_files(model, tokenizer, folder)
+    config.save_pretrained(folder)
+    difference = fresh.check(folder, hybrid)
+    write_manifest(folder)
+    return (
+        f"a stock {config.model_type} checkpoint, which plain transformers loads without this package; over "
+        f"{len(hybrid.tokens)} tokens in a process of its own its logits are the hybrid's to {difference:.0e} of the "
+        "largest"
+    )

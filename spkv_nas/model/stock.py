@@ -1,85 +1,81 @@
 """Layer-wise hybrids as stock architectures, which plain ``transformers`` and serving engines load.
 
-A layout whose layers are all-global or all-local can be written with ``layer_types`` and ``sliding_window``
-(Hugging Face counts the query's own key in the window, as this package does). Llama and Mistral weights become a
-Qwen2 model with zero q/k/v biases, because the Llama classes ignore ``layer_types``.
+A layout whose layers are all-global or all-local can be said with ``layer_types`` and ``sliding_window`` (Hugging Face
+counts the query's own key in the window, as this package does). Classes that ignore ``layer_types`` have a successor
+that reads them and is the same model otherwise: Llama and Mistral weights load as Ministral, OLMo 2 as OLMo 3. Only
+the config changes, never a tensor.
+
+In some families ``layer_types`` also chooses the position encoding, so that another type makes another model. What is
+known of that is refused here; ``fresh.py`` finds the rest.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.errors import UserError
 
-_NATIVE = ("qwen2", "qwen3", "smollm3", "gemma3_text", "olmo3", "cohere2")  # read layer_types themselves
-_AS_QWEN2 = ("llama", "mistral")
-_SHARED_WITH_QWEN2 = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "rope_parameters",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+_NATIVE = ("qwen2", "qwen3", "smollm3", "ministral", "gemma3_text", "olmo3", "cohere2", "exaone4")
+_SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
+_ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no position encoding
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def stock_obstacle(model: PreTrainedModel, layout: Layout) -> str | None:
-    """Why the layout cannot be expressed as a stock architecture; None if it can."""
-    if not layout.is_layerwise:
-        mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
-        return f"layers {', '.join(map(str, mixed))} mix global and local heads, which layer_types cannot say"
-    kind = model.config.model_type
-    if kind not in (*_NATIVE, *_AS_QWEN2):
-        return f"no stock architecture with layer_types is known for model type '{kind}'"
-    if kind in _AS_QWEN2 and (
-        getattr(model.config, "attention_bias", False) or getattr(model.config, "mlp_bias", False)
-    ):
-        return "Qwen2 has no output-projection or MLP biases, which this model uses"
-    return None
+class NoStockForm(Exception):  # noqa: N818  # not a mistake: another form is written
+    """Why a hybrid cannot be written as a stock architecture, to end a sentence."""
 
 
-def to_stock(model: PreTrainedModel, layout: Layout) -> PreTrainedModel:
-    """A stock model with the weights of the ungated, unhooked ``model`` and the layout's layers.
+def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
+    """The config of a stock architecture that has the layers of ``layout`` with the weights of ``config``'s model.
 
     Raises:
-        UserError: ``stock_obstacle`` finds one.
+        NoStockForm: there is none.
     """
-    obstacle = stock_obstacle(model, layout)
-    if obstacle is not None:
-        raise UserError(f"this layout has no stock form: {obstacle}")
-    kinds = ["full_attention" if "G" in row else "sliding_attention" for row in layout.heads]
-    options: dict[str, Any] = {
-        "layer_types": kinds,
+    if not layout.is_layerwise:
+        mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
+        raise NoStockForm(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot say")
+    kind = config.model_type
+    if kind not in (*_NATIVE, *_SUCCESSOR):
+        raise NoStockForm(f"no stock architecture with layer_types is known for model type '{kind}'")
+    target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
+    known = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
+    options: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key in known and key != "spkv"}
+    options |= {
+        "model_type": target.model_type,
+        "layer_types": [_FULL if "G" in row else _SLIDING for row in layout.heads],
         "sliding_window": layout.window,
-        "use_sliding_window": True,
-        "max_window_layers": 0,
+        "use_cache": True,  # hooks switch it off
+        "architectures": [AutoModelForCausalLM._model_mapping[type(target)].__name__],
     }
-    config = model.config
-    if config.model_type in _NATIVE:
-        options = {**config.to_dict(), **options}
-        target = AutoConfig.for_model(**options)
-    else:
-        shared = {key: getattr(config, key) for key in _SHARED_WITH_QWEN2 if getattr(config, key, None) is not None}
-        target = AutoConfig.for_model("qwen2", **shared, **options)
-    stock: PreTrainedModel = AutoModelForCausalLM.from_config(target, dtype=model.dtype)
-    weights = dict(model.state_dict())
-    for name, parameter in stock.state_dict().items():
-        if name not in weights and name.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias")):
-            weights[name] = torch.zeros_like(parameter)
-    stock.load_state_dict(weights)
-    stock.generation_config = model.generation_config
-    return stock.to(model.device).eval()
+    if hasattr(target, "use_sliding_window"):
+        options["use_sliding_window"] = True
+    if hasattr(target, "max_window_layers"):
+        options["max_window_layers"] = 0  # vLLM's own Qwen classes, which know no window of a layer, refuse this
+    if target.model_type == "olmo3" and kind != "olmo3":
+        options["rope_parameters"] = {one: dict(config.rope_parameters) for one in (_FULL, _SLIDING)}
+    stock: PreTrainedConfig = AutoConfig.for_model(**options)
+    changed = [
+        i for i, pair in enumerate(zip(_positions(config), _positions(stock), strict=True)) if pair[0] != pair[1]
+    ]
+    if changed:
+        raise NoStockForm(
+            f"layer_types of '{stock.model_type}' also chooses the position encoding, which would change in layers "
+            f"{_numbers(changed)}"
+        )
+    return stock
+
+
+def _positions(config: PreTrainedConfig) -> list[Any]:
+    """The position encoding of every layer, as far as ``layer_types`` has a say in it."""
+    rotary = getattr(config, "rope_parameters", None) or {}
+    kinds = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
+    if config.model_type in _ROTARY_IF_LOCAL:
+        return [rotary if kind == _SLIDING or config.sliding_window is None else None for kind in kinds]
+    return [rotary.get(kind, rotary) for kind in kinds]
+
+
+def _numbers(layers: list[int]) -> str:
+    shown = ", ".join(map(str, layers[:12]))
+    return shown if len(layers) <= 12 else f"{shown}, ..."

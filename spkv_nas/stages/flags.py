@@ -124,6 +124,9 @@ ChosenTau = Annotated[
 ]  # fmt: skip
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
+AllowDense = Annotated[
+    bool, Flag("Let plain transformers run dense what has no stock form; by default it refuses it.", ("--allow-dense",))
+]
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 
 # constraints and memory

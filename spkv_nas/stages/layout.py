@@ -70,7 +70,7 @@ def export(options: ExportOptions) -> str:
 
     quiet_transformers()
     layout = None if options.layout is None else Layout.read(options.layout)
-    return export_layout(layout, options.model, options.out)
+    return export_layout(layout, options.model, options.out, allow_dense=options.allow_dense)
 
 
 def schema(options: SchemaOptions) -> dict[str, Any]:

@@ -278,6 +278,7 @@ class ExportOptions:
     layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
     model: flags.Model
     out: flags.Out
+    allow_dense: flags.AllowDense = False
 
 
 @dataclass(frozen=True, kw_only=True)

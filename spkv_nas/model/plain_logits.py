@@ -1,0 +1,63 @@
+"""What plain transformers makes of model folders: a program of its own, which nothing of this package is imported into.
+
+    python plain_logits.py REQUESTS.json ANSWERS.json
+
+``fresh.py`` runs it, and says what requests and answers hold. Every model is read and run in float32 on the CPU,
+without the network and without code of the folder's.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main(requests: str, answers: str) -> None:
+    """Answer every request; an error of one is its answer."""
+    with open(requests, encoding="utf-8") as file:
+        given = json.load(file)
+    found = [_answered(request) for request in given]
+    if any(name.partition(".")[0] in ("spkv_nas", "spkv_kernels") for name in sys.modules):
+        sys.exit("this process has imported spkv_nas, so that it is no plain one")
+    with open(answers, "w", encoding="utf-8") as file:
+        json.dump(found, file)
+
+
+def _answered(request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return _answer(**request)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def _answer(folder: str, tokens: list[int], keep: int, steps: int, text: str, logits: str) -> dict[str, Any]:
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, use_safetensors=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading[kind]:
+            name = sorted(map(str, loading[kind]))[0]
+            return {"error": f"{type(model).__name__} has {kind.replace('_', ' ')}, such as {name}"}
+    save_file({"logits": _logits(model.eval(), torch.tensor([tokens]), keep, steps)}, logits)
+    answer: dict[str, Any] = {"class": type(model).__name__, "error": None, "token_ids": None}
+    if text:
+        answer["token_ids"] = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"]
+    return answer
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Tensor:
+    """Logits [keep, V] of the last tokens; ``steps`` of them go one by one, with the cache of one pass."""
+    output = model(input_ids=tokens[:, :-steps], use_cache=True, logits_to_keep=keep - steps)
+    parts = [output.logits[0]]
+    for token in tokens[0, -steps:]:
+        output = model(input_ids=token.view(1, 1), past_key_values=output.past_key_values, use_cache=True)
+        parts.append(output.logits[0])
+    return torch.cat(parts).contiguous()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

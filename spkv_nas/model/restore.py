@@ -1,0 +1,67 @@
+"""Classes of models with an ``spkv`` section: gates, windows and hooks are in place before the weights are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
+from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
+from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
+from spkv_nas.model.weights import check_loaded, quiet_report
+from spkv_nas.model.windows import layout_windows
+
+
+def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class like ``base`` whose models have what the section of their config says, however they are made.
+
+    Its ``from_pretrained`` refuses weights that are not all there, and a section that does not fit (``UserError``).
+    """
+
+    class Restored(base):
+        _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            config._attn_implementation = "spkv"  # under any other the hooks would have no effect
+            super().__init__(config, *args, **kwargs)
+            _put_section(self)
+
+        @classmethod
+        def from_pretrained(cls, source: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+            what = f"model {source}"
+            options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
+            with quiet_report():
+                model, info = super().from_pretrained(source, *args, **options)
+            check_loaded(model, info, what)
+            prepare(model, "sdpa")
+            check_hooks(dry_run(model), what)
+            return (model, info) if output_loading_info else model
+
+    Restored.__name__ = base.__name__
+    Restored.__qualname__ = base.__qualname__
+    Restored.__module__ = base.__module__
+    return Restored
+
+
+def _put_section(model: PreTrainedModel) -> None:
+    """Put hooks, and empty predictors or the layout's windows, on a model as the section of its config says."""
+    config = model.config
+    gates, saved, layout = saved_gates(config), saved_layers(config) or {}, checkpoint_layout(model)
+    # in the model's order: config.json sorts its keys, layer 10 before layer 2
+    names = [name for name, _ in model.named_modules() if name in saved]
+    if len(names) < len(saved):
+        raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
+    layers = [model.get_submodule(name) for name in names]
+    settings = GateSettings()
+    for name, layer in zip(names, layers, strict=True):
+        install(layer, LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
+    if gates is not None:
+        rows = gate_rows(model, gates, [saved[name].num_kv_heads for name in names])
+        for layer, row in zip(layers, rows, strict=True):
+            if row is not None:
+                install_gates(layer, row, gates, config.get_text_config().hidden_size)
+    if layout is not None:
+        for state, windows in zip(layer_states(model), layout_windows(model, layout), strict=True):
+            state.windows = windows

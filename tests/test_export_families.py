@@ -1,0 +1,188 @@
+"""Exports of twelve families: what plain transformers runs in a fresh process is the hybrid, or it refuses.
+
+All exports are written first. Then one fresh process answers for all of them, and another one, which imports spkv_nas,
+for those with a model type of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import FAMILIES, tiny_model
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model import fresh
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.export import export
+from spkv_nas.model.windows import apply_layout
+
+WINDOW = 6
+FULL, SLIDING = "full_attention", "sliding_attention"
+BOTH = {"sliding_window": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in FAMILIES},
+    "cohere2": BOTH,
+    "exaone4": BOTH,
+    "olmo3": BOTH,
+    "ministral": {**BOTH, "head_dim": 8},
+    "llama-bias": {"attention_bias": True},
+    "olmo3-yarn": {**BOTH, "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
+    "mistral-window": {"sliding_window": 4},
+    "llama-tied": {"tie_word_embeddings": True},
+}
+STOCK = {
+    **{one: one for one in ("qwen2", "qwen3", "smollm3", "ministral", "olmo3")},
+    **dict.fromkeys(("llama", "llama-tied", "mistral", "mistral-window"), "ministral"),
+    "olmo2": "olmo3",
+}  # fmt: skip
+STOCK_AS_NATIVE = {one: one.removesuffix("-yarn") for one in ("gemma3_text", "cohere2", "exaone4", "olmo3-yarn")}
+CLASSES = {
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+    "ministral": "MinistralForCausalLM", "olmo3": "Olmo3ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM", "exaone4": "Exaone4ForCausalLM",
+}  # fmt: skip
+SPLITS, TYPES = ("layers", "heads"), ("native", "other")
+
+
+def lively(case: str) -> PreTrainedModel:
+    """A random model whose attention is far from uniform, so that a wrong window or position shows."""
+    model = tiny_model(case.partition("-")[0], vocab_size=300, **CASES[case])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+            elif "self_attn" in name and parameter.ndim == 2:
+                parameter *= 12
+    return model
+
+
+def layout(model: PreTrainedModel, split: str, types: str) -> Layout:
+    """Layers as the model has them or two of them changed; by whole layers, or with heads that differ in one."""
+    kinds = getattr(model.config, "layer_types", None) or [FULL] * 4
+    rows = ["GG" if kind == FULL else "LL" for kind in kinds]
+    if types == "other":
+        rows[:2] = ["LL" if row == "GG" else "GG" for row in rows[:2]]
+    if split == "heads":
+        rows[rows.index("GG")] = "GL"
+    return Layout(tuple(rows), WINDOW)
+
+
+@dataclass
+class Exported:
+    """One export: its folder, what was said of it, what the hybrid computes, and how far the dense model is from it."""
+
+    folder: Path
+    said: str
+    hybrid: fresh.Expected
+    dense_difference: float
+
+
+Key = tuple[str, str, str]
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrainedTokenizerBase) -> dict[Key, Exported]:
+    """Every export, its own check left for later."""
+    place, found = tmp_path_factory.mktemp("exports"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fresh, "check", lambda *_: 0.0)
+        for case in CASES:
+            dense = place / case / "dense"
+            model = lively(case)
+            save(model, tiny_tokenizer, dense)
+            for split in SPLITS:
+                for types in TYPES:
+                    chosen = layout(model, split, types)
+                    out = place / case / f"{split}-{types}"
+                    said = export(chosen, dense, out)
+                    apply_layout(model, Layout(("GG",) * 4, WINDOW))
+                    full = fresh.expected(model, tiny_tokenizer, WINDOW).logits
+                    apply_layout(model, chosen)
+                    hybrid = fresh.expected(model, tiny_tokenizer, WINDOW)
+                    difference = float((full - hybrid.logits).abs().max() / hybrid.logits.abs().max())
+                    found[case, split, types] = Exported(out, said, hybrid, difference)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(exports: dict[Key, Exported]) -> dict[Key, fresh.Answer]:
+    """What plain transformers makes of each, in one fresh process."""
+    hybrids = {one.folder: one.hybrid for one in exports.values()}
+    return dict(zip(exports, fresh.plain_answers(hybrids), strict=True))
+
+
+@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("case", CASES)
+def test_plain_transformers_runs_the_hybrid_or_refuses(
+    case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, fresh.Answer]
+) -> None:
+    exported, answer = exports[case, split, types], answers[case, split, types]
+    if case == "llama-bias" and split == "layers":  # here it is the check that refuses
+        with pytest.raises(fresh.Differs, match=r"MinistralForCausalLM has unexpected keys, such as .*bias"):
+            fresh.compare(answer, exported.hybrid)
+        return
+    kind = STOCK.get(case) or (STOCK_AS_NATIVE.get(case) if types == "native" else None)
+    if split == "heads" or kind is None:
+        assert "It has no stock form: " in exported.said
+        assert answer.error is not None
+        assert "model type `spkv` but Transformers does not recognize" in answer.error
+        assert json.loads((exported.folder / "config.json").read_text())["model_type"] == "spkv"
+    else:
+        assert f"a stock {kind} checkpoint" in exported.said
+        assert fresh.compare(answer, exported.hybrid) <= fresh.TOLERANCE
+    if split == "layers" and types == "native" and "layer_types" not in CASES[case]:
+        return  # all layers global, the dense model itself
+    assert exported.dense_difference > 100 * fresh.TOLERANCE  # so that the comparison can fail
+
+
+def test_own_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:
+    """By transformers' Auto class, without code of the folder's, and with the same logits."""
+    own = [one for one in exports.values() if "refuses its model type" in one.said]
+    assert len(own) > 2 * len(CASES)
+    (tmp_path / "own.json").write_text(json.dumps([[str(one.folder), one.hybrid.tokens] for one in own]))
+    program = """
+import json, sys, spkv_nas
+assert not {"torch", "transformers"} & set(sys.modules)
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+logits = {}
+for number, (folder, tokens) in enumerate(json.load(open("own.json"))):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    with torch.no_grad():
+        logits[str(number)] = model(torch.tensor([tokens])).logits[0].contiguous()
+save_file(logits, "own.safetensors")
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "own.safetensors")
+    for number, one in enumerate(own):
+        logits = found[str(number)][-len(one.hybrid.logits) :]
+        assert torch.allclose(logits, one.hybrid.logits, atol=1e-5 * float(one.hybrid.logits.abs().max())), one.folder
+
+
+def test_stock_forms_invent_nothing(exports: dict[Key, Exported]) -> None:
+    """Tensors of the checkpoint, all of them and no others; settings for hooks are gone from the config."""
+    for (case, split, types), one in exports.items():
+        if "a stock" not in one.said or case == "llama-bias":
+            continue
+        dense = load_file(one.folder.parent / "dense" / "model.safetensors")
+        stock = load_file(one.folder / "model.safetensors")
+        assert dense.keys() == stock.keys(), (case, split, types)
+        assert all(torch.equal(dense[name], stock[name]) for name in dense)
+        config = json.loads((one.folder / "config.json").read_text())
+        assert "spkv" not in config
+        assert config["use_cache"] is True
+        assert config["architectures"] == [CLASSES[config["model_type"]]]
+        assert (one.folder / "tokenizer.json").is_file()
