@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import fresh, stock
+from spkv_nas.model import fresh, plain_logits, stock
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, read_shape, save
 from spkv_nas.model.export import export
@@ -97,8 +97,9 @@ class TestFreshProcess:
                 r"was not compared with plain transformers within .* nothing was written",
             ),
             ("fresh.sys", "executable", "false", r"its process ended with 1 \(no message\)\nit needs memory"),
+            ("fresh.tempfile", "tempdir", "/nowhere", "nothing was written: .*No such file.*\nmake room in /nowhere"),
         ],
-        ids=["slow", "dead"],
+        ids=["slow", "dead", "no-room"],
     )
     def test_that_does_not_answer(
         self, place: str, name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -110,6 +111,15 @@ class TestFreshProcess:
         with pytest.raises(UserError, match=message):
             export(LAYERWISE, dense, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+    @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
+    def test_too_little_memory_is_no_answer(self, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(**_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(plain_logits, "_answer", fail)
+        with pytest.raises(type(error)):
+            plain_logits._answered({"logits": "x"})
 
     @pytest.mark.parametrize(
         ("answer", "message"),

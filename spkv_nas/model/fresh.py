@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.shape import vocabulary_size
@@ -117,30 +117,38 @@ def compare(answer: Answer, hybrid: Expected) -> float:
 def plain_answers(hybrids: dict[Path, Expected]) -> list[Answer]:
     """Have one fresh process load folders and run each over its hybrid's tokens. Raises ``UserError`` as ``check``."""
     seconds = max(_LEAST_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
-    with tempfile.TemporaryDirectory() as place:
-        requests, answers = Path(place, "requests.json"), Path(place, "answers.json")
-        outputs = [Path(place, f"{number}.safetensors") for number in range(len(hybrids))]
-        requests.write_text(
-            json.dumps(
-                [
-                    {
-                        "folder": str(folder.resolve()), "tokens": hybrid.tokens, "keep": len(hybrid.logits),
-                        "steps": _STEPS, "text": "" if hybrid.token_ids is None else _TEXT, "logits": str(output),
-                    }
-                    for (folder, hybrid), output in zip(hybrids.items(), outputs, strict=True)
-                ]
-            )
-        )  # fmt: skip
-        _run_program([str(requests), str(answers)], place, seconds)
-        return [
-            Answer(found["error"], load_file(output)["logits"], found["token_ids"])
-            if found["error"] is None
-            else Answer(found["error"])
-            for found, output in zip(json.loads(answers.read_text()), outputs, strict=True)
-        ]
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            return _ask(hybrids, Path(place), seconds)
+    except OSError as error:
+        raise UserError(
+            f"the export could not be compared with plain transformers, so nothing was written: {first_line(error)}\n"
+            f"make room in {tempfile.gettempdir()}, or choose another place with TMPDIR"
+        ) from error
 
 
-def _run_program(arguments: list[str], place: str, seconds: float) -> None:
+def _ask(hybrids: dict[Path, Expected], place: Path, seconds: float) -> list[Answer]:
+    """Requests and answers go through files in ``place``."""
+    requests, answers = place / "requests.json", place / "answers.json"
+    outputs = [place / f"{number}.safetensors" for number in range(len(hybrids))]
+    asked = [
+        {
+            "folder": str(folder.resolve()), "tokens": hybrid.tokens, "keep": len(hybrid.logits), "steps": _STEPS,
+            "text": "" if hybrid.token_ids is None else _TEXT, "logits": str(output),
+        }
+        for (folder, hybrid), output in zip(hybrids.items(), outputs, strict=True)
+    ]  # fmt: skip
+    requests.write_text(json.dumps(asked))
+    _run_program([str(requests), str(answers)], place, seconds)
+    return [
+        Answer(found["error"], load_file(output)["logits"], found["token_ids"])
+        if found["error"] is None
+        else Answer(found["error"])
+        for found, output in zip(json.loads(answers.read_text()), outputs, strict=True)
+    ]
+
+
+def _run_program(arguments: list[str], place: Path, seconds: float) -> None:
     """Run ``plain_logits.py``, from a folder where nothing can be imported by accident."""
     program = Path(__file__).with_name("plain_logits.py").read_text(encoding="utf-8")
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -158,7 +166,7 @@ def _run_program(arguments: list[str], place: str, seconds: float) -> None:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
             f"the export could not be compared with plain transformers, so nothing was written: its process ended with "
-            f"{done.returncode} ({said})\nit needs memory for the weights in float32"
+            f"{done.returncode} ({said})\nit needs memory for the weights in float32, and room for temporary files"
         )
 
 

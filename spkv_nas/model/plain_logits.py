@@ -27,25 +27,35 @@ def main(requests: str, answers: str) -> None:
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
+    """What there is to say of a folder. Too little memory or disk says nothing of it, and ends the program."""
+    output = request.pop("logits")
     try:
-        return _answer(**request)
+        logits, answer = _answer(**request)
+    except MemoryError:
+        raise
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        said = " ".join(str(error).split())
+        if "allocate memory" in said:  # of PyTorch, a RuntimeError
+            raise
+        return {"error": f"{type(error).__name__}: {said}"}
+    if logits is not None:
+        save_file({"logits": logits}, output)
+    return answer
 
 
-def _answer(folder: str, tokens: list[int], keep: int, steps: int, text: str, logits: str) -> dict[str, Any]:
+def _answer(
+    folder: str, tokens: list[int], keep: int, steps: int, text: str
+) -> tuple[torch.Tensor | None, dict[str, Any]]:
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, use_safetensors=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             name = sorted(map(str, loading[kind]))[0]
-            return {"error": f"{type(model).__name__} has {kind.replace('_', ' ')}, such as {name}"}
-    save_file({"logits": _logits(model.eval(), torch.tensor([tokens]), keep, steps)}, logits)
-    answer: dict[str, Any] = {"class": type(model).__name__, "error": None, "token_ids": None}
-    if text:
-        answer["token_ids"] = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"]
-    return answer
+            return None, {"error": f"{type(model).__name__} has {kind.replace('_', ' ')}, such as {name}"}
+    logits = _logits(model.eval(), torch.tensor([tokens]), keep, steps)
+    ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"] if text else None
+    return logits, {"error": None, "token_ids": ids}
 
 
 @torch.no_grad()
