@@ -103,7 +103,9 @@ class TestRuns:
         assert len(set(nll)) == len(variants)
 
     def test_logs(self, train: Train, tmp_path: Path) -> None:
-        branch = train(top={"evaluation": {"batch_size": 4, "every": 4, "max_tokens": 100}, "tensorboard": True})
+        branch = train(
+            top={"evaluation": {"batch_size": 4, "every": 4, "max_tokens": 100}, "report_to": ["tensorboard"]}
+        )
         log = pd.read_csv(branch.checkpoint / "heldout-log.csv")
         assert log["step"].tolist() == [4, 8]
         assert (log["soft_nll"] != log["hard_nll"]).any()

@@ -51,7 +51,9 @@ def training_arguments(
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
         bf16=recipe.settled(device).precision == "bfloat16",
-        report_to=["tensorboard"] if recipe.tensorboard else [],
+        report_to=list(recipe.report_to),
+        run_name=f"{recipe.name}-{folder.name}",  # of a tracker
+        project=recipe.name,
         disable_tqdm=True,  # of the library's own bar; ours is a callback
         ddp_find_unused_parameters=False,  # a frozen predictor stays linked to the loss
         fsdp=sharded or None,

@@ -19,6 +19,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
 from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     """Join the processes of torchrun, before anything is read or trained.
 
     Raises:
-        UserError: there is no such device, or the processes cannot share the recipe's batches evenly.
+        UserError: there is no such device or tracker, or the processes cannot share the recipe's batches evenly.
     """
     choose_device(device)
+    check_trackers(recipe.report_to)
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
             blocks_per_process(phase.batch_size)

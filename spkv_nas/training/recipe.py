@@ -139,7 +139,9 @@ class Recipe(Section):
     gates: GatesConfig = GatesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS)
-    tensorboard: bool = Field(False, description="log to TensorBoard, in the run's folder")
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        [], description="experiment trackers that training logs to; TensorBoard's files lie in the run's folder"
+    )
     micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -154,6 +156,15 @@ class Recipe(Section):
     def _from_level(cls, data: Any) -> Any:
         name = data.get("model") if isinstance(data, dict) else None
         return ladder()[name].recipe(data) if isinstance(name, str) and name in ladder() else data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_tensorboard(cls, data: Any) -> Any:
+        """``tensorboard: true`` was once the only tracker."""
+        if not isinstance(data, dict) or not isinstance(data.get("tensorboard"), bool) or "report_to" in data:
+            return data
+        rest = {key: value for key, value in data.items() if key != "tensorboard"}
+        return {**rest, "report_to": ["tensorboard"]} if data["tensorboard"] else rest
 
     @field_validator("model", mode="before")
     @classmethod

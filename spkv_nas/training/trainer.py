@@ -32,6 +32,7 @@ from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.run_files import load_optimizer_state, newest_checkpoint, remove_newer, remove_older, writing
 from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
+from spkv_nas.training.trackers import WANDB, EndWandbRun
 
 
 class TrainingStoppedError(UserError):
@@ -78,6 +79,8 @@ class SPKVTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # TokenProgressCallback shows more
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
+        if WANDB in self.args.report_to:
+            self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
         self._mark: tuple[int, float] | None = None  # step and time of the last log
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)

@@ -1,0 +1,82 @@
+"""Experiment trackers: the key of a recipe, what the trainer is told, and one that is not installed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from helpers import RECIPE, fails, write_project
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.training.arguments import training_arguments
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.trackers import EndWandbRun, check_trackers
+
+HASHED = ("branch", "data", "dense", "evaluation", "gates", "model", "precision", "seed", "tokenizer")
+
+
+def parse(recipe: Recipe, **changes: Any) -> Recipe:
+    return Recipe.parse({**recipe.model_dump(exclude={"report_to"}), **changes}, Path(), "recipe")
+
+
+def test_the_trainer_is_told(recipe: Recipe, tmp_path: Path) -> None:
+    tracked = parse(recipe, report_to=["tensorboard"])
+    arguments = training_arguments(tracked, tracked.branch, tmp_path / "densest-1a2b", device="cpu")
+    assert arguments.report_to == ["tensorboard"]
+    assert (arguments.project, arguments.run_name) == ("tiny", "tiny-densest-1a2b")
+    assert training_arguments(recipe, recipe.branch, tmp_path, device="cpu").report_to == []
+
+
+def test_a_finished_run_is_found_whatever_tracks_it(recipe: Recipe) -> None:
+    assert parse(recipe, report_to=["wandb"]).content_hash(*HASHED) == recipe.content_hash(*HASHED)
+
+
+@pytest.mark.parametrize(("old", "new"), [(True, ["tensorboard"]), (False, [])])
+def test_recipes_of_the_first_version(recipe: Recipe, old: bool, new: list[str]) -> None:
+    assert parse(recipe, tensorboard=old).report_to == new
+
+
+def test_one_key_alone(recipe: Recipe) -> None:
+    with pytest.raises(UserError, match="unknown key 'tensorboard'"):
+        parse(recipe, tensorboard=True, report_to=["wandb"])
+    with pytest.raises(UserError, match=r"report_to.0.*'tensorboard', 'wandb', 'mlflow' or 'trackio'"):
+        parse(recipe, report_to=["tensorbord"])
+
+
+def test_a_missing_tracker_is_said_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    file = write_project(tmp_path / "project", RECIPE + "report_to: [tensorboard, trackio]\n")
+    message = fails(capsys, "train", file, "--workspace", tmp_path)
+    assert "trackio is not installed pip install trackio" in message
+    assert not (tmp_path / "runs").exists()
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(UserError, match=r"pip install 'spkv-nas\[tensorboard\]'"):
+        check_trackers(["tensorboard"])
+
+
+def test_a_folder_of_runs_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W&B writes its runs to ./wandb, which ``python -m spkv_nas`` can import."""
+    (tmp_path / "mlflow").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    with pytest.raises(UserError, match="mlflow is not installed"):
+        check_trackers(["mlflow"])
+
+
+@pytest.mark.parametrize("open_before", [False, True])
+def test_every_training_is_a_run_of_its_own_in_wandb(open_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library starts a run unless one is open, and leaves it open: all branches of a process were one run."""
+    ended: list[str] = []
+    wandb: Any = ModuleType("wandb")
+    wandb.run = SimpleNamespace() if open_before else None
+    wandb.finish = lambda: ended.append("run")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    callback = EndWandbRun()
+    wandb.run = SimpleNamespace()  # as the library's own callback begins it
+    callback.on_train_end()
+    assert ended == ([] if open_before else ["run"])
