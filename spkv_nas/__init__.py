@@ -14,11 +14,22 @@ After ``import spkv_nas``, before or after transformers, its Auto classes load e
 (``model/own_type.py``).
 """
 
+from typing import Any
+
 import lazy_loader
 
+from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.on_import import when_imported
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported. Raises ``UserError`` where it needs a package that is not installed."""
+    try:
+        return _attribute(name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(error) or error from error
 
 
 def _register() -> None:

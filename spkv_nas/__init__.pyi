@@ -8,6 +8,7 @@ from .model.attach import detach as detach
 from .model.cache import SPKVCache as SPKVCache
 from .model.checkpoint import load as load
 from .model.checkpoint import save as save
+from .model.export import export as export
 from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout
 from .probing.density import probe as probe

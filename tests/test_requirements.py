@@ -107,6 +107,14 @@ class TestMemory:
         assert [parse_context(text) for text in ("128k", "8K", " 512 ")] == [131072, 8192, 512]
 
 
+def test_several_budgets() -> None:
+    assert parse_budgets("24,12, 18", 63) == [12, 18, 24]
+    assert parse_budgets("6..9,25%,7", 63) == [6, 7, 8, 9, 16]
+    for text in ("12,", ",", "12,x", "12,99", "12,9..6"):
+        with pytest.raises(UserError, match="budget"):
+            parse_budgets(text, 63)
+
+
 def test_ranges() -> None:
     assert parse_budgets("6..9", 63) == [6, 7, 8, 9]
     assert parse_budgets("10%..50%:20", 63) == [6, 26, 32]
@@ -207,8 +215,8 @@ class TestCommand:
             (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "--context must be at least 1"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "runs backwards"),
-            (["--budget=1..9", "--tau=match-budget"], "one budget, not a range"),
-            (["--budget=1..9", "--kv-bytes=9GiB"], "does not go with --kv-bytes"),
+            (["--budget=1..9", "--tau=match-budget"], "one budget, not several"),
+            (["--budget=1..9", "--kv-bytes=9GiB"], "do not go with --kv-bytes"),
         ],
     )
     def test_bad_input(

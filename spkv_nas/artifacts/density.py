@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, field_validator
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, is_folder
 from spkv_nas.base.limits import MOST_SIZE, MOST_WINDOW
@@ -29,6 +30,9 @@ from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.base.tables import Column, read_table, write_csv
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _MOST_ERROR = 1e3  # of a density, which lies in [0, 1]
 _COLUMNS = (
@@ -217,6 +221,16 @@ class DensityTable:
             for near, what, tau in sides
             if near.mean() > _UNDIFFERENTIATED
         ]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: every KV head's density in percent."""
+        measure = f"density, %, at tau {self.tau:g}" if self.is_density else f"{self.signal}, %"
+        texts = [[f"{100 * value:.0f}" for value in row] for row in self.density]
+        return grid_html(f"{self.name}: {measure}; mean {100 * self.mean:.1f}", self.density, texts)
+
+    def plot(self) -> Figure:
+        """The same as a matplotlib figure, as in the report. Raises ``UserError`` where matplotlib is not installed."""
+        return picture("of_table", self)
 
     @classmethod
     def read(cls, path: Path) -> DensityTable:

@@ -17,18 +17,24 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, check_grid
+from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import parse_yaml, read_text, write_atomic, yaml_line
 from spkv_nas.base.limits import MOST_WINDOW
 from spkv_nas.base.names import check_name
 from spkv_nas.base.schema import Section, validate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from spkv_nas.artifacts.density import DensityTable
 
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
@@ -136,6 +142,19 @@ class Layout:
         """8 hexadecimal digits of strategy and provenance, as ``hash`` has them of the rest; in the file beside it."""
         text = yaml_line({"strategy": self.strategy, "provenance": dict(self.provenance)})
         return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: G for every global head."""
+        caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, window {self.window}"
+        return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
+
+    def plot(self, table: DensityTable | None = None) -> Figure:
+        """The global heads as a matplotlib figure; with a table marked on its densities, as in the report.
+
+        Raises:
+            UserError: the table is of another grid, or matplotlib is not installed.
+        """
+        return picture("of_layout", self, table)
 
     @classmethod
     def from_mask(

@@ -14,6 +14,7 @@ import typer
 
 from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
 from spkv_nas.base.errors import UserError, first_line, printable, shortened
+from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
@@ -95,6 +96,8 @@ def explained(error: Exception) -> tuple[str, int]:
     """What an error that ended a command is to people, and the exit code: 2 for what they can mend, 1 for a bug."""
     if isinstance(error, UserError):
         return str(error), 2
+    if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error)) is not None:
+        return str(missing), 2
     if is_lost_process(error):
         return "another process of this run is gone\nthe same command goes on from the newest checkpoint", 2
     said = shortened(printable(shortened(first_line(error), 2000)), 300)

@@ -48,4 +48,4 @@ def scaling(options: ScalingOptions) -> None:
     result = stage.scaling(options)
     for law in result.laws:
         show.scaling(result.name, law)
-    say_where("scaling", result.folder / "scaling.png")
+    say_where("scaling", result.figure or result.folder / "scaling.yaml")

@@ -35,12 +35,12 @@ def propose(options: ProposeOptions) -> None:
     """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
 
     With a constraint, --robust or --weights: also the best layout that meets it.
-    With a range of budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
+    With several budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
     """
     from spkv_nas.stages import propose as stage
 
-    if stage.is_for_range(options):
-        show.budgets(stage.propose_range(options, reporter))
+    if stage.is_for_several(options):
+        show.budgets(stage.propose_several(options, reporter))
     else:
         show.proposal(stage.propose(options, reporter))
 

@@ -108,7 +108,7 @@ def budgets(result: BudgetsResult) -> None:
     out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if result.caution is not None:
         say(result.caution)
-    say_where("curve", result.folder / "budgets.png")
+    say_where("curve", result.figure or result.folder / "budgets.csv")
     say_where("layouts", result.folder / "budgets")
 
 
@@ -129,7 +129,7 @@ def agreement(result: AgreementResult) -> None:
         )  # fmt: skip
     out.print(shown)
     out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
-    say_where("figure", result.folder / "agreement.png")
+    say_where("agreement", result.figure or result.folder / "agreement.csv")
 
 
 def comparison(result: Comparison) -> None:

@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy  # whose parts are imported when they are used
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import least_squares, minimize_scalar
-from scipy.stats import t as student
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_SHOWN
@@ -101,7 +100,7 @@ class ScalingLaw:
         return Interval(value, value - half, value + half)
 
     def _quantile(self) -> float:
-        return float(student.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3)) if self.num_runs > 3 else np.nan
+        return float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3)) if self.num_runs > 3 else np.nan
 
     def _x(self, compute: ArrayLike) -> Array:
         return np.asarray(np.log(np.asarray(compute, dtype=np.float64) / self.reference))
@@ -120,7 +119,7 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
     start = _start(x, loss)
-    solution = least_squares(
+    solution = scipy.optimize.least_squares(
         lambda p: _law(p, x) - loss,
         start,
         jac=lambda p: _jacobian(p, x),
@@ -275,7 +274,7 @@ def _start(x: Array, loss: Array) -> Array:
             else "the runs show no power law: the NLL falls in one step"
         )
     around = (_EXPONENTS[best - 1], _EXPONENTS[best + 1])
-    exponent = float(minimize_scalar(lambda e: solve(e)[0], bounds=around, method="bounded").x)
+    exponent = float(scipy.optimize.minimize_scalar(lambda e: solve(e)[0], bounds=around, method="bounded").x)
     irreducible, amplitude = solve(exponent)[1]
     return np.array([irreducible, np.log(amplitude), exponent])
 

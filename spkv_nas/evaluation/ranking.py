@@ -6,8 +6,8 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
+import scipy  # whose statistics are imported when they are used
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata, spearmanr
 
 NUM_RESAMPLES = 2000
 _EXACT = 7  # layouts up to which all their orders are counted: 5,040
@@ -26,7 +26,7 @@ def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
     number = pairs.shape[1]
     if number < 3 or (np.ptp(pairs, axis=1) == 0).any():
         return None
-    rho, p_value = spearmanr(*pairs)
+    rho, p_value = scipy.stats.spearmanr(*pairs)
     if number <= _EXACT:
         orders = np.array(list(permutations(range(number))))
         p_value = np.mean(np.abs(_rho(np.broadcast_to(pairs[0], orders.shape), pairs[1, orders])) >= abs(rho) - 1e-9)
@@ -43,7 +43,7 @@ def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
 
 def _rho(one: NDArray[np.float64], other: NDArray[np.float64]) -> NDArray[np.float64]:
     """Spearman's rho of each row of two arrays [rows, layouts]; NaN where one is constant."""
-    ranks = rankdata(np.stack([one, other]), axis=2)
+    ranks = scipy.stats.rankdata(np.stack([one, other]), axis=2)
     ranks -= ranks.mean(2, keepdims=True)
     spread = np.sqrt((ranks**2).sum(2).prod(0))
     rhos: NDArray[np.float64] = np.divide(ranks.prod(0).sum(1), spread, out=np.full(len(one), np.nan), where=spread > 0)

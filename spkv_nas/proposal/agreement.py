@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import spearmanr
+import scipy  # whose statistics are imported when they are used
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
@@ -96,7 +96,7 @@ def agreement(tables: Mapping[str, DensityTable], budget: int) -> pd.DataFrame:
                 "budget": budget,
                 "jaccard": (chosen_a & chosen_b).sum() / (chosen_a | chosen_b).sum(),
                 "chance": share / (2 - share),
-                "spearman": float(spearmanr(a.ravel(), b.ravel()).statistic) if varies else math.nan,
+                "spearman": float(scipy.stats.spearmanr(a.ravel(), b.ravel()).statistic) if varies else math.nan,
                 "transfer": min(b[chosen_a].sum() / b[chosen_b].sum(), a[chosen_b].sum() / a[chosen_a].sum()),
                 "mean_difference": np.abs(a - b).mean(),
             }

@@ -1,4 +1,4 @@
-"""Budgets: how many KV heads may be global, as a number, a share of all, or a range."""
+"""Budgets: how many KV heads may be global, as a number, a share of all, or several of these."""
 
 from __future__ import annotations
 
@@ -24,27 +24,34 @@ def parse_budget(budget: int | str, num_heads: int) -> int:
     return number
 
 
-def is_range(budget: int | str) -> bool:
-    """Whether a budget is a range, such as ``"6..40"``."""
-    return ".." in str(budget)
+def is_several(budget: int | str) -> bool:
+    """Whether a budget is several: a list, such as ``"12,18,24"``, or a range, such as ``"6..40"``."""
+    return any(sign in str(budget) for sign in (",", ".."))
 
 
 def parse_budgets(budget: str, num_heads: int) -> list[int]:
-    """Numbers of global KV heads from ``"6..40"``, ``"10%..50%"`` or, every fourth, ``"6..40:4"``; the ends included.
+    """Numbers of global KV heads, ascending, each once: from a list, ``"12,18,24"``, or a range, the ends included,
+    ``"6..40"``, ``"10%..50%"`` or, every fourth, ``"6..40:4"``; a list may hold ranges.
 
     Raises:
-        UserError: not such a range, an end outside 1..``num_heads``, or nothing in between.
+        UserError: neither of these, a number outside 1..``num_heads``, or a range that runs backwards.
     """
-    ends, _, step = budget.partition(":")
+    return sorted({number for part in budget.split(",") for number in _parse_part(part, num_heads)})
+
+
+def _parse_part(text: str, num_heads: int) -> list[int]:
+    """The numbers of one budget, or of one range."""
+    if ".." not in text:
+        return [parse_budget(text, num_heads)]
+    ends, _, step = text.partition(":")
     low, _, high = ends.partition("..")
     first, last = parse_budget(low, num_heads), parse_budget(high, num_heads)
     if first > last:
-        raise UserError(f"budget {budget} runs backwards: it means {first} to {last} global KV heads")
+        raise UserError(f"budget {text} runs backwards: it means {first} to {last} global KV heads")
     try:
         stride = int(step) if step else 1
     except ValueError:
         stride = 0
     if stride < 1:
-        raise UserError(f"budget '{budget}': the step after the colon must be a whole number from 1")
-    numbers = list(range(first, last + 1, stride))
-    return numbers if numbers[-1] == last else [*numbers, last]
+        raise UserError(f"budget '{text}': the step after the colon must be a whole number from 1")
+    return [*range(first, last, stride), last]

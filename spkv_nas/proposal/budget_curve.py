@@ -1,4 +1,4 @@
-"""The best layout at every budget of a range, the curve of their coverage, and the knee beyond which heads pay less."""
+"""The best layout at every one of several budgets, the curve of their coverage, and its knee: heads beyond pay less."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Knee:
 
 @dataclass(frozen=True, eq=False)
 class BudgetCurve:
-    """The best layout at every budget of a range.
+    """The best layout at every one of several budgets.
 
     Attributes:
         table: the densities, at the threshold that the layouts were chosen at.
@@ -58,7 +58,7 @@ def curve_for(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> BudgetCurve:
-    """The curve of a range of budgets such as "6..40".
+    """The curve over budgets such as "6..40" or "12,18,24".
 
     Args:
         table: densities.

@@ -17,9 +17,8 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+import scipy  # whose parts are imported when they are used: most proposals solve nothing
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
@@ -190,7 +189,7 @@ class _Program:
             cost[-1] = -1.0
             above = np.hstack([gain, np.zeros((len(gain), self._width - self._num_heads))])
             above[:, -1] = -1.0
-            rows.append((sparse.csr_array(above), 0.0, np.inf))
+            rows.append((scipy.sparse.csr_array(above), 0.0, np.inf))
         if nonempty:
             rows.append((self._wide(np.ones((1, self._num_heads))), 1.0, np.inf))
         best = self._run(cost, rows, relax=relax, gap=gap, time_limit=time_limit)
@@ -226,10 +225,10 @@ class _Program:
         integrality[-1] = 0
         for presolve in presolves:  # presolve has called infeasible points optimal (scipy issue 24141)
             with _silenced():
-                result = milp(
+                result = scipy.optimize.milp(
                     cost,
-                    constraints=[LinearConstraint(*row) for row in rows],
-                    bounds=Bounds(self._lower, self._upper),
+                    constraints=[scipy.optimize.LinearConstraint(*row) for row in rows],
+                    bounds=scipy.optimize.Bounds(self._lower, self._upper),
                     integrality=integrality,
                     options={"mip_rel_gap": gap, "time_limit": time_limit, "presolve": presolve},
                 )
@@ -282,8 +281,8 @@ class _Program:
 
     def _wide(self, left: NDArray[np.floating[Any]]) -> Any:
         """``left`` as a sparse array, with zeros for the variables to its right."""
-        missing = sparse.csr_array((left.shape[0], self._width - left.shape[1]))
-        return sparse.hstack([sparse.csr_array(left), missing], format="csr")
+        missing = scipy.sparse.csr_array((left.shape[0], self._width - left.shape[1]))
+        return scipy.sparse.hstack([scipy.sparse.csr_array(left), missing], format="csr")
 
 
 def _places(num_heads: int) -> Float:

@@ -14,7 +14,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes, parse_bytes
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.proposal.budget import DEFAULT_BUDGET, is_range, parse_budget
+from spkv_nas.proposal.budget import DEFAULT_BUDGET, is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, option_name, read_weights, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
@@ -54,16 +54,16 @@ class Requirements:
         return bool(self.constraints.named) or self.robust or self.weights is not None
 
     def asks_for_curve(self, budget: int | str | None, tau: str | None) -> bool:
-        """Whether ``budget`` is a range, so that the answer is a curve over budgets (``budget_curve``).
+        """Whether ``budget`` is several, so that the answer is a curve over budgets (``budget_curve``).
 
         Raises:
-            UserError: a range with weights, a memory limit or the threshold "match-budget", which need one budget.
+            UserError: several with weights, a memory limit or the threshold "match-budget", which need one budget.
         """
-        if budget is None or not asks_for_range(budget, tau):
+        if budget is None or not asks_for_several(budget, tau):
             return False
         if self.weights is not None or self.kv_bytes is not None:
             option = "--weights" if self.weights is not None else "--kv-bytes"
-            raise UserError(f"a range counts global heads, so it does not go with {option}: give one budget")
+            raise UserError(f"several budgets count global heads, so they do not go with {option}: give one")
         return True
 
     def cache_cost(self, table: DensityTable, window: int | None) -> CacheCost | None:
@@ -143,11 +143,11 @@ class Limit:
         return max(1, round(share * table.num_heads))
 
 
-def asks_for_range(budget: int | str, tau: str | None) -> bool:
-    """Whether ``budget`` is a range. Raises ``UserError`` for one with the threshold "match-budget"."""
-    if is_range(budget) and tau == MATCH_BUDGET:
-        raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not a range: give the threshold as a number")
-    return is_range(budget)
+def asks_for_several(budget: int | str, tau: str | None) -> bool:
+    """Whether ``budget`` is several. Raises ``UserError`` for these with the threshold "match-budget"."""
+    if is_several(budget) and tau == MATCH_BUDGET:
+        raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not several: give the threshold as a number")
+    return is_several(budget)
 
 
 def _parse_weight(budget: int | str | None, total: float) -> float:

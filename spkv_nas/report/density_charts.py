@@ -51,6 +51,14 @@ def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float
     )
 
 
+def grid_chart(layout: Layout) -> Chart:
+    """A layout alone: its global heads light, its local ones dark."""
+    title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, window {layout.window}"
+    cells = Heatmap(_rows(layout.global_mask.astype(float)), percent=False)
+    axes = _head_axes(layout.grid, small=True)
+    return Chart("layout", title, "Columns are layers, rows are KV heads.", *axes, (cells,), heading=title)
+
+
 def layout_charts(table: DensityTable, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
     """One chart per layout, in their order; None without layouts."""
     if not layouts:

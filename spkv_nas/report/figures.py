@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.report.plot import save_chart
+from spkv_nas.base.extras import missing_extra
+from spkv_nas.report.chart import Chart, Panels
 from spkv_nas.report.search_charts import search_charts
 
 SEARCH_FIGURES = ("search-progress", "search-retrained", "search-front")
+
+
+def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
+    """Write the picture of a table that is of use without it; its PNG file.
+
+    None, with a warning, where what draws it is not installed; the picture of an earlier table is removed then.
+    """
+    try:
+        from spkv_nas.report.plot import save_chart
+
+        save_chart(folder, chart)
+    except ModuleNotFoundError as error:
+        if (missing := missing_extra(error)) is None:
+            raise
+        warnings.warn(f"without the figure {chart.name}: {missing}", stacklevel=2)
+        _remove(folder, chart.name)
+        return None
+    return folder / f"{chart.name}.png"
 
 
 def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> None:
@@ -19,9 +39,15 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> N
         rows: columns as in ``search.csv``.
         cost: name of the second objective.
     """
+    from spkv_nas.report.plot import save_chart
+
     charts = search_charts(rows, cost)
     for chart in charts:
         save_chart(folder, chart)
     for name in set(SEARCH_FIGURES) - {chart.name for chart in charts}:
-        for suffix in (".png", ".svg"):
-            (folder / f"{name}{suffix}").unlink(missing_ok=True)
+        _remove(folder, name)
+
+
+def _remove(folder: Path, name: str) -> None:
+    for suffix in (".png", ".svg"):
+        (folder / f"{name}{suffix}").unlink(missing_ok=True)

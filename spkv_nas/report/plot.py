@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import seaborn as sns
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis as Ruler
@@ -59,24 +59,48 @@ _STYLE: Any = {  # settings of matplotlib
 }
 
 
+class Picture(Figure):
+    """A figure that a notebook shows by itself, as pyplot, which would tell it how, is not there."""
+
+    def _repr_png_(self) -> bytes:
+        return _bytes(self, "png")
+
+
+def picture(chart: Chart | Panels) -> Picture:
+    """A chart's figure, to be shown, changed or saved by the caller."""
+    with _drawing():
+        return draw(chart)
+
+
 def save_chart(folder: Path, chart: Chart | Panels) -> None:
     """Write ``<name>.png`` and ``<name>.svg``, each atomically."""
-    with rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, still labelled
+    with _drawing():
         figure = draw(chart)
         for suffix, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None, "Creator": "spkv-nas"}})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=suffix, **options)
-            write_atomic(folder / f"{chart.name}.{suffix}", buffer.getvalue())
+            write_atomic(folder / f"{chart.name}.{suffix}", _bytes(figure, suffix, **options))
 
 
-def draw(chart: Chart | Panels) -> Figure:
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """Our settings of matplotlib, while the block runs."""
+    with rc_context(_STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # drawn as a box, still labelled
+        yield
+
+
+def _bytes(figure: Figure, suffix: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix, **options)
+    return buffer.getvalue()
+
+
+def draw(chart: Chart | Panels) -> Picture:
     """The figure of a chart, or of charts side by side; its layout is settled."""
     panels = Panels(chart.name, (chart,), 1) if isinstance(chart, Chart) else chart
     columns = min(panels.columns, len(panels.charts))
     rows = math.ceil(len(panels.charts) / columns)
     sizes = [_size(one) for one in panels.charts]
-    figure = Figure(
+    figure = Picture(
         figsize=(columns * max(width for width, _ in sizes), rows * max(height for _, height in sizes)),
         layout="constrained",
     )
@@ -269,6 +293,8 @@ def _draw_label(ax: Axes, label: Label, height: float) -> None:
 
 
 def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
+    import seaborn as sns  # which other charts need not wait for
+
     values = np.array(cells.values)
     rows, columns = values.shape
     sns.heatmap(

@@ -52,9 +52,9 @@ _LAYOUT = Flag("Layout file (YAML).", argument=True)
 _LAYOUTS = Flag("Layout files (YAML).", argument=True)
 _PROBE = Flag("Density table: a name in the workspace, or a file (CSV, TSV).", ("--probe", "-p"), "NAME|FILE")
 _BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
-_BUDGET_OR_RANGE = Flag(
-    "Global KV heads: a number, a share such as 25%, or a range: 6..40, 10%..50%, 6..40:2.", ("--budget", "-b"),
-    "N|N%|RANGE",
+_BUDGETS = Flag(
+    "Global KV heads: a number, a share such as 25%, or several: 12,18,24, 6..40, 10%..50%, 6..40:2.",
+    ("--budget", "-b"), "N|N%|LIST|RANGE",
 )  # fmt: skip
 _MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1, high=MOST_WHOLE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
@@ -114,8 +114,8 @@ Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for seve
 Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
 Budget = Annotated[str, _BUDGET]
 OptionalBudget = Annotated[str | None, _BUDGET]
-BudgetOrRange = Annotated[str, _BUDGET_OR_RANGE]
-OptionalBudgetOrRange = Annotated[str | None, _BUDGET_OR_RANGE]
+Budgets = Annotated[str, _BUDGETS]
+OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
     str | None,
     Flag(

@@ -135,7 +135,7 @@ class GenerateOptions(InDtype):
 class ProposeOptions(ConstraintOptions, InWorkspace):
     """Of ``propose``."""
 
-    budget: flags.OptionalBudgetOrRange = default(None, "18")
+    budget: flags.OptionalBudgets = default(None, "18")
     probe: flags.Probe = DEFAULT_PROBE
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = default(None, "the probe's")
@@ -162,7 +162,7 @@ class SearchOptions(ConstraintOptions, InWorkspace, InPrecision):
 
     layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
     start: flags.Start = None
-    budget: flags.BudgetOrRange = "18"
+    budget: flags.Budgets = "18"
     probe: flags.Probe = default(DEFAULT_PROBE, note="Guides the search.")
     tau: flags.ChosenTau = None
     recipe: flags.RecipeOption = default(None, "the embedded one", note="Retrains the layouts.")

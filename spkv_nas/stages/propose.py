@@ -1,4 +1,4 @@
-"""Propose: layouts for a budget, or for every budget of a range, and how far probes agree on them."""
+"""Propose: layouts for a budget, or for every one of several, and how far probes agree on them."""
 
 from __future__ import annotations
 
@@ -41,19 +41,21 @@ class ProposalResult:
 
 @dataclass(frozen=True)
 class BudgetsResult:
-    """The best layout at every budget of a range, what its intervals do not show, and the folder of all."""
+    """The best layout at every budget, what its intervals do not show, and the folder and figure of all."""
 
     curve: BudgetCurve
     caution: str | None
     folder: Path
+    figure: Path | None  # None where what draws it is not installed
 
 
 @dataclass(frozen=True)
 class AgreementResult:
-    """How far probes agree: the table of ``proposal.agreement``, and the folder of table and figure."""
+    """How far probes agree: the table of ``proposal.agreement``, its folder, and its figure."""
 
     rows: pd.DataFrame
     folder: Path
+    figure: Path | None  # None where what draws it is not installed
 
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
@@ -86,15 +88,15 @@ def _requirements(options: ProposeOptions) -> Requirements:
     )
 
 
-def is_for_range(options: ProposeOptions) -> bool:
-    """Whether the budget is a range. Raises ``UserError`` for options that do not go with one."""
+def is_for_several(options: ProposeOptions) -> bool:
+    """Whether the budget is several. Raises ``UserError`` for options that do not go with one."""
     return _requirements(options).asks_for_curve(options.budget, options.tau)
 
 
-def propose_range(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
-    """The best layout at every budget of a range, to ``layouts/<name>/budgets/`` with curve and figure."""
+def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
+    """The best layout at every one of several budgets, to ``layouts/<name>/budgets/`` with curve and figure."""
     from spkv_nas.report.budget_charts import budgets_chart
-    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.figures import save_figure
 
     table = find_table(options.place, options.probe)
     with reporter.bar("solving") as progress:
@@ -104,14 +106,14 @@ def propose_range(options: ProposeOptions, reporter: Reporter = SILENT) -> Budge
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
     write_budgets(folder, curve)
-    save_chart(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
-    return BudgetsResult(curve, caution(curve.table), folder)
+    figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
+    return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 
 def compare(options: CompareOptions) -> AgreementResult:
     """How far probes, or with ``by`` the parts of each probe, agree on the heads to choose, to ``reports/<name>/``."""
     from spkv_nas.report.budget_charts import agreement_charts
-    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.figures import save_figure
 
     tables: dict[str, DensityTable] = {}
     for probe in options.probes:
@@ -125,5 +127,4 @@ def compare(options: CompareOptions) -> AgreementResult:
     rows = agreement(tables, parse_budget(options.budget, first.num_heads))
     folder = options.place.report_dir(options.name or first.name)
     write_agreement(folder, rows)
-    save_chart(folder, agreement_charts(rows))
-    return AgreementResult(rows, folder)
+    return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

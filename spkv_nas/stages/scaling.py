@@ -9,17 +9,18 @@ from typing import Any
 from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.cost.scaling_law import describe_laws, fit_runs, read_runs, write_laws
 from spkv_nas.report.cost_charts import scaling_chart
-from spkv_nas.report.plot import save_chart
+from spkv_nas.report.figures import save_figure
 from spkv_nas.stages.options import PAPER, ScalingOptions
 
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """The fitted laws as ``cost.scaling_law.describe_laws`` gives them, and the folder and name of the result."""
+    """The fitted laws as ``describe_laws`` gives them, and the name, folder and figure of the result."""
 
     name: str
     laws: list[dict[str, Any]]
     folder: Path
+    figure: Path | None  # None where what draws it is not installed
 
 
 def scaling(options: ScalingOptions) -> ScalingResult:
@@ -32,5 +33,5 @@ def scaling(options: ScalingOptions) -> ScalingResult:
     source = PAPER if options.runs is None else str(options.runs)
     folder = options.place.report_dir(name)
     write_laws(folder, described, source)
-    save_chart(folder, scaling_chart(runs, laws))
-    return ScalingResult(name, described, folder)
+    figure = save_figure(folder, scaling_chart(runs, laws))
+    return ScalingResult(name, described, folder, figure)

@@ -22,7 +22,7 @@ from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, solve
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
-from spkv_nas.proposal.requirements import Requirements, asks_for_range
+from spkv_nas.proposal.requirements import Requirements, asks_for_several
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
@@ -127,7 +127,7 @@ def _effort(options: SearchOptions) -> Effort:
 
 def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
     """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
-    if asks_for_range(options.budget, options.tau):
+    if asks_for_several(options.budget, options.tau):
         return parse_budgets(options.budget, table.num_heads)
     return [parse_budget(options.budget, table.num_heads)]
 

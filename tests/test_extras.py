@@ -1,0 +1,156 @@
+"""What works where only the base is installed, and what the rest says there: as if the extras' packages were not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+
+from spkv_nas.base.extras import EXTRAS
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ["pyarrow", *EXTRAS["train"], *EXTRAS["search"], *EXTRAS["tensorboard"]]  # pyarrow comes with datasets
+ALL = [*HEAVY, *EXTRAS["report"]]
+WITHOUT = """
+import contextlib, io, json, sys
+from pathlib import Path
+
+without, rest = json.loads(sys.argv[1])
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name in without:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Absent())
+"""
+RUN = f"""{WITHOUT}
+from spkv_nas.cli import main
+
+ends = {{}}
+for command in rest:
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            main(command.split())
+            code = 0
+        except SystemExit as done:
+            code = done.code
+    ends[command] = code, said.getvalue()
+print(json.dumps(ends))
+"""
+LAYOUT = "layouts/stdlib-21x3/densest.yaml"
+LIGHT = [  # in this order
+    "propose --budget 12,18,24",
+    "propose --budget 25% --uniform --robust --tau 0.6",
+    "propose --tau match-budget",
+    "compare stdlib-21x3 --by half",
+    "compare stdlib-21x3 stdlib-21x3@0.7",
+    f"layout show {LAYOUT} --probe stdlib-21x3",
+    f"layout diff {LAYOUT} {LAYOUT}",
+    f"layout convert {LAYOUT} masks.tsv",
+    "schema layout",
+    "schema recipe",
+    "scaling",
+    "cost level-8 --density 0.2",
+]
+NEED = {
+    "probe": "train", "train-hybrid": "train", "train recipe.yaml": "train", "ablate": "train", "palindrome": "train",
+    "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "cost": "train",
+    f"export {LAYOUT} --model embedded:dense --out new": "train", "demo": "train",
+    "search": "search", "report": "report", "cost level-8 --figure": "report",
+}  # fmt: skip
+
+
+def run(folder: Path, without: list[str], commands: list[str]) -> dict[str, tuple[int, str]]:
+    """Exit code and standard error of commands in one process that lacks packages, with ``folder`` as workspace."""
+    arguments = [sys.executable, "-c", RUN, json.dumps([without, commands])]
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=300, check=True)
+    return {command: (code, said) for command, (code, said) in json.loads(done.stdout).items()}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
+    """What every command says with the base alone, in a workspace with the committed probe."""
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(ROOT / "probes" / "stdlib-21x3", folder / "probes" / "stdlib-21x3")
+    ends = run(folder, ALL, [*LIGHT, *NEED])
+    assert (folder / "layouts/stdlib-21x3/budgets/densest-24.yaml").is_file()
+    assert (folder / "layouts/stdlib-21x3/budgets.csv").is_file()
+    assert (folder / "reports/stdlib-21x3/agreement.csv").is_file()
+    assert (folder / "reports/paper/scaling.yaml").is_file()
+    return ends
+
+
+@pytest.mark.parametrize("command", LIGHT)
+def test_the_base_is_enough(command: str, base: dict[str, tuple[int, str]]) -> None:
+    code, said = base[command]
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("command", ["propose --budget 12,18,24", "compare stdlib-21x3 --by half", "scaling"])
+def test_a_figure_that_cannot_be_drawn_is_said(command: str, base: dict[str, tuple[int, str]]) -> None:
+    assert "without the figure" in base[command][1]
+    assert "pip install 'spkv-nas[report]'" in base[command][1]
+
+
+@pytest.mark.parametrize(("command", "extra"), NEED.items())
+def test_what_is_missing_is_named(command: str, extra: str, base: dict[str, tuple[int, str]]) -> None:
+    code, said = base[command]
+    assert code == 2
+    assert f"pip install 'spkv-nas[{extra}]'" in said
+    assert "Traceback" not in said
+
+
+def test_a_picture_of_an_earlier_table_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n")
+    command = "propose --probe mine.csv --budget 1..3"
+    picture = tmp_path / "layouts" / "mine" / "budgets.png"
+    for without, is_there in ([], True), (ALL, False):
+        assert run(tmp_path, without, [command])[command][0] == 0
+        assert picture.is_file() == is_there
+
+
+def test_the_report_needs_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "mine.csv").write_text("layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n")
+    commands = ["propose --probe mine.csv --budget 1", "report --probe mine.csv"]
+    assert [code for code, _ in run(tmp_path, HEAVY, commands).values()] == [0, 0]
+    assert (tmp_path / "reports" / "mine" / "index.html").is_file()
+
+
+IN_PYTHON = f"""{WITHOUT}
+import spkv_nas
+
+table = spkv_nas.DensityTable.read(Path(rest))
+layout = spkv_nas.propose(table, budget=18)["densest"]
+assert 0 < spkv_nas.coverage(table, layout) < 1
+assert "<table>" in table._repr_html_()
+assert "<table>" in layout._repr_html_()
+for needs in (lambda: spkv_nas.load("x"), table.plot, layout.plot):
+    try:
+        needs()
+    except spkv_nas.UserError as error:
+        print(str(error).splitlines()[0])
+"""
+
+
+def test_from_python() -> None:
+    arguments = [sys.executable, "-c", IN_PYTHON, json.dumps([ALL, str(ROOT / "probes" / "stdlib-21x3")])]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True)
+    assert [line.partition(" ")[2] for line in done.stdout.splitlines()] == ["is not installed"] * 3
+
+
+def test_every_package_of_an_extra_is_known() -> None:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]
+    names = {extra: {entry.partition(">")[0] for entry in declared[extra]} for extra in EXTRAS}
+    own = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
+    assert own == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}  # it comes with jinja2
+    assert declared["all"] == ["spkv-nas[search,tensorboard]"]
