@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spkv_nas import GateConfig, attach_gates, set_gate_mode
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.progress import Bar, Reporter
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load
@@ -83,6 +86,20 @@ def write_project(folder: Path, recipe: str = RECIPE) -> Path:
     file = folder / "recipe.yaml"
     file.write_text(recipe)
     return file
+
+
+class Heard:
+    """What work says to a reporter: the lines, and by title what bars were told."""
+
+    def __init__(self) -> None:
+        self.announced: list[str] = []
+        self.bars: dict[str, list[tuple[int, int]]] = {}
+        self.reporter = Reporter(announce=self.announced.append, bar=self._bar)
+
+    @contextmanager
+    def _bar(self, title: str) -> Iterator[Bar]:
+        told = self.bars.setdefault(title, [])
+        yield lambda done, total, note="": told.append((done, total))
 
 
 BLOCK = 32  # tokens of a block of the fixture ``blocks``

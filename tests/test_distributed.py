@@ -115,7 +115,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = torchrun("-m", "spkv_nas", "train-hybrid", *inputs, *place)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("retrained from one dense checkpoint") == 1
-    assert done.stderr.count("sp-kv (2 of 3, seed 0)") == 1
+    assert done.stderr.count("sp-kv, seed 0 (2 of 3)") == 1
     rows = pd.read_csv(tmp_path / "workspace" / "reports" / "mine" / "comparison.csv")
     assert set(rows["strategy"]) == {"full-attention", "sp-kv", "densest"}
 

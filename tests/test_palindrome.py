@@ -248,7 +248,7 @@ class TestResume:
 
         whole = train_variant(TINY, SP_KV, tmp_path / "whole")
         with monkeypatch.context() as patch:
-            patch.setattr(palindrome.UtilityProgressCallback, "on_step_end", die_at_5)
+            patch.setattr(palindrome.UtilityCallback, "on_step_end", die_at_5)
             with pytest.raises(KeyboardInterrupt):
                 train_variant(TINY, SP_KV, tmp_path / "torn")
         newest = newest_checkpoint(tmp_path / "torn")

@@ -25,6 +25,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.locks import FolderLock, locked
 from spkv_nas.base.manifest import MANIFEST, read_manifest, write_manifest
+from spkv_nas.base.progress import Reporter
 from spkv_nas.training import callbacks, run_files, trainer
 from spkv_nas.training.branches import Branch, Trunk, train_branch
 from spkv_nas.training.corpus import Corpus, load_corpus
@@ -350,7 +351,7 @@ class TestTwoProcesses:
             threading.Timer(0.2, other.stdin.close).start()  # type: ignore[union-attr]
 
         variant = Variant.full_attention()
-        train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", announce=hear)
+        train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", reporter=Reporter(announce=hear))
         assert other.wait(10) == 0
         other.stdout.close()
         assert said == [f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"]

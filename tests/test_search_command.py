@@ -103,7 +103,10 @@ class TestCommand:
 
         before = (reports / "search.csv").read_bytes()
         main(command(recipe, workspace, *arguments))  # nothing is left to do
-        assert "retraining" not in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "reused 24 of 24 searched layouts\n" in said
+        assert "reused 10 of 10 short retrainings\nreused 8 of 8 full retrainings\n" in said
+        assert "retraining:" not in said
         assert (reports / "search.csv").read_bytes() == before
 
     def test_fewer_and_more_trials_than_before(self, project: tuple[Path, Path]) -> None:

@@ -11,6 +11,7 @@ from spkv_nas.base.files import is_file
 from spkv_nas.base.names import check_name
 from spkv_nas.base.replace import settle
 
+_PROBES = "probes"
 BUDGETS, SEARCH = LAYOUT_FOLDERS = ("budgets", "search")  # below ``layouts/<name>/``: layouts of a range, of a search
 
 
@@ -26,7 +27,11 @@ class Workspace:
 
     def probe_dir(self, name: str) -> Path:
         """Density tables: ``probes/<name>/``."""
-        return self._dir("probes", name)
+        return self._dir(_PROBES, name)
+
+    def probes(self) -> list[str]:
+        """The names of the density tables that are there, sorted."""
+        return sorted(table.parent.name for table in (self.root / _PROBES).glob("*/density.csv"))
 
     def layout_dir(self, name: str) -> Path:
         """Layouts and their coverage: ``layouts/<name>/``."""

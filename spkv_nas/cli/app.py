@@ -16,10 +16,12 @@ from spkv_nas.base.distributed import is_lost_process, leave, num_processes, pro
 from spkv_nas.base.errors import UserError, first_line, printable, shortened
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
+from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
 from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
-from spkv_nas.cli.options import command
+from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
+from spkv_nas.cli.result import Results
 
 DISTRIBUTED = ("train", "train-hybrid")
 OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and torchrun then ends this process
@@ -27,14 +29,13 @@ OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and to
 app = typer.Typer(
     name="spkv-nas",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure which KV heads need global attention, propose hybrid layouts, and prove them by retraining.\n\n"
     "The path: spkv-nas probe, then propose --budget 18, then train-hybrid, then report. "
     "Without arguments every command works on the embedded reference model (21 layers x 3 KV heads).",
 )
-COMMANDS: tuple[Callable[[Any], None], ...] = (
+COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     pipeline.probe, pipeline.propose, pipeline.compare, search.search, train.train_hybrid, pipeline.report,
     evaluate.evaluate, evaluate.score, evaluate.generate, train.palindrome, cost.scaling, cost.cost, cost.calibrate,
     train.train, train.ablate, layout.export, layout.schema,
@@ -57,8 +58,11 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
 ) -> None:
+    context.obj = Voice(quiet, verbose)
     if num_processes() > 1 and context.invoked_subcommand not in DISTRIBUTED:
         raise UserError(f"torchrun is for {' and '.join(DISTRIBUTED)}: run {context.invoked_subcommand} without it")
 
@@ -71,10 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with raising(), warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
-            app(arguments)
-    except SystemExit as done:
-        if done.code:
-            raise
+            code = app(arguments, standalone_mode=False)
+        if code:
+            sys.exit(code)
         leave(0)
     except Exception as error:
         if "--debug" in arguments:
@@ -84,7 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
                 time.sleep(OTHERS_WAIT)
             err.quiet = False
         message, code = explained(error)
-        fail(message)
+        if message:
+            fail(message)
         sys.exit(code)
     except Interrupted as stop:
         err.print(f"interrupted by {stop}; the same command goes on from what is finished")
@@ -98,6 +102,9 @@ def explained(error: Exception) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error)) is not None:
         return str(missing), 2
+    if hasattr(error, "format_message"):  # a mistake in the command line, of typer's or click's own kind
+        asked, said = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
+        return said and f"{said}\n{asked} --help says what there is", 2  # without a command the help is shown already
     if is_lost_process(error):
         return "another process of this run is gone\nthe same command goes on from the newest checkpoint", 2
     said = shortened(printable(shortened(first_line(error), 2000)), 300)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import documents
 from spkv_nas.cli import show_cost as show
-from spkv_nas.cli.console import reporter, say_where
+from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import CalibrateOptions, CostOptions, ScalingOptions
 
 
-def cost(options: CostOptions) -> None:
+def cost(options: CostOptions, reporter: Reporter) -> Result:
     """Print KV bytes, forward FLOPs and times per token of a level or model: full attention, layouts, a density.
 
     FLOPs are Kaplan's, 2 N + 2 L d_attn keys: the mean over a causal sequence as long
@@ -16,12 +18,10 @@ def cost(options: CostOptions) -> None:
     """
     from spkv_nas.stages import cost as stage
 
-    show.cost(stage.cost(options, reporter))
-    if options.figure:
-        say_where("figure", stage.draw_flops(options))
+    return Result(stage.cost(options, reporter), show.cost, documents.cost)
 
 
-def calibrate(options: CalibrateOptions) -> None:
+def calibrate(options: CalibrateOptions, reporter: Reporter) -> Result:
     """Measure on this machine what attention takes, with 0 to all KV heads of a layer global.
 
     Writes reports/NAME/calibration.csv and .yaml, from which spkv-nas cost takes its times. Measured are 1k, 4k, 16k,
@@ -31,21 +31,15 @@ def calibrate(options: CalibrateOptions) -> None:
     from spkv_nas.stages import cost as stage
 
     if options.train_step:
-        show.training_steps(stage.time_training_step(options, reporter))
-        return
-    result = stage.calibrate(options, reporter)
-    show.calibration(result)
-    say_where("times", result.folder / "calibration.csv")
+        return Result(stage.time_training_step(options, reporter), show.training_steps)
+    return Result(stage.calibrate(options, reporter), show.calibration, documents.calibration)
 
 
-def scaling(options: ScalingOptions) -> None:
+def scaling(options: ScalingOptions, reporter: Reporter) -> Result:
     """Fit the scaling law L(C) = L_inf + A C^-alpha. Writes reports/NAME/scaling.yaml and the figure.
 
     At least four runs of different compute per variant. Predicts the held-out runs, and the last one from the others.
     """
     from spkv_nas.stages import scaling as stage
 
-    result = stage.scaling(options)
-    for law in result.laws:
-        show.scaling(result.name, law)
-    say_where("scaling", result.figure or result.folder / "scaling.yaml")
+    return Result(stage.scaling(options), show.scaling)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from spkv_nas.cli import show
-from spkv_nas.cli.console import reporter
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import documents, show
+from spkv_nas.cli.console import out
+from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import EvaluateOptions, GenerateOptions, ScoreOptions
 
 
-def evaluate(options: EvaluateOptions) -> None:
+def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
     """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
 
     Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
@@ -15,10 +17,10 @@ def evaluate(options: EvaluateOptions) -> None:
     """
     from spkv_nas.stages import evaluate as stage
 
-    show.evaluation(stage.evaluate(options, reporter))
+    return Result(stage.evaluate(options, reporter), show.evaluation, documents.evaluation)
 
 
-def score(options: ScoreOptions) -> None:
+def score(options: ScoreOptions, reporter: Reporter) -> Result:
     """Score layouts without training: NLL of a checkpoint with each on it. Writes reports/NAME/zero-shot.csv.
 
     Of any checkpoint, dense or SP-KV. With --probe the table says the layouts' coverage too. Finished scores are kept
@@ -26,16 +28,16 @@ def score(options: ScoreOptions) -> None:
     """
     from spkv_nas.stages import evaluate as stage
 
-    show.scores(stage.score(options, reporter))
+    return Result(stage.score(options, reporter), show.scores)
 
 
-def generate(options: GenerateOptions) -> None:
+def generate(options: GenerateOptions, reporter: Reporter) -> None:
     """Continue a prompt with the per-head paged cache; says tokens/s, bytes of the cache, and density.
 
     The text goes to standard output, the figures to standard error. A dense checkpoint uses the cache of transformers.
     """
     from spkv_nas.stages import generate as stage
 
-    result = stage.generate(options, reporter, stream=lambda text: print(text, end="", flush=True))
-    print(flush=True)
+    result = stage.generate(options, reporter, stream=out.write)
+    out.write("\n")
     show.generation(result)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import typer
 
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import documents
 from spkv_nas.cli import show as tables
-from spkv_nas.cli.console import say
+from spkv_nas.cli.console import out, say
 from spkv_nas.cli.options import command
+from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 
 app = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
 
 
 @command(app)
-def show(options: ShowLayoutsOptions) -> None:
+def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
     """Print the grids: G global, L local, and the number of global heads of every layer. With --probe, coverage too."""
     from spkv_nas.stages import layout as stage
 
-    for shown in stage.show(options):
-        tables.layout(shown)
+    return Result(stage.show(options), tables.grids, documents.layouts)
 
 
 @command(app)
-def diff(options: DiffOptions) -> None:
+def diff(options: DiffOptions, reporter: Reporter) -> Result:
     """Compare two layouts of one model: heads that differ, Jaccard index of the global heads, window.
 
     Exits as diff does: 0 if they make the same model, 1 if they differ, 2 if they cannot be compared.
@@ -33,13 +36,11 @@ def diff(options: DiffOptions) -> None:
     from spkv_nas.stages import layout as stage
 
     compared = stage.diff(options)
-    tables.difference(options, compared)
-    if not compared.same:
-        raise typer.Exit(1)
+    return Result(compared, partial(tables.difference, options), documents.difference, exit_code=int(not compared.same))
 
 
 @command(app)
-def convert(options: ConvertOptions) -> None:
+def convert(options: ConvertOptions, reporter: Reporter) -> None:
     """Change a layout's form: ours, DuoAttention's, PruLong's. Says what a form cannot hold.
 
     A file of scores becomes a layout by --budget, --sparsity or --threshold; one of zeros and ones is a layout.
@@ -50,7 +51,7 @@ def convert(options: ConvertOptions) -> None:
         say(line)
 
 
-def export(options: ExportOptions) -> None:
+def export(options: ExportOptions, reporter: Reporter) -> None:
     """Write a checkpoint with a layout applied as a Hugging Face folder: a stock architecture where there is one.
 
     A fresh process with plain transformers must compute the same; what has no stock form gets a model type of its own.
@@ -58,11 +59,11 @@ def export(options: ExportOptions) -> None:
     """
     from spkv_nas.stages import layout as stage
 
-    say(stage.export(options))
+    say(stage.export(options, reporter))
 
 
-def schema(options: SchemaOptions) -> None:
+def schema(options: SchemaOptions, reporter: Reporter) -> None:
     """Print the JSON Schema of a file, for editors that complete and check YAML."""
     from spkv_nas.stages import layout as stage
 
-    print(json.dumps(stage.schema(options), indent=2))
+    out.write(json.dumps(stage.schema(options), indent=2) + "\n")

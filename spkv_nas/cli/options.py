@@ -1,40 +1,93 @@
-"""Make a command of a function that takes one dataclass of ``stages.options``: its fields become the command line."""
+"""Make a command of a function that takes one dataclass of ``stages.options``: its fields become the command line.
+
+What holds for every command, how much it says and in which form, is declared here once, and taken before the command
+and after it.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli.completion import completion
+from spkv_nas.cli.result import Results, present
+from spkv_nas.cli.screen import working
 from spkv_nas.stages.flags import Flag
-from spkv_nas.stages.options import NOTE, SHOWN
+from spkv_nas.stages.options import NOTE, SHOWN, OnDevice
 
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # in the help
 _FEW = 3  # options that need no panel of their own
+_SAYING = "What is said"
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors alone.", rich_help_panel=_SAYING)
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="Say details too, and what libraries say.", rich_help_panel=_SAYING),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_SAYING)]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_SAYING)]
+_OF_ALL = {"quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads --debug, which errors before a command need
 
 
-def command(app: typer.Typer) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
-    """Add a function of one parameter, an options dataclass, to ``app``; its docstring is the help."""
+@dataclass(frozen=True)
+class Voice:
+    """How much is said, as the options before the command have it."""
 
-    def register(function: Callable[[Options], None]) -> Callable[..., None]:
-        taken: type[Options] = next(iter(get_type_hints(function).values()))
+    quiet: bool = False
+    verbose: bool = False
 
-        def run(**values: Any) -> None:
-            function(taken(**values))
+
+def command(
+    app: typer.Typer,
+) -> Callable[[Callable[[Options, Reporter], Results | None]], Callable[..., None]]:
+    """Add a function of an options dataclass and a reporter to ``app``; its docstring is the help.
+
+    What it returns is printed, as JSON where that is asked for; a function that returns nothing prints by itself.
+    """
+
+    def register(function: Callable[[Options, Reporter], Results | None]) -> Callable[..., None]:
+        hints = get_type_hints(function)
+        returns = hints.pop("return", None)
+        taken: type[Options] = next(iter(hints.values()))
+        name = function.__name__.replace("_", "-")
+
+        def run(invocation: typer.Context, **values: Any) -> None:
+            said = invocation.obj or Voice()
+            quiet, verbose = (values.pop(key) or getattr(said, key) for key in ("quiet", "verbose"))
+            as_json = values.pop("json", False)
+            del values["debug"]
+            given = taken(**values)
+            with working(name, quiet=quiet, verbose=verbose, takes_long=isinstance(given, OnDevice)) as reporter:
+                found = function(given, reporter)
+                code = 0 if found is None else present(found, as_json=as_json)
+            raise typer.Exit(code)
 
         run.__doc__, run.__name__ = function.__doc__, function.__name__
-        parameters = _parameters(taken)
+        common = _OF_ALL if returns is type(None) else {"json": Json, **_OF_ALL}
+        parameters = [_context(), *_parameters(taken), *(_common(*one) for one in common.items())]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command()(run)
         return run
 
     return register
+
+
+def _context() -> inspect.Parameter:
+    return inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+
+def _common(name: str, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
 
 def _parameters(taken: type) -> list[inspect.Parameter]:
@@ -65,6 +118,7 @@ def _parameter(one: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
         "max": flag.high,
         "rich_help_panel": flag.panel,
         "show_default": True if shown is None else shown,
+        "autocompletion": completion(flag),
     }
     info = typer.Argument(**words) if flag.argument else typer.Option(*flag.names, **words)
     return inspect.Parameter(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from spkv_nas.cli import show
-from spkv_nas.cli.console import out, reporter, say_where
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import documents, show
+from spkv_nas.cli.result import Result
+from spkv_nas.cli.train import train_hybrid
 from spkv_nas.stages.options import (
     DEFAULT_PROBE,
     CompareOptions,
@@ -20,7 +24,7 @@ from spkv_nas.stages.options import (
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; on a tenth the 18 densest heads lack a needed one: reports/LOG.md
 
 
-def probe(options: ProbeOptions) -> None:
+def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
     Without arguments: the embedded reference on held-out standard library text.
@@ -28,10 +32,11 @@ def probe(options: ProbeOptions) -> None:
     """
     from spkv_nas.stages import probe as stage
 
-    show.probe(stage.probe(options, reporter))
+    table = stage.probe(options, reporter)
+    return Result(table, show.probe, partial(documents.probe, folder=options.place.probe_dir(table.name)))
 
 
-def propose(options: ProposeOptions) -> None:
+def propose(options: ProposeOptions, reporter: Reporter) -> Result:
     """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
 
     With a constraint, --robust or --weights: also the best layout that meets it.
@@ -40,43 +45,39 @@ def propose(options: ProposeOptions) -> None:
     from spkv_nas.stages import propose as stage
 
     if stage.is_for_several(options):
-        show.budgets(stage.propose_several(options, reporter))
-    else:
-        show.proposal(stage.propose(options, reporter))
+        return Result(stage.propose_several(options, reporter), show.budgets, documents.budgets)
+    return Result(stage.propose(options, reporter), show.proposal, documents.proposal)
 
 
-def compare(options: CompareOptions) -> None:
+def compare(options: CompareOptions, reporter: Reporter) -> Result:
     """Do probes agree on the heads? Of other domains, halves, thresholds, lengths, seeds or checkpoints of one grid.
 
     Writes reports/NAME/agreement.csv and its figure.
     """
     from spkv_nas.stages import propose as stage
 
-    show.agreement(stage.compare(options))
+    return Result(stage.compare(options), show.agreement)
 
 
-def report(options: ReportOptions) -> None:
+def report(options: ReportOptions, reporter: Reporter) -> Result:
     """Write reports/NAME/index.html and the figures from what the other commands left in the workspace."""
     from spkv_nas.stages import report as stage
 
-    say_where("report", stage.report(options))
+    return Result(stage.report(options, reporter), show.report, documents.report)
 
 
-def demo(options: DemoOptions) -> None:
+def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     """The whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores).
 
     It writes to a workspace of its own, the folder demo/.
     """
     from spkv_nas.proposal.propose import MATCH_BUDGET
-    from spkv_nas.stages import probe, propose, report, train
 
     start = time.perf_counter()
     where: dict[str, Any] = {"workspace": options.workspace}
     how: dict[str, Any] = {**where, "device": options.device, "dtype": options.dtype}
-    show.probe(probe.probe(ProbeOptions(max_tokens=DEMO_TOKENS, **how), reporter))
-    asked = ProposeOptions(budget=options.budget, tau=MATCH_BUDGET, num_random=1, **where)
-    show.layouts(propose.propose(asked, reporter))
-    show.comparison(train.train_hybrid(TrainHybridOptions(probe=DEFAULT_PROBE, **how), reporter))
-    out.print()
-    say_where("report", report.report(ReportOptions(probe=DEFAULT_PROBE, **where)))
-    out.print(f"{time.perf_counter() - start:.0f} s in all")
+    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, **how), reporter)
+    yield propose(ProposeOptions(budget=options.budget, tau=MATCH_BUDGET, num_random=1, **where), reporter)
+    yield train_hybrid(TrainHybridOptions(probe=DEFAULT_PROBE, **how), reporter)
+    yield report(ReportOptions(probe=DEFAULT_PROBE, **where), reporter)
+    reporter.announce(f"{time.perf_counter() - start:.0f} s in all")

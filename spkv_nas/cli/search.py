@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import documents
 from spkv_nas.cli import show_search as show
-from spkv_nas.cli.console import reporter
+from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import SearchOptions
 
 
-def search(options: SearchOptions) -> None:
+def search(options: SearchOptions, reporter: Reporter) -> Result:
     """Search for better layouts than density's. Writes reports/NAME/search.csv and layouts/NAME/search/.
 
     Many are scored without training, the best retrained briefly, the best of those in full, and judged on text that
@@ -17,4 +19,4 @@ def search(options: SearchOptions) -> None:
     """
     from spkv_nas.stages import search as stage
 
-    show.search(stage.search(options, reporter))
+    return Result(stage.search(options, reporter), show.search, documents.search)

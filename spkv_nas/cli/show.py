@@ -13,7 +13,7 @@ from rich.text import Text
 from spkv_nas.cli.console import caution, err, out, say, say_where
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from pathlib import Path
 
     from spkv_nas.artifacts.density import DensityTable
     from spkv_nas.artifacts.layout import Layout
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.options import DiffOptions
     from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
-    from spkv_nas.stages.train import AblationResult
+    from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
     from spkv_nas.training.hybrids import Comparison
 
 _CURVE_ROWS = 16  # of a budget curve, printed
@@ -207,14 +207,25 @@ def generation(result: Generation) -> None:
         err.print(f"{kept} at tau {result.tau:g}" if result.tau is not None else kept)
 
 
-def palindrome(rows: pd.DataFrame) -> None:
+def trained(result: Trained) -> None:
+    """Where the checkpoints of a recipe are."""
+    say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")
+
+
+def report(page: Path) -> None:
+    """Where the page is."""
+    say_where("report", page)
+
+
+def palindrome(result: PalindromeResult) -> None:
     """The palindrome comparison."""
     shown = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
-    for row in rows.itertuples():
+    for row in result.rows.itertuples():
         gated = row.hard_nll == row.hard_nll  # not NaN
         figures = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if gated else ("-", "-")
         shown.add_row(row.variant, f"{row.nll:.4f}", *figures, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
     out.print(shown)
+    say_where("figure", result.folder / "palindrome.png")
 
 
 def ablations(result: AblationResult) -> None:
@@ -225,10 +236,16 @@ def ablations(result: AblationResult) -> None:
         moved = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
         shown.add_row(escape(row.name), f"{row.density_percent:.1f}", moved, f"{row.nll:.4f}", error)
     out.print(shown)
+    say_where("table", result.folder / "ablations.csv")
 
 
-def layout(shown: ShownLayout) -> None:
-    """A layout's grid, with the number of global heads of every layer."""
+def grids(shown: list[ShownLayout]) -> None:
+    """Layouts' grids, with the number of global heads of every layer."""
+    for one in shown:
+        _layout(one)
+
+
+def _layout(shown: ShownLayout) -> None:
     covered = "" if shown.coverage is None else f", coverage {100 * shown.coverage:.2f} %"
     out.print(Text(f"{shown.file}: {_describe(shown.layout)}{covered}"), soft_wrap=True)
     _grid(shown.layout.heads, [str(row.count("G")) for row in shown.layout.heads])

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.cli.console import caution, out
+from spkv_nas.cli.console import caution, out, say_where
 
 if TYPE_CHECKING:
     from spkv_nas.stages.cost import CalibrationResult, CostResult
+    from spkv_nas.stages.scaling import ScalingResult
     from spkv_nas.training.step_timing import StepTiming
 
 
@@ -40,6 +41,8 @@ def cost(result: CostResult) -> None:
     out.print(f"times: attention of all layers, {escape(result.times.source)}")
     if result.costs[0].prefill_seconds is None:
         out.print(f"-: prefill was not measured at {result.context:,} tokens")
+    if result.figure is not None:
+        say_where("figure", result.figure)
 
 
 def calibration(result: CalibrationResult) -> None:
@@ -60,6 +63,7 @@ def calibration(result: CalibrationResult) -> None:
         out.print(f"prefill: not measured beyond {last:,} tokens, where a call would take too long")
     if found.is_disturbed:
         caution("longer contexts were decoded faster: calibrate again when the machine is idle")
+    say_where("times", result.folder / "calibration.csv")
 
 
 def training_steps(timings: list[StepTiming]) -> None:
@@ -74,8 +78,14 @@ def training_steps(timings: list[StepTiming]) -> None:
     out.print(shown)
 
 
-def scaling(name: str, law: dict[str, Any]) -> None:
-    """One fitted law and what it predicts."""
+def scaling(result: ScalingResult) -> None:
+    """The fitted laws and what they predict."""
+    for law in result.laws:
+        _law(result.name, law)
+    say_where("scaling", result.figure or result.folder / "scaling.yaml")
+
+
+def _law(name: str, law: dict[str, Any]) -> None:
     title = f"{name}, {law['variant']}" if law["variant"] else name
     shown = Table("", "value", f"{law['confidence']:.0%} interval", title=escape(f"{title}: {law['law']}"))
     for parameter, (value, low, high) in law["parameters"].items():

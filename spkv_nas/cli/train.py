@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from spkv_nas.cli import show
-from spkv_nas.cli.console import reporter, say, say_where
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import documents, show
+from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 
 
-def train(options: TrainOptions) -> None:
+def train(options: TrainOptions, reporter: Reporter) -> Result:
     """Train a recipe's dense model and its SP-KV reference; prints where the checkpoints are. Resumes."""
     from spkv_nas.stages import train as stage
 
-    trained = stage.train(options, reporter)
-    say(f"dense checkpoint: {trained.dense}\nSP-KV reference:  {trained.reference}")
+    return Result(stage.train(options, reporter), show.trained)
 
 
-def train_hybrid(options: TrainHybridOptions) -> None:
+def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
     """Retrain every layout, full attention and SP-KV from one dense checkpoint. Writes reports/NAME/comparison.csv.
 
     A finished run is not run again, an interrupted one resumes: repeat the same command. Where the retrained
@@ -23,10 +23,10 @@ def train_hybrid(options: TrainHybridOptions) -> None:
     """
     from spkv_nas.stages import train as stage
 
-    show.comparison(stage.train_hybrid(options, reporter))
+    return Result(stage.train_hybrid(options, reporter), show.comparison, documents.comparison)
 
 
-def ablate(options: AblateOptions) -> None:
+def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     """Train variants of one recipe and compare them with the first. Writes reports/NAME/ablations.csv. Resumes.
 
     A row is a section of a recipe with other values (gates: {window: 8}), {variant: full-attention}, or
@@ -34,12 +34,10 @@ def ablate(options: AblateOptions) -> None:
     """
     from spkv_nas.stages import train as stage
 
-    result = stage.ablate(options, reporter)
-    show.ablations(result)
-    say_where("table", result.folder / "ablations.csv")
+    return Result(stage.ablate(options, reporter), show.ablations)
 
 
-def palindrome(options: PalindromeOptions) -> None:
+def palindrome(options: PalindromeOptions, reporter: Reporter) -> Result:
     """The paper's toy task: reverse a list from beyond the window. Writes reports/NAME/palindrome.csv and its figure.
 
     Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. A finished
@@ -47,6 +45,4 @@ def palindrome(options: PalindromeOptions) -> None:
     """
     from spkv_nas.stages import train as stage
 
-    result = stage.palindrome(options, reporter)
-    show.palindrome(result.rows)
-    say_where("figure", result.folder / "palindrome.png")
+    return Result(stage.palindrome(options, reporter), show.palindrome)

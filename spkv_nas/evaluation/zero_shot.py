@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
@@ -59,7 +59,7 @@ def zero_shot(
     *,
     batch_size: int = 8,
     cache: Path | None = None,
-    progress: Progress | None = None,
+    reporter: Reporter = SILENT,
 ) -> list[DocumentNLL]:
     """NLL by document of ``blocks`` under ``model`` with each layout on its weights, in the order of ``layouts``.
 
@@ -69,7 +69,7 @@ def zero_shot(
         layouts: None is full attention.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
         cache: folder of the finished scores of this model on this text (``cache_folder``); read and added to.
-        progress: called with (blocks done, blocks in all) over the layouts that the cache lacks.
+        reporter: told how many scores the cache has, and shows the others.
 
     Raises:
         UserError: there is no text, or a layout is for another number of layers or KV heads.
@@ -84,20 +84,21 @@ def zero_shot(
         kept = {windows: _read(file, len(blocks.documents)) for windows, file in files.items()}
         scores = {windows: score for windows, score in kept.items() if score is not None}
         missing = sorted(files.keys() - scores.keys())
+        reporter.reused(len(scores), len(files), "zero-shot scores")
         done = 0
+        with reporter.bar("scoring without training") as progress:
 
-        def step(num_blocks: int) -> None:
-            nonlocal done
-            done += num_blocks
-            if progress is not None:
+            def step(num_blocks: int) -> None:
+                nonlocal done
+                done += num_blocks
                 progress(done, len(missing) * blocks.num_blocks)
 
-        for start in range(0, len(missing), _GROUP):
-            group = missing[start : start + _GROUP]
-            for windows, score in zip(group, _run(model, states, group, blocks, batch_size, step), strict=True):
-                scores[windows] = score
-                if (file := files[windows]) is not None:
-                    score.save(file)
+            for start in range(0, len(missing), _GROUP):
+                group = missing[start : start + _GROUP]
+                for windows, score in zip(group, _run(model, states, group, blocks, batch_size, step), strict=True):
+                    scores[windows] = score
+                    if (file := files[windows]) is not None:
+                        score.save(file)
     return [scores[windows] for windows in wanted]
 
 

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
+from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
@@ -55,6 +56,7 @@ def write_report(
     record: Mapping[str, Any] | None = None,
     agreement: pd.DataFrame | None = None,
     search: pd.DataFrame | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
 
@@ -66,6 +68,7 @@ def write_report(
         record: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
         agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
         search: of ``spkv_nas.artifacts.search_table``; None where no layouts have been searched for.
+        progress: called with (figures drawn, figures in all).
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
@@ -74,8 +77,9 @@ def write_report(
     inputs = Inputs.check(table, layouts, comparison=comparison, record=record, agreement=agreement, search=search)
     groups = _charts(inputs)
     written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
-    for chart in written:
+    for number, chart in enumerate(written, 1):
         save_chart(folder, chart)
+        progress(number, len(written))
     figures = [chart.name for chart in written]
     figures += [name for name in SEARCH_FIGURES if groups["search"] and (folder / f"{name}.png").is_file()]
     page = folder / "index.html"

@@ -24,7 +24,7 @@ from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.search.judge import Judge
 from spkv_nas.search.queue import Queue, Task, open_storage, storage_errors
 from spkv_nas.search.sampler import Sampler, first_of_generation
@@ -32,7 +32,6 @@ from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 
 CLAIM = 5  # layouts that a worker scores at a time: they share the layers in which they agree
-EVERY = 30.0  # seconds between lines of progress
 POLL = 1.0  # seconds between looks at what other workers do
 _DONE = (0.0,)  # Optuna wants a value of what is complete; the judge keeps what a retraining measured
 
@@ -63,11 +62,11 @@ class Search:
         name: str,
         cost: LayoutCost | None = None,
         storage: str | None = None,
-        announce: Announce = silent,
+        reporter: Reporter = SILENT,
     ) -> None:
         self.judge, self.space, self.effort, self.cost = judge, space, effort, cost
         self.starts, self.baselines = dict(starts), {**starts, **others}
-        self._name, self._announce = name, announce
+        self._name, self._reporter = name, reporter
         grid = (judge.shape.num_layers, judge.shape.num_kv_heads)
         density = f"the density table '{space.table.name}'"
         check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
@@ -126,25 +125,30 @@ class Search:
         """Work on the zero-shot studies until all are finished."""
         total = self.effort.trials
         fronts: dict[_Study, list[int]] = {study: [] for study in studies}
-        pace = _Pace(total * len(studies), self._announce)
-        while True:
-            finished = {  # an earlier run may have asked for more
-                study: {number: trial for number, trial in study.queue.results().items() if number < total}
-                for study in studies
-            }
-            pace.tell(sum(len(trials) for trials in finished.values()))
-            for study, trials in finished.items():
-                fronts[study] = self._tell_front(study, trials, fronts[study])
-            unfinished = [study for study, trials in finished.items() if len(trials) < total]
-            if not unfinished:
-                return self._trials(finished)
-            for study in unfinished:
-                tasks = study.queue.claim(total, CLAIM, study.sampler.point, first_of_generation)
-                if tasks:
-                    self._work(study.queue, tasks)
-                    break
-            else:
-                time.sleep(POLL)  # other workers hold what is left of this generation
+        self._reporter.reused(sum(map(len, self._finished(studies).values())), total * len(studies), "searched layouts")
+        with self._reporter.bar("scoring layouts") as progress:
+            while True:
+                finished = self._finished(studies)
+                progress(sum(len(trials) for trials in finished.values()), total * len(studies))
+                for study, trials in finished.items():
+                    fronts[study] = self._tell_front(study, trials, fronts[study])
+                unfinished = [study for study, trials in finished.items() if len(trials) < total]
+                if not unfinished:
+                    return self._trials(finished)
+                for study in unfinished:
+                    tasks = study.queue.claim(total, CLAIM, study.sampler.point, first_of_generation)
+                    if tasks:
+                        self._work(study.queue, tasks)
+                        break
+                else:
+                    time.sleep(POLL)  # other workers hold what is left of this generation
+
+    def _finished(self, studies: Sequence[_Study]) -> dict[_Study, dict[int, FrozenTrial]]:
+        """The scored trials by number, as far as they count: an earlier run may have asked for more."""
+        return {
+            study: {number: trial for number, trial in study.queue.results().items() if number < self.effort.trials}
+            for study in studies
+        }
 
     def _work(self, queue: Queue, tasks: Sequence[Task]) -> None:
         with queue.holding(tasks):
@@ -178,7 +182,7 @@ class Search:
                 for n in (front[0], front[-1])
             )
             which = f"layout {front[0]}" if self.cost is None else f"{len(front)} layouts, to {cheapest}"
-            self._announce(f"{study.kind}, seed {study.seed}, {len(trials)} scored: {best} ({which})")
+            self._reporter.announce(f"{study.kind}, seed {study.seed}, {len(trials)} scored: {best} ({which})")
         return front
 
     def promoted(self, trials: Sequence[Trial], number: int, by: Fidelity) -> list[Layout]:
@@ -205,6 +209,7 @@ class Search:
         runs: list[Layout | None] = [None, *layouts]  # None is full attention
         names = [self.judge.run_name(fidelity, layout) for layout in runs]
         queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names}, self._lock)
+        self._reporter.reused(len(queue.results()), len(runs), f"{fidelity} retrainings")
         while len(queue.results()) < len(runs):
             tasks = queue.claim(len(runs), 1)
             if not tasks:
@@ -212,34 +217,13 @@ class Search:
                 continue
             layout, number = runs[tasks[0].index], tasks[0].index + 1
             title = FULL_ATTENTION if layout is None else f"{layout.strategy} {layout.hash}"
-            self._announce(f"{fidelity} retraining: {title} ({number} of {len(runs)})")
+            self._reporter.announce(f"{fidelity} retraining: {title} ({number} of {len(runs)})")
             with queue.holding(tasks):
                 self.judge.retrain(fidelity, layout)
                 queue.finish(tasks[0], _DONE)
         changes = self.judge.retrained(fidelity, layouts)
         measured = {layout.content_hash: change for layout, change in zip(layouts, changes, strict=True)}
         return [trial.after(fidelity, measured.get(trial.layout.content_hash)) for trial in trials]
-
-
-class _Pace:
-    """Says now and then how many layouts are scored, by all workers, and how long the rest will take."""
-
-    def __init__(self, total: int, announce: Announce) -> None:
-        self._total, self._announce = total, announce
-        self._begin: tuple[float, int] | None = None
-        self._last = time.monotonic()
-
-    def tell(self, done: int) -> None:
-        now = time.monotonic()
-        self._begin = self._begin or (now, done)
-        if now - self._last < EVERY or done == self._begin[1]:
-            return
-        self._last = now
-        rate = (done - self._begin[1]) / (now - self._begin[0])
-        self._announce(
-            f"{done} of {self._total} layouts scored, {60 * rate:.0f} a minute, {(self._total - done) / rate / 60:.1f} "
-            "minutes left"
-        )
 
 
 @dataclass(frozen=True, eq=False)

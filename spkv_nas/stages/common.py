@@ -16,11 +16,11 @@ from spkv_nas.base.distributed import process_index
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.names import check_name
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_bytes
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.options import SubjectOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,6 +140,7 @@ class Subject:
             taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)
             if taken > _ANNOUNCED:
                 reporter.announce(f"the logits of a batch take {format_bytes(taken)}; less with a smaller --block-size")
+        reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
         return Measured(model, blocks, text, saved)
 
 
@@ -185,13 +186,19 @@ def check_tau(tau: float | None) -> None:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
-def quiet_transformers() -> None:
-    """Switch off the bars with which transformers reports every file that it reads or writes, and its other voices."""
+def quiet_transformers(reporter: Reporter) -> None:
+    """Switch off the bars with which transformers reports every file that it reads or writes, and its other voices.
+
+    A verbose reporter lets process 0 speak, and has it say more.
+    """
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
     if process_index():
         logging.set_verbosity_error()
+    elif reporter.verbose:
+        logging.set_verbosity_info()
+        return
+    logging.disable_progress_bar()
 
 
 def find_table(workspace: Workspace, probe: str) -> DensityTable:

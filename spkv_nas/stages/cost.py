@@ -11,7 +11,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost import formulas
@@ -22,7 +22,6 @@ from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
 from spkv_nas.stages.common import model_name
 from spkv_nas.stages.options import PAPER, REFERENCE, CalibrateOptions, CostOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 
 if TYPE_CHECKING:
     from spkv_nas.training.step_timing import StepTiming
@@ -40,6 +39,7 @@ class CostResult:
         context: tokens in the cache.
         costs: of full attention, of each layout, of a density, in this order.
         times: what gave the seconds in ``costs``.
+        figure: of FLOPs over the ladder; None unless it was asked for.
     """
 
     name: str
@@ -47,6 +47,7 @@ class CostResult:
     context: int
     costs: list[Cost]
     times: AttentionTimes
+    figure: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
         title = f"SP-KV, density {options.density:g}"
         row = formulas.cost(title, shape, tokens, density=options.density, window=options.window, element_size=size)
         rows.append(_timed(row, shape, tokens, times, window=options.window))
-    return CostResult(subject.title, shape, tokens, rows, times)
+    return CostResult(subject.title, shape, tokens, rows, times, draw_flops(options) if options.figure else None)
 
 
 def _timed(

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation import sweep
 from spkv_nas.evaluation.paired import DocumentNLL
@@ -16,7 +17,6 @@ from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_score
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.common import Measured, Subject, check_tau, find_proposal, find_table, quiet_transformers
 from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ScoreResult:
 
 def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> EvaluationResult:
     """Held-out NLL of a checkpoint; with ``tau_sweep`` also the trade-off figure, written to ``reports/<name>/``."""
-    quiet_transformers()
+    quiet_transformers(reporter)
     subject = Subject.of(options, REFERENCE, "evaluate on")
     if options.tau is not None and options.tau_sweep is not None:
         raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
@@ -67,7 +67,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
 
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     """Zero-shot NLL of layouts on a checkpoint, written to ``reports/<name>/zero-shot.csv``."""
-    quiet_transformers()
+    quiet_transformers(reporter)
     subject = Subject.of(options, DENSE, "score on")
     place = options.place
     table = None if options.probe is None else find_table(place, options.probe)
@@ -81,10 +81,9 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     place.check_writable()
     measured = subject.load(reporter)
     cache = cache_folder(place.run_dir(name) / "zero-shot", measured.model, subject.source, measured.blocks)
-    with reporter.bar("scoring") as progress:
-        full, *scores = zero_shot(
-            measured.model, [None, *proposal.layouts.values()], measured.blocks, cache=cache, progress=progress
-        )
+    full, *scores = zero_shot(
+        measured.model, [None, *proposal.layouts.values()], measured.blocks, cache=cache, reporter=reporter
+    )
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
     origin = _origin(subject, measured, full, probe=None if table is None else table.name)
     folder = place.report_dir(name)

@@ -33,6 +33,8 @@ class Flag:
         low, high: bounds of a number, both allowed.
         panel: heading in the help.
         argument: given by its place, not by a name.
+        values: all that there are, or those that a shell should offer.
+        is_probe: whether it names a probe of the workspace.
     """
 
     help: str
@@ -42,15 +44,20 @@ class Flag:
     high: float | None = None
     panel: str | None = None
     argument: bool = False
+    values: tuple[str, ...] = ()
+    is_probe: bool = False
 
 
 _MEMORY, _SEARCH = "Constraints and memory", "How much to search"
+_LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
 _MODEL = Flag("Checkpoint: a folder, an id, or embedded:NAME.")
 _LAYOUT = Flag("Layout file (YAML).", argument=True)
 _LAYOUTS = Flag("Layout files (YAML).", argument=True)
-_PROBE = Flag("Density table: a name in the workspace, or a file (CSV, TSV).", ("--probe", "-p"), "NAME|FILE")
+_PROBE = Flag(
+    "Density table: a name in the workspace, or a file (CSV, TSV).", ("--probe", "-p"), "NAME|FILE", is_probe=True
+)
 _BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 _BUDGETS = Flag(
     "Global KV heads: a number, a share such as 25%, or several: 12,18,24, 6..40, 10%..50%, 6..40:2.",
@@ -83,7 +90,13 @@ Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, 
 Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
 
 # measuring
-Signal = Annotated[str, Flag("density, or a rival of it: attention-mass, duo, retrieval; they need no gates.")]
+Signal = Annotated[
+    str,
+    Flag(
+        "density, or a rival of it: attention-mass, duo, retrieval; they need no gates.",
+        values=("density", "attention-mass", "duo", "retrieval"),
+    ),
+]
 TauSweep = Annotated[
     str | None,
     Flag(
@@ -94,9 +107,15 @@ Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.",
 Probe = Annotated[str, _PROBE]
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[
-    list[str], Flag("Names or CSV files; NAME@0.7 is at another threshold.", metavar="PROBE", argument=True)
+    list[str],
+    Flag("Names or CSV files; NAME@0.7 is at another threshold.", metavar="PROBE", argument=True, is_probe=True),
 ]
-By = Annotated[str | None, Flag("Split every probe: by domain, or by half of its documents.", metavar="domain|half")]
+By = Annotated[
+    str | None,
+    Flag(
+        "Split every probe: by domain, or by half of its documents.", metavar="domain|half", values=("domain", "half"),
+    ),
+]  # fmt: skip
 
 # generating
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
@@ -152,7 +171,10 @@ GlobalLayers = Annotated[
 LocalLayers = Annotated[
     str | None, Flag("Layers with local heads alone, such as 3-5.", metavar="LAYERS", panel=_MEMORY)
 ]
-Granularity = Annotated[str, Flag("head, or layer for whole layers only.", metavar="head|layer", panel=_MEMORY)]
+Granularity = Annotated[
+    str,
+    Flag("head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=_MEMORY),
+]
 Uniform = Annotated[
     bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=_MEMORY)
 ]
@@ -165,7 +187,13 @@ Weights = Annotated[
 ]  # fmt: skip
 
 # searching
-Objective = Annotated[str, Flag("nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES")]
+Objective = Annotated[
+    str,
+    Flag(
+        "nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES",
+        values=("nll", "nll,kv-bytes", "nll,time"),
+    ),
+]  # fmt: skip
 Trials = Annotated[
     int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
 ]
@@ -173,7 +201,7 @@ Control = Annotated[
     str,
     Flag(
         "Samplers to compare with: random, tpe (without densities), both by comma, or none.", metavar="NAMES",
-        panel=_SEARCH,
+        values=("random", "tpe", "random,tpe", "none"), panel=_SEARCH,
     ),
 ]  # fmt: skip
 Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
@@ -186,13 +214,15 @@ Level = Annotated[
     str | None,
     Flag(
         "Level of the ladder: level-0 to level-10, level-13, llama-3-8b, micro-0 to micro-4.", metavar="LEVEL",
-        argument=True,
+        argument=True, values=_LEVELS,
     ),
 ]  # fmt: skip
 Density = Annotated[float | None, Flag("Share of keys that SP-KV keeps beyond the window.")]
 ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1, high=1024)]
 CalibrationName = Annotated[str | None, Flag("Take times from this calibration of the workspace.", metavar="NAME")]
-Hardware = Annotated[str | None, Flag("Take times from the roofline of h200, h100 or a100.")]
+Hardware = Annotated[
+    str | None, Flag("Take times from the roofline of h200, h100 or a100.", values=("h200", "h100", "a100"))
+]
 Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
 TrainStep = Annotated[
     bool,
@@ -226,4 +256,6 @@ Sparsity = Annotated[
     float | None, Flag("Local: heads below this quantile of the scores, as DuoAttention and PruLong do.")
 ]
 Threshold = Annotated[float | None, Flag("Global: heads with at least this score.")]
-SchemaOf = Annotated[str, Flag("layout or recipe.", metavar="layout|recipe", argument=True)]
+SchemaOf = Annotated[
+    str, Flag("layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
+]

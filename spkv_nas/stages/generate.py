@@ -7,12 +7,11 @@ import sys
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.model import generation
 from spkv_nas.model.checkpoint import load_on
 from spkv_nas.stages.common import check_tau, quiet_transformers
 from spkv_nas.stages.options import GenerateOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 
 
 def generate(
@@ -20,7 +19,7 @@ def generate(
 ) -> generation.Generation:
     """Continue a prompt with a checkpoint; ``stream`` gets the text as it comes."""
     prompt = _prompt(options)
-    quiet_transformers()
+    quiet_transformers(reporter)
     check_tau(options.tau)
     reporter.announce(f"loading {options.model}")
     network, tokenizer = load_on(options.model, choose_device(options.device), options.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal import convert as forms
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.common import find_table, quiet_transformers
@@ -64,11 +65,11 @@ def convert(options: ConvertOptions) -> list[str]:
     )  # fmt: skip
 
 
-def export(options: ExportOptions) -> str:
+def export(options: ExportOptions, reporter: Reporter = SILENT) -> str:
     """Write a checkpoint with a layout, by default its own, as a Hugging Face folder; what was written."""
     from spkv_nas.model.export import export as export_layout
 
-    quiet_transformers()
+    quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
     return export_layout(layout, options.model, options.out, allow_dense=options.allow_dense)
 

@@ -8,11 +8,11 @@ from typing import Any
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.probing import density, signals
 from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 from spkv_nas.stages.train import train
 
 
@@ -21,7 +21,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
 
     A signal other than density needs no gates; it is written under the name with the signal's behind it.
     """
-    quiet_transformers()
+    quiet_transformers(reporter)
     signals.check_options(options.signal, tau=options.tau, window=options.window, steps=options.steps)
     if options.recipe is not None and (options.model is not None or options.data):
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")

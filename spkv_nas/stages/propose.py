@@ -9,6 +9,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
 from spkv_nas.proposal.budget import parse_budget
@@ -18,7 +19,6 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 from spkv_nas.stages.requirements import read_requirements
 
 

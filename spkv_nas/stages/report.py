@@ -7,6 +7,7 @@ from pathlib import Path
 from spkv_nas.artifacts.comparison import read_comparison
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.files import is_file
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_record
 from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.page import write_report
@@ -14,7 +15,7 @@ from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.options import ReportOptions
 
 
-def report(options: ReportOptions) -> Path:
+def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     """Write the report of what the workspace holds under the probe's name; the page."""
     table = find_table(options.place, options.probe)
     proposal = find_proposal(options.place, table.name)
@@ -23,12 +24,14 @@ def report(options: ReportOptions) -> Path:
     agreement, search = folder / "agreement.csv", folder / "search.csv"
     if is_file(search_record := folder / "search.yaml"):
         read_record(search_record, "search")
-    return write_report(
-        folder,
-        table=proposal.table(table),
-        layouts=proposal.layouts,
-        comparison=read_comparison(comparison) if comparison.is_file() else None,
-        record=read_record(record, "comparison") if is_file(record) else None,
-        agreement=read_agreement(agreement) if agreement.is_file() else None,
-        search=read_search(search) if search.is_file() else None,
-    )
+    with reporter.bar("drawing") as progress:
+        return write_report(
+            folder,
+            table=proposal.table(table),
+            layouts=proposal.layouts,
+            comparison=read_comparison(comparison) if comparison.is_file() else None,
+            record=read_record(record, "comparison") if is_file(record) else None,
+            agreement=read_agreement(agreement) if agreement.is_file() else None,
+            search=read_search(search) if search.is_file() else None,
+            progress=progress,
+        )

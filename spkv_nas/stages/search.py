@@ -16,7 +16,7 @@ from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Announce
+from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.base.workspace import SEARCH
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, solve
@@ -32,7 +32,6 @@ from spkv_nas.search.trials import Effort, LayoutCost
 from spkv_nas.stages.common import find_table, quiet_transformers
 from spkv_nas.stages.cost import find_times
 from spkv_nas.stages.options import SearchOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_judge import RecipeJudge
@@ -57,7 +56,7 @@ class _Candidates:
 
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     """Search for layouts, as one worker of possibly many; results are written to ``reports/<name>/``."""
-    quiet_transformers()
+    quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     requirements, effort = read_requirements(options), _effort(options)
     second = _parse_objective(options.objective, requirements.context)
@@ -76,12 +75,12 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     folder = place.report_dir(name)
     judge = RecipeJudge.prepare(
         recipe, path.parent, place.run_dir(recipe.name), max_tokens=options.max_tokens,
-        short_steps=options.short_steps, device=options.device, announce=reporter.announce,
+        short_steps=options.short_steps, device=options.device, reporter=reporter,
     )  # fmt: skip
     cost = _decode_time(options, requirements, window, judge.shape, name, reporter) if second == "time" else memory
     work = Search(
         judge, space, candidates.starts, candidates.others, effort, place.run_dir(name) / "search",
-        name=name, cost=cost, storage=options.storage, announce=reporter.announce,
+        name=name, cost=cost, storage=options.storage, reporter=reporter,
     )  # fmt: skip
     cost_name = None if cost is None else cost.name
     rows = write_results(work, work.run(), folder, place.layout_dir(name) / SEARCH)

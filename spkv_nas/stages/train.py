@@ -12,13 +12,14 @@ from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MOST_BYTES
 from spkv_nas.stages.common import find_proposal, find_table, quiet_transformers
 from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
-from spkv_nas.stages.reporter import SILENT, Reporter
 from spkv_nas.training import ablation, hybrids
 from spkv_nas.training.branches import Trunk
 from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.dense import dense_run, is_dense_trained
 from spkv_nas.training.palindrome import results
 from spkv_nas.training.palindrome.run import PalindromeSettings, compare
 from spkv_nas.training.palindrome.task import Palindromes
@@ -53,17 +54,21 @@ class AblationResult:
 
 def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
     """Train a recipe's dense model and its SP-KV branch. Finished ones are not trained again."""
-    quiet_transformers()
+    quiet_transformers(reporter)
     recipe = Recipe.read(options.recipe).with_precision(options.dtype)
     join_processes(recipe, options.device)
     place = options.place
     place.check_writable()
     for line in recipe.warnings():
         reporter.announce(f"warning: {line}")
-    trunk = Trunk.prepare(
-        recipe, options.recipe.parent, place.run_dir(recipe.name), device=options.device, announce=reporter.announce
-    )
-    reference = trunk.train(Variant.sp_kv()).checkpoint
+    runs, variant = place.run_dir(recipe.name), Variant.sp_kv()
+    recipe = on_main(lambda: recipe.settled(choose_device(options.device)))
+    dense = dense_run(recipe, runs)
+    finished = [] if dense is None else [is_dense_trained(dense)]
+    trunk = Trunk.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter)
+    finished.append(trunk.is_trained(variant))
+    reporter.reused(sum(finished), len(finished), "runs")
+    reference = trunk.train(variant).checkpoint
     on_main(lambda: _show_training(reference, place.report_dir(recipe.name)))
     return Trained(trunk.dense, reference)
 
@@ -89,21 +94,21 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     proposal = find_proposal(place, table.name, options.layouts)
     path = options.recipe or EMBEDDED / "demo.yaml"
     recipe = Recipe.read(path).with_precision(options.dtype)
-    quiet_transformers()
+    quiet_transformers(reporter)
     if recipe.gates.start_from is None:
         for line in recipe.warnings():
             reporter.announce(f"warning: {line}")
     return hybrids.train_hybrids(
         recipe, proposal.layouts, proposal.table(table), place, base=path.parent, num_seeds=options.seeds,
-        device=options.device, announce=reporter.announce,
+        device=options.device, reporter=reporter,
     )  # fmt: skip
 
 
 def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
     """Train the rows of a file of ablations, by default the embedded ones, to ``reports/<name>/``."""
-    quiet_transformers()
+    quiet_transformers(reporter)
     file, place = options.file or EMBEDDED / "ablations.yaml", options.place
-    name, rows = ablation.ablate(file, place, device=options.device, dtype=options.dtype, announce=reporter.announce)
+    name, rows = ablation.ablate(file, place, device=options.device, dtype=options.dtype, reporter=reporter)
     return AblationResult(name, rows, place.report_dir(name))
 
 
@@ -112,14 +117,14 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.training_charts import palindrome_charts
 
-    quiet_transformers()
+    quiet_transformers(reporter)
     options.place.check_writable()
     given = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
     settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
     name = options.name or PALINDROME
     device = choose_device(options.device)
     folder = options.place.report_dir(name)
-    finished = compare(settings, options.place.run_dir(name), device=device, announce=reporter.announce)
+    finished = compare(settings, options.place.run_dir(name), device=device, reporter=reporter)
     results.write_results(folder, settings, finished)
     save_chart(folder, palindrome_charts(results.curve_table(finished), Palindromes(0).chance_nll))
     return PalindromeResult(results.result_table(settings, finished), folder)

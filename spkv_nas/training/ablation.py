@@ -19,7 +19,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_yaml
 from spkv_nas.base.names import MOST_CHARACTERS
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.schema import validate
@@ -83,7 +83,7 @@ def ablate(
     *,
     device: str | None = None,
     dtype: str | None = None,
-    announce: Announce = silent,
+    reporter: Reporter = SILENT,
 ) -> tuple[str, pd.DataFrame]:
     """Train every row of a file of ablations; write ``reports/<name>/ablations.csv`` after each.
 
@@ -91,7 +91,7 @@ def ablate(
 
     Args:
         dtype: precision in place of the rows' own.
-        announce: told what starts, one line each.
+        reporter: told what starts, one line each, and shows how far it is.
 
     Returns:
         The name, and the table (columns ``COLUMNS``).
@@ -118,12 +118,17 @@ def ablate(
         join_processes(recipe, device)
     runs = workspace.run_dir(file.name)
     finished: dict[str, Branch] = {}
+    num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
-        announce(f"{name} ({number} of {len(recipes)})")
-        trunk = Trunk.prepare(recipe, base, runs, device=device, announce=announce)
+        trunk = Trunk.prepare(recipe, base, runs, device=device, reporter=reporter)
+        if trunk.is_trained(variants[name]):
+            num_reused += 1
+        else:
+            reporter.announce(f"{name} ({number} of {len(recipes)})")
         finished[name], recipes[name] = trunk.train(variants[name]), trunk.recipe
         rows = _table(finished, variants)
         on_main(partial(_write, workspace.report_dir(file.name), rows, recipes))
+    reporter.reused(num_reused, len(recipes), "runs")
     return file.name, rows
 
 

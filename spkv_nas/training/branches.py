@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from spkv_nas.base.manifest import (
     read_manifest,
     write_manifest,
 )
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.paired import DocumentNLL
@@ -35,7 +35,7 @@ from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import load_on, weights_identity
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
-from spkv_nas.training.callbacks import HeldoutCallback, TokenProgressCallback
+from spkv_nas.training.callbacks import HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.recipe import Recipe
@@ -76,11 +76,11 @@ class Trunk:
     dense: Path
     runs: Path
     device: str | None = None
-    announce: Announce = silent
+    reporter: Reporter = SILENT
 
     @classmethod
     def prepare(
-        cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, announce: Announce = silent
+        cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
     ) -> Trunk:
         """Tokenise the text and train the dense model, unless that is done; ``join_processes`` comes before.
 
@@ -90,10 +90,10 @@ class Trunk:
             base: folder that the recipe's relative paths start from.
         """
         recipe = on_main(lambda: recipe.settled(choose_device(device)))
-        announce("reading and tokenising text")
-        corpus = load_corpus(recipe, base, runs, announce=announce)
-        dense = dense_checkpoint(recipe, corpus, runs, device=device, announce=announce)
-        return cls(recipe, corpus, dense, runs, device, announce)
+        with reporter.bar("reading and tokenising text"):
+            corpus = load_corpus(recipe, base, runs, reporter=reporter)
+        dense = dense_checkpoint(recipe, corpus, runs, device=device, reporter=reporter)
+        return cls(recipe, corpus, dense, runs, device, reporter)
 
     def folder(self, variant: Variant, seed: int | None = None) -> Path:
         """Of a branch, trained or not; ``seed`` is the recipe's by default.
@@ -116,11 +116,18 @@ class Trunk:
         model, _ = load_on(self.dense, choose_device(self.device), dtype)
         return model
 
+    def is_trained(self, variant: Variant, seed: int | None = None) -> bool:
+        """Whether a branch was finished before; ``seed`` is the recipe's by default."""
+        final = self.folder(variant, seed) / "final"
+        return on_main(lambda: is_finished(final))
+
     def train(self, variant: Variant, seed: int | None = None) -> Branch:
         """Train a branch, or read it if it has been trained; ``seed`` is the recipe's by default."""
+        folder = self.folder(variant, seed)
+        self.reporter.detail(f"{variant.name}: {folder}")
         return train_branch(
-            self.recipe, self.corpus, self.dense, self.folder(variant, seed), variant,
-            seed=self._seed(seed), device=self.device, announce=self.announce,
+            self.recipe, self.corpus, self.dense, folder, variant,
+            seed=self._seed(seed), device=self.device, reporter=self.reporter,
         )  # fmt: skip
 
     def _seed(self, seed: int | None) -> int:
@@ -154,21 +161,22 @@ def train_branch(
     *,
     seed: int | None = None,
     device: str | None = None,
-    announce: Announce = silent,
+    reporter: Reporter = SILENT,
 ) -> Branch:
     """Train one branch of the dense checkpoint and evaluate it. Resumes, or returns the finished run.
 
     Args:
         seed: of the data order (and of new predictors); the recipe's by default.
-        announce: told if another process trains it already, for which this one waits.
+        reporter: shows the steps, and is told if another process trains it already, for which this one waits.
     """
     final = folder / "final"
     on_main(lambda: check_text(folder, corpus.text))
     if not on_main(lambda: is_finished(final)):
-        with run_lock(folder, announce):
+        with run_lock(folder, reporter.announce):
             if not on_main(lambda: is_finished(final)):
                 seed = recipe.seed if seed is None else seed
-                _train(recipe, corpus, set_up(recipe, corpus, dense, variant, seed), folder, variant, seed, device)
+                setup = set_up(recipe, corpus, dense, variant, seed)
+                _train(recipe, corpus, setup, folder, variant, seed, device, reporter)
     on_main(lambda: remove_checkpoints(folder))
     return read_branch(final)
 
@@ -179,7 +187,14 @@ def is_finished(final: Path) -> bool:
 
 
 def _train(
-    recipe: Recipe, corpus: Corpus, setup: BranchSetup, folder: Path, variant: Variant, seed: int, device: str | None
+    recipe: Recipe,
+    corpus: Corpus,
+    setup: BranchSetup,
+    folder: Path,
+    variant: Variant,
+    seed: int,
+    device: str | None,
+    reporter: Reporter,
 ) -> None:
     """Train, evaluate, and write ``folder``'s ``final``."""
     trainer = SPKVTrainer(
@@ -190,13 +205,15 @@ def _train(
         gates=setup.gates,
         gate_options=recipe.gates,
         optimizer_state=setup.optimizer_state,
-        callbacks=[TokenProgressCallback(variant.name)],
+        title=variant.name,
+        reporter=reporter,
     )
     if setup.gates is not None and recipe.evaluation.every is not None:
         part = corpus.heldout.take(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
         trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
     trainer.train_or_resume()
-    measured = _evaluate(setup, recipe, corpus)
+    with reporter.bar(f"{variant.name}, held-out text") as progress:
+        measured = _evaluate(setup, recipe, corpus, progress)
     record = _record(variant, setup, measured, recipe, seed)
     weights = whole_weights(trainer.model)
 
@@ -212,13 +229,12 @@ def _train(
     on_main(finish)
 
 
-def _evaluate(setup: BranchSetup, recipe: Recipe, corpus: Corpus) -> Evaluation:
+def _evaluate(setup: BranchSetup, recipe: Recipe, corpus: Corpus, progress: Progress) -> Evaluation:
     """On the held-out text, at the recipe's tau where there are gates; collective."""
     tau = None if setup.gates is None else recipe.gates.tau
     size = recipe.evaluation.batch_size
-    return split_evaluation(
-        setup.model, corpus.heldout, size, lambda blocks: evaluate(setup.model, blocks, tau, batch_size=size)
-    )
+    measure = partial(evaluate, setup.model, tau=tau, batch_size=size, progress=progress)
+    return split_evaluation(setup.model, corpus.heldout, size, measure)
 
 
 def _record(variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int) -> dict[str, Any]:

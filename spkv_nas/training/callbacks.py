@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_callback import ExportableState
 
 from spkv_nas.base.distributed import num_processes, sum_over_processes
 from spkv_nas.base.interrupt import Pending
+from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
@@ -156,21 +157,25 @@ class HeldoutCallback(TrainerCallback):
         control.should_log = should_log
 
 
-class TokenProgressCallback(ProgressCallback):
-    """The trainer's progress bar with loss, mean density and tokens per second."""
+class TokenProgressCallback(TrainerCallback):
+    """Tells a bar the steps done, and what fits of the last line of the log: the loss, and the density or the speed.
 
-    def __init__(self, title: str) -> None:
-        super().__init__()
-        self._title = title
+    Attributes:
+        bar: told of every step; set while it is shown.
+    """
+
+    def __init__(self) -> None:
+        self.bar: Bar = no_progress
+        self._note = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None:
-            self.training_bar.set_description(self._title)
+        self.bar(state.global_step, state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar(state.global_step, state.max_steps, self._note)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self.training_bar is not None and logs and "loss" in logs:
-            shown = {"loss": f"{float(logs['loss']):.3f}", "tok/s": f"{logs['tokens_per_second']:,.0f}"}
-            if "density" in logs:
-                shown["density"] = f"{logs['density']:.2f}"
-            self.training_bar.set_postfix(shown)
+        if logs and "loss" in logs:
+            gated = "density" in logs
+            other = f"density {logs['density']:.2f}" if gated else f"{logs['tokens_per_second']:,.0f} tok/s"
+            self._note = f"loss {float(logs['loss']):.3f}, {other}"

@@ -13,7 +13,7 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, connect, on_main
 from spkv_nas.base.locks import locked
 from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
@@ -53,16 +53,16 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     connect(device)
 
 
-def load_corpus(recipe: Recipe, base: Path, folder: Path, *, announce: Announce = silent) -> Corpus:
+def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter = SILENT) -> Corpus:
     """The recipe's text as blocks, tokenised once under ``folder``; a BPE is trained there if the recipe asks for it.
 
     Args:
         base: folder that the recipe's relative paths start from.
-        announce: told if another process is at it, for which this one waits.
+        reporter: told if another process is at it, for which this one waits.
     """
 
     def prepare() -> tuple[str, Path]:
-        with locked(folder, "reads and tokenises the text", announce):
+        with locked(folder, "reads and tokenises the text", reporter.announce):
             source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
             source = source or str(_own_tokenizer(recipe, base, folder))
             return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base)

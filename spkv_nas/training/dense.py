@@ -14,12 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.manifest import is_complete, write_manifest
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.model.checkpoint import resolve
 from spkv_nas.model.shape import check_counts, check_size
 from spkv_nas.training.arguments import training_arguments
-from spkv_nas.training.callbacks import TokenProgressCallback
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
@@ -36,33 +35,43 @@ from spkv_nas.training.trainer import BlockDataset, SPKVTrainer
 
 
 def dense_checkpoint(
-    recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None, announce: Announce = silent
+    recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
 ) -> Path:
     """The checkpoint that branches start from: the recipe's ``model.path``, or its dense run (trained if needed)."""
-    if recipe.model.path is not None:
-        return resolve(recipe.model.path)
+    folder = dense_run(recipe, runs)
+    if folder is None:
+        return resolve(str(recipe.model.path))
+    return train_dense(recipe, corpus, folder, device=device, reporter=reporter)
+
+
+def dense_run(recipe: Recipe, runs: Path) -> Path | None:
+    """The folder of the recipe's dense run; None if it names a model that is there."""
     key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision")
-    return train_dense(recipe, corpus, runs / f"dense-{key}", device=device, announce=announce)
+    return runs / f"dense-{key}" if recipe.model.path is None else None
+
+
+def is_dense_trained(folder: Path) -> bool:
+    """Whether a dense run was trained to the end."""
+    return on_main(lambda: is_complete(folder / "final", (OPTIMIZER_STATE,)))
 
 
 def train_dense(
-    recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, announce: Announce = silent
+    recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, reporter: Reporter = SILENT
 ) -> Path:
     """Train the recipe's dense model up to the decay; the finished checkpoint's folder. Resumes, or returns at once.
 
     Args:
-        announce: told if another process trains it already, for which this one waits.
+        reporter: shows the steps, and is told if another process trains it already, for which this one waits.
     """
-    final = folder / "final"
     on_main(lambda: check_text(folder, corpus.text))
-    if not on_main(lambda: is_complete(final, (OPTIMIZER_STATE,))):
-        with run_lock(folder, announce):
-            if not on_main(lambda: is_complete(final, (OPTIMIZER_STATE,))):
-                _train(recipe, corpus, folder, device)
-    return final
+    if not is_dense_trained(folder):
+        with run_lock(folder, reporter.announce):
+            if not is_dense_trained(folder):
+                _train(recipe, corpus, folder, device, reporter)
+    return folder / "final"
 
 
-def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None) -> None:
+def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, reporter: Reporter) -> None:
     """Train and write ``folder``'s ``final``."""
     assert recipe.dense is not None
     phase = recipe.dense
@@ -71,7 +80,8 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None) -> 
         args=training_arguments(recipe, phase, folder, device=device),
         train_dataset=BlockDataset(corpus.train),
         schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
-        callbacks=[TokenProgressCallback("dense")],
+        title="dense",
+        reporter=reporter,
     )
     trainer.train_or_resume()
     weights, moments = whole_weights(trainer.model), optimizer_tensors(trainer.optimizer, trainer.model)

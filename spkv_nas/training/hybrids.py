@@ -19,7 +19,7 @@ from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, check_
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.version import environment
@@ -41,10 +41,12 @@ class Comparison:
     Attributes:
         rows: one per variant, columns ``spkv_nas.artifacts.comparison.COLUMNS``; full attention, SP-KV, the layouts.
         models: where the trained models are, every seed's.
+        folder: of the table.
     """
 
     rows: pd.DataFrame
     models: tuple[TrainedModel, ...]
+    folder: Path
 
     @property
     def correlations(self) -> dict[str, dict[str, Any] | None]:
@@ -65,7 +67,7 @@ def train_hybrids(
     base: Path,
     num_seeds: int = 1,
     device: str | None = None,
-    announce: Announce = silent,
+    reporter: Reporter = SILENT,
 ) -> Comparison:
     """Train full attention, SP-KV and every layout; written to ``reports/<name>/`` after each run.
 
@@ -75,7 +77,7 @@ def train_hybrids(
         table: densities that coverage is computed with; its name is the report's.
         base: folder that the recipe's relative paths start from.
         num_seeds: repetitions with another data order (and other initial predictors).
-        announce: told what starts, one line each.
+        reporter: told what starts, one line each, and shows how far it is.
 
     Raises:
         UserError: a layout is for another grid than the densities, or has the name of a baseline.
@@ -84,20 +86,23 @@ def train_hybrids(
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
     variants = _variants(layouts)
-    trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, announce=announce)
-    announce("zero-shot scores on the dense checkpoint")
+    trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
     untrained = on_main(partial(zero_shot_scores, trunk, layouts))
+    runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
+    there = {(name, seed) for name, seed in runs if trunk.is_trained(variants[name], seed)}
+    reporter.reused(len(there), len(runs), "runs")
     finished: dict[str, list[Branch]] = {name: [] for name in variants}
     models: list[TrainedModel] = []
-    for seed in range(recipe.seed, recipe.seed + num_seeds):
-        for number, (name, variant) in enumerate(variants.items(), 1):
-            announce(f"{name} ({number} of {len(variants)}, seed {seed})")
-            branch = trunk.train(variant, seed)
-            finished[name].append(branch)
-            layout_hash = "" if variant.layout is None else variant.layout.hash
-            models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
-            compared = Comparison(comparison_rows(finished, variants, covered, untrained, trunk.recipe), tuple(models))
-            on_main(partial(_write, workspace, compared, trunk.recipe, table))
+    for number, (name, seed) in enumerate(runs, 1):
+        if (name, seed) not in there:
+            reporter.announce(f"{name}, seed {seed} ({number} of {len(runs)})")
+        variant, branch = variants[name], trunk.train(variants[name], seed)
+        finished[name].append(branch)
+        layout_hash = "" if variant.layout is None else variant.layout.hash
+        models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
+        rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe)
+        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name))
+        on_main(partial(_write, workspace, compared, trunk.recipe, table))
     return compared
 
 
@@ -118,6 +123,7 @@ def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, Docu
         heldout,
         batch_size=trunk.recipe.evaluation.batch_size,
         cache=cache_folder(trunk.runs / "zero-shot", model, trunk.dense, heldout),
+        reporter=trunk.reporter,
     )
     return dict(zip([FULL_ATTENTION, *layouts], scores, strict=True))
 
@@ -173,7 +179,7 @@ def _write(workspace: Workspace, compared: Comparison, recipe: Recipe, table: De
         "recipe": recipe.model_dump(mode="json"),
         "environment": environment(),
     }
-    with replacing(workspace.report_dir(table.name)) as new:
+    with replacing(compared.folder) as new:
         write_comparison(new / "comparison.csv", compared.rows)
         write_checkpoints(new, compared.models, workspace.root)
         write_record(new / "comparison.yaml", content)

@@ -20,7 +20,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
@@ -57,7 +57,7 @@ class RecipeJudge:
         max_tokens: int,
         short_steps: int | None = None,
         device: str | None = None,
-        announce: Announce = silent,
+        reporter: Reporter = SILENT,
     ) -> RecipeJudge:
         """Read the text and train the dense model, unless that is done; of several workers one does so, others wait.
 
@@ -66,7 +66,7 @@ class RecipeJudge:
             runs: folder of checkpoints and caches.
         """
         join_processes(recipe, device)
-        trunk = Trunk.prepare(recipe, base, runs, device=device, announce=announce)
+        trunk = Trunk.prepare(recipe, base, runs, device=device, reporter=reporter)
         return cls(trunk, max_tokens=max_tokens, short_steps=short_steps)
 
     @cached_property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from spkv_nas.base.distributed import num_processes, on_main, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
 from spkv_nas.base.manifest import write_manifest
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.weights import is_finite
-from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback
+from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.run_files import load_optimizer_state, newest_checkpoint, remove_newer, remove_older, writing
@@ -61,6 +63,7 @@ class SPKVTrainer(Trainer):
         gates: gate phases by step; None for a model without gates.
         gate_options: the recipe's section ``gates``: how the predictors learn.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start fresh.
+        title: of the run, in a bar of its steps that the ``reporter`` shows.
     """
 
     def __init__(
@@ -70,13 +73,17 @@ class SPKVTrainer(Trainer):
         gates: GateSchedule | None = None,
         gate_options: GatesConfig | None = None,
         optimizer_state: Path | None = None,
+        title: str = "training",
+        reporter: Reporter = SILENT,
+        callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        self._title, self._reporter, self._shown = title, reporter, TokenProgressCallback()
+        super().__init__(*args, callbacks=[self._shown, *callbacks], **kwargs)
         self._schedule = schedule
         self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
-        self.remove_callback(PrinterCallback)  # TokenProgressCallback shows more
+        self.remove_callback(PrinterCallback)  # ours shows more
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
         if WANDB in self.args.report_to:
@@ -108,7 +115,7 @@ class SPKVTrainer(Trainer):
                 "read\ngo on as it was begun, or delete it to start over"
             )
         on_main(lambda: remove_newer(self._folder, newest))
-        with deferred() as pending:
+        with self._reporter.bar(self._title) as self._shown.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
             self.train(resume_from_checkpoint=str(newest) if newest else None)

@@ -19,21 +19,20 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainingArguments, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.manifest import check_manifest, is_complete
-from spkv_nas.base.progress import Announce, silent
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
-from spkv_nas.training.callbacks import TokenProgressCallback
 from spkv_nas.training.palindrome.measures import GateWatch, take_measures
 from spkv_nas.training.palindrome.task import VOCABULARY, Palindromes
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
@@ -116,19 +115,22 @@ class PalindromeRun:
 
 
 def compare(
-    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", announce: Announce = silent
+    settings: PalindromeSettings, runs: Path, *, device: str = "cpu", reporter: Reporter = SILENT
 ) -> list[PalindromeRun]:
     """Train every variant on the same sequences in the same order. Finished ones are not trained again.
 
     Args:
         runs: folder of the variants' checkpoints.
-        announce: told what starts, one line each.
+        reporter: told what starts, one line each, and shows how far it is.
     """
+    folders = {variant: runs / f"{variant}-{settings.content_hash}" for variant in VARIANTS}
+    there = [variant for variant, folder in folders.items() if _is_finished(folder)]
+    reporter.reused(len(there), len(VARIANTS), "runs")
     finished = []
-    for number, variant in enumerate(VARIANTS, 1):
-        announce(f"{variant} ({number} of {len(VARIANTS)})")
-        folder = runs / f"{variant}-{settings.content_hash}"
-        finished.append(train_variant(settings, variant, folder, device=device, announce=announce))
+    for number, (variant, folder) in enumerate(folders.items(), 1):
+        if variant not in there:
+            reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
+        finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     return finished
 
 
@@ -138,23 +140,26 @@ def train_variant(
     folder: Path,
     *,
     device: str = "cpu",
-    announce: Announce = silent,
+    reporter: Reporter = SILENT,
 ) -> PalindromeRun:
     """Train and measure one of ``VARIANTS``. Resumes, or returns the finished run.
 
     Args:
-        announce: told if another process trains it already, for which this one waits.
+        reporter: shows the steps, and is told if another process trains it already, for which this one waits.
     """
-    final = folder / "final"
-    if not is_complete(final, _FILES):
-        with run_lock(folder, announce):
-            if not is_complete(final, _FILES):
-                _train(settings, variant, folder, device)
+    if not _is_finished(folder):
+        with run_lock(folder, reporter.announce):
+            if not _is_finished(folder):
+                _train(settings, variant, folder, device, reporter)
     remove_checkpoints(folder)
-    return PalindromeRun.read(final)
+    return PalindromeRun.read(folder / "final")
 
 
-def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str) -> None:
+def _is_finished(folder: Path) -> bool:
+    return is_complete(folder / "final", _FILES)
+
+
+def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter) -> None:
     """Train, measure, and write ``folder``'s ``final``."""
     model = new_model(settings, variant)
     sequences = Palindromes(settings.steps * settings.batch_size, settings.seed)
@@ -170,7 +175,9 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
         ),
         gates=GateSchedule(settings.steps, soft_fraction=1.0) if variant == SP_KV else None,
         gate_options=GatesConfig(tau=settings.tau, learning_rate_multiplier=settings.learning_rate_multiplier),
-        callbacks=[UtilityProgressCallback(variant)],
+        title=variant,
+        reporter=reporter,
+        callbacks=[UtilityCallback()],
     )
     trainer.train_or_resume()
     curve = pd.DataFrame([entry for entry in trainer.state.log_history if "loss" in entry])
@@ -217,20 +224,17 @@ def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
     return model
 
 
-class UtilityProgressCallback(TokenProgressCallback):
+class UtilityCallback(TrainerCallback):
     """Adds the mean utility of the logged step to the log history."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
         self._gates = GateWatch(kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_begin(args, state, control, **kwargs)
         if (state.global_step + 1) % args.logging_steps == 0:
             self._gates.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        super().on_log(args, state, control, logs, **kwargs)
         seen = self._gates.stop()
         if seen is not None:
             state.log_history[-1]["mean_utility"] = float(seen[0].mean())

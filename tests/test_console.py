@@ -1,0 +1,288 @@
+"""What is said while a command works, on a terminal and in a pipe, and what it prints for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import terminal
+from helpers import Heard, write_project
+from transformers.utils import logging
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cli import main
+from spkv_nas.cli.result import Result, plain, present
+from spkv_nas.cli.screen import working
+from spkv_nas.cost.ladder import find_level
+from spkv_nas.cost.roofline import HARDWARE
+from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.stages import flags
+
+Project = tuple[Path, Path]  # recipe, workspace
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A recipe and a workspace with its probe, its layouts, and their comparison."""
+    folder = tmp_path_factory.mktemp("console")
+    recipe, workspace = write_project(folder / "project"), folder / "workspace"
+    place = ["--probe", "tiny", "--workspace", str(workspace)]
+    main(["probe", str(recipe), "--workspace", str(workspace)])
+    main(["propose", "--budget", "2", "--num-random", "1", *place])
+    main(["train-hybrid", "--recipe", str(recipe), *place])
+    return recipe, workspace
+
+
+LOADS_TORCH = (
+    "probe", "evaluate", "score", "generate hello", "palindrome", "ablate", "calibrate", "demo", "train-hybrid",
+    "search", "train recipe.yaml", "export --model m --out o",
+)  # fmt: skip
+
+
+class TestTerminal:
+    @pytest.mark.parametrize("command", LOADS_TORCH)
+    def test_the_first_output_comes_before_torch_is_loaded(self, tmp_path: Path, command: str) -> None:
+        """Seconds of silence, in which a command seemed to hang."""
+        stub = tmp_path / "stub" / "torch"
+        stub.mkdir(parents=True)
+        (stub / "__init__.py").write_text("import os\nos.write(1, b'<torch>')\nos._exit(0)\n")
+        path = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")]), str(terminal.ROOT)])
+        seen = terminal.run(*command.split(), environment={"PYTHONPATH": path}, folder=tmp_path)
+        before, torch, _ = seen.text.partition("<torch>")
+        assert torch, seen.text
+        assert f"{command.split()[0]}: starting" in before
+
+    def test_a_line_fits_whatever_it_says(self, tmp_path: Path) -> None:
+        code = (
+            "import time\n"
+            "from spkv_nas.cli.screen import working\n"
+            "from spkv_nas.cli.console import out\n"
+            "with working('train-hybrid') as reporter:\n"
+            "    reporter.announce('loading a model ' * 9)\n"
+            "    with reporter.bar('interleaved-of-a-layout-with-a-name-that-is-long ' * 3) as bar:\n"
+            "        bar(0, 20000)\n"
+            "        bar(12345, 20000, 'loss 12.345, density 0.95')\n"
+            "        time.sleep(1)\n"
+            "        reporter.caution('between')\n"
+            "    out.tell('result')\n"
+            "    reporter.announce('afterwards')\n"
+        )
+        seen = terminal.run_program([sys.executable, "-c", code])
+        assert seen.exit_code == 0
+        assert not seen.wide_lines
+        assert any(
+            re.match(r"\S interleaved-.*… ━+\S━+ 12345/20000 loss 12.345, density 0.95 ", line) for line in seen.lines
+        )
+        assert {"between", "result", "afterwards"} <= {*seen.lines}
+
+    def test_a_command_says_how_far_it_is(self, tmp_path: Path) -> None:
+        recipe = write_project(tmp_path / "project")
+        seen = terminal.run("train", recipe, "--workspace", tmp_path / "w")
+        assert seen.exit_code == 0
+        assert not seen.wide_lines
+        rows = " ".join(seen.lines)
+        assert all(title in rows for title in ("train: starting", "reading and tokenising text", "dense", "sp-kv"))
+        assert "dense checkpoint: " in rows
+
+
+class TestPipe:
+    def test_a_path_is_in_one_piece(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Errors were wrapped in the middle of a path: "n owhere.yaml"."""
+        nowhere = tmp_path / "-".join(["folder"] * 30) / "nowhere.yaml"
+        for command in (["train", str(nowhere)], ["layout", "show", str(nowhere)], ["propose", str(nowhere)]):
+            with pytest.raises(SystemExit, match="2"):
+                main(command)
+            assert str(nowhere) in capsys.readouterr().err
+
+    def test_a_table_is_not_cut(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        name = "a-strategy-" * 9 + "a"
+        Layout(("G", "L"), 8, name).write(tmp_path / "layout.yaml")
+        main(["cost", "micro-0", "--context", "1k", "--layout", str(tmp_path / "layout.yaml")])
+        assert f"{name}, 1 of 2 heads" in capsys.readouterr().out
+
+    def test_steps_are_told_now_and_then(
+        self, project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recipe, workspace = project
+        monkeypatch.setattr("spkv_nas.cli.screen.EVERY", 0.0)
+        main(["evaluate", "--model", dense(workspace), *text(recipe), "--name", "told", "--workspace", str(workspace)])
+        said = capsys.readouterr().err
+        assert said.startswith("evaluate: starting\n")
+        assert "evaluating: 16 of " in said
+        assert " left\n" in said
+
+    def test_quiet_and_verbose_before_and_after_the_command(
+        self, project: Project, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        recipe, workspace = project
+        command = ["evaluate", "--model", dense(workspace), *text(recipe), "--workspace", str(workspace)]
+        for arguments in (["-q", *command], [*command, "-q"]):
+            main(arguments)
+            shown = capsys.readouterr()
+            assert shown.err == ""
+            assert "NLL" in shown.out
+        before = logging.get_verbosity()
+        for arguments in (["-v", *command], [*command, "--verbose"]):
+            main(arguments)
+            assert "LlamaForCausalLM, torch.float32, on cpu" in capsys.readouterr().err
+            assert logging.get_verbosity() == logging.INFO
+        logging.set_verbosity(before)
+
+    def test_what_is_said_to_the_quiet(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with working("probe", quiet=True) as reporter, reporter.bar("probing") as bar:
+            reporter.announce("loading")
+            reporter.detail("much")
+            bar(1, 2)
+            reporter.caution("the gates are open")
+        assert capsys.readouterr().err == "the gates are open\n"
+
+
+class TestReuse:
+    """Where nothing had to be done, nothing was said."""
+
+    def test_runs_of_a_recipe(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+        recipe, workspace = project
+        main(["train", str(recipe), "--workspace", str(workspace)])
+        assert "reused 2 of 2 runs\n" in capsys.readouterr().err
+
+    def test_retrained_layouts(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+        recipe, workspace = project
+        main(["train-hybrid", "--recipe", str(recipe), "--probe", "tiny", "--workspace", str(workspace)])
+        said = capsys.readouterr().err
+        assert re.search(r"^reused (\d+) of \1 zero-shot scores$", said, re.MULTILINE)
+        assert "reused 7 of 7 runs\n" in said
+        assert "seed 0" not in said
+
+    def test_nothing_is_said_where_all_had_to_be_done(self) -> None:
+        heard = Heard()
+        heard.reporter.reused(0, 9, "runs")
+        heard.reporter.reused(1, 9, "runs")
+        assert heard.announced == ["reused 1 of 9 runs"]
+
+
+def dense(workspace: Path) -> str:
+    return str(next((workspace / "runs" / "tiny").glob("dense-*")) / "final")
+
+
+def text(recipe: Path) -> list[str]:
+    return ["--data", str(recipe.parent / "text"), "--block-size", "32"]
+
+
+class TestJson:
+    def document(self, capsys: pytest.CaptureFixture[str], workspace: Path, *arguments: str | Path) -> dict[str, Any]:
+        capsys.readouterr()
+        main([*map(str, arguments), "--json", "--workspace", str(workspace)])
+        document = json.loads(capsys.readouterr().out)
+        assert isinstance(document, dict)
+        return document
+
+    def test_the_comparison_is_its_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+        recipe, workspace = project
+        found = self.document(capsys, workspace, "train-hybrid", "--recipe", recipe, "--probe", "tiny")
+        rows = pd.read_csv(Path(str(found["folder"])) / "comparison.csv")
+        printed = pd.DataFrame(found["layouts"])
+        assert list(printed.columns) == list(rows.columns)
+        assert printed["strategy"].tolist() == rows["strategy"].tolist()
+        assert np.allclose(printed["nll"], rows["nll"], atol=1e-4)
+        assert found["layouts"][0]["delta_nll_percent"] is None
+        assert all(Path(model["checkpoint"]).is_dir() for model in found["checkpoints"])
+
+    def test_every_command_with_a_table(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+        recipe, workspace = project
+        probe, model = ["--probe", "tiny"], ["--model", dense(workspace), *text(recipe)]
+        layouts = [workspace / "layouts" / "tiny" / f"{name}.yaml" for name in ("densest", "sparsest")]
+        expected: dict[tuple[str | Path, ...], set[str]] = {
+            ("probe", recipe): {"name", "tau", "mean", "heads", "diagnosis", "folder"},
+            ("propose", *probe, "--budget", "2"): {"layouts", "certainty", "sentences", "advice", "folder"},
+            ("propose", *probe, "--budget", "1..3"): {"budgets", "knee", "caution", "folder"},
+            ("compare", "tiny@0.4", "tiny@0.6", "--budget", "2"): {"rows", "folder"},
+            ("train", recipe): {"dense", "reference"},
+            ("report", *probe): {"report"},
+            ("evaluate", *model): {"nll", "num_tokens", "num_documents", "tau", "density"},
+            ("score", *layouts, *probe, *model): {"rows", "folder"},
+            ("layout", "show", *layouts, *probe): {"layouts"},
+            ("cost", "micro-0", "--context", "1k"): {"shape", "context", "costs", "times"},
+            ("calibrate", "micro-0", "--context", "1k", "--window", "8"): {"case", "times", "source", "folder"},
+            ("scaling",): {"laws", "folder"},
+        }
+        for arguments, keys in expected.items():
+            found = self.document(capsys, workspace, *arguments)
+            assert keys <= found.keys(), arguments
+            if "folder" in found:
+                assert Path(str(found["folder"])).is_dir()
+
+    def test_a_difference_is_the_exit_code_too(self, project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+        _, workspace = project
+        files = [str(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in ("densest", "sparsest")]
+        with pytest.raises(SystemExit, match="1"):
+            main(["layout", "diff", *files, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert not found["same"]
+        assert found["num_heads"] > 0
+
+    def test_an_error_prints_no_document(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            main(["report", "--json", "--workspace", str(tmp_path)])
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: ")
+
+    def test_values(self) -> None:
+        table = pd.DataFrame({"a": [1, 2], "b": [0.1234567890123, np.nan], "c": [Path("x"), None]})
+        assert plain({"t": table, "n": np.int64(3), "v": np.array([np.inf, 1.0]), "p": Path("a") / "b"}) == {
+            "t": [{"a": 1, "b": 0.1234567890123, "c": "x"}, {"a": 2, "b": None, "c": None}],
+            "n": 3,
+            "v": [None, 1.0],
+            "p": str(Path("a") / "b"),
+        }
+
+    def test_results_of_several_steps_are_one_document(self, capsys: pytest.CaptureFixture[str]) -> None:
+        results = [Result({"step": number}, lambda value: print(value["step"])) for number in (1, 2)]
+        present(iter(results), as_json=True)
+        assert json.loads(capsys.readouterr().out) == [{"step": 1}, {"step": 2}]
+        present(iter(results), as_json=False)
+        assert capsys.readouterr().out == "1\n2\n"
+
+
+class TestCompletion:
+    def complete(self, folder: Path, line: str) -> list[str]:
+        """What bash is offered for the last word of a line, where torch cannot be loaded."""
+        (folder / "torch.py").write_text("raise SystemExit('torch was loaded')\n")
+        last = str(line.count(" "))
+        done = subprocess.run(
+            [sys.executable, "-c", "import sys; sys.argv[0] = 'spkv-nas'; from spkv_nas.cli import main; main()"],
+            env={
+                **os.environ, "_SPKV_NAS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": last,
+                "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
+            },
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    def test_names_of_the_workspace(self, tmp_path: Path) -> None:
+        for name in ("mine", "mine-duo", "other"):
+            (tmp_path / "w" / "probes" / name).mkdir(parents=True)
+            (tmp_path / "w" / "probes" / name / "density.csv").write_text("")
+        (tmp_path / "w" / "probes" / "mine-unfinished").mkdir()
+        assert self.complete(tmp_path, "spkv-nas propose --workspace w --probe mi") == ["mine", "mine-duo"]
+        assert self.complete(tmp_path, "spkv-nas compare --workspace w oth") == ["other"]
+        assert self.complete(tmp_path, "spkv-nas propose --probe mi") == []
+
+    def test_choices(self, tmp_path: Path) -> None:
+        assert self.complete(tmp_path, "spkv-nas probe --signal ") == list(SIGNALS)
+        assert self.complete(tmp_path, "spkv-nas train-h") == ["train-hybrid"]
+
+    def test_choices_are_those_that_there_are(self) -> None:
+        signals, levels, hardware = (one.__metadata__[0].values for one in (flags.Signal, flags.Level, flags.Hardware))
+        assert signals == SIGNALS
+        assert [find_level(name).name for name in levels] == [*levels]
+        assert [*hardware] == [*HARDWARE]
