@@ -20,7 +20,7 @@ from spkv_nas.base.progress import Bar, Reporter
 from spkv_nas.cli.console import announce, caution, err, out
 
 EVERY = 30.0  # seconds between two lines of a step in a pipe
-_FRAMES = 5  # a second: each takes a millisecond of what is being done
+_FRAMES = 5  # a second, of half a millisecond each
 
 
 @contextmanager
