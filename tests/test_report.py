@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 from helpers import Page, make_comparison, make_domain_table, make_layouts, make_positions, make_search
 
+from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
@@ -284,6 +285,21 @@ def test_wrong_ranking_is_said() -> None:
 def test_layouts_of_another_budget_do_not_compete() -> None:
     text = say(make_comparison(num_global=[np.nan, np.nan, 4, 2, 2]))
     assert text.startswith("last has the lowest NLL of 2 layouts with 2 of 8 KV heads global")
+
+
+def test_errors_of_a_single_document_are_not_known(tmp_path: Path) -> None:
+    """They used to be 0.000, with which every difference was clear."""
+    comparison = make_comparison(delta_nll_standard_error=np.nan)
+    text = say(comparison)
+    assert "no standard error is known, so the order of these two is open" in text
+    assert (
+        "coverage puts 3 of 3 pairs of layouts in the order of their NLL, of which no standard error is known" in text
+    )
+    write_comparison(tmp_path / "comparison.csv", comparison)
+    assert read_comparison(tmp_path / "comparison.csv")["delta_nll_standard_error"].isna().all()
+    page = write_report(tmp_path, table=make_domain_table(), layouts=make_layouts("densest"), comparison=comparison)
+    assert "+0.200 ± —" in page.read_text(encoding="utf-8").replace("\u00a0", " ")
+    assert not re.search(r"\bnan\b", page.read_text(encoding="utf-8"))
 
 
 def test_missing_values_are_no_claims(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) 
     """Standard error of a ratio, sum of values / sum of tokens, over documents (a ratio estimator by cluster).
 
     sqrt(squares * C / (C - 1)) / tokens, with ``squares`` the sum over documents of (value - ratio * tokens)^2, ``C``
-    the number of documents and ``tokens`` those of all documents. The arguments broadcast. One document alone gives
-    no error: ask for the error of two or more.
+    the number of documents and ``tokens`` those of all documents. The arguments broadcast. NaN of fewer than two
+    documents: one alone says nothing about the spread between documents.
     """
     number: Any = np.asarray(clusters)
     spread = np.maximum(np.asarray(squares, dtype=np.float64), 0.0)
-    return np.asarray(np.sqrt(spread * number / np.maximum(number - 1, 1)) / np.maximum(tokens, 1))
+    error = np.sqrt(spread * number / np.maximum(number - 1, 1)) / np.maximum(tokens, 1)
+    return np.where(number > 1, error, np.nan)

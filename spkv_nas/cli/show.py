@@ -30,10 +30,10 @@ _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "b
 
 
 def change(percent: float, error: float | None = None) -> str:
-    """A change of NLL such as ``+0.894 ± 0.082``; a dash for NaN."""
+    """A change of NLL such as ``+0.894 ± 0.082``; a dash for NaN, which the error of a single document is."""
     if math.isnan(percent):
         return "-"
-    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {error:.3f}"
+    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
 
 
 def probe(table: DensityTable) -> None:

@@ -53,6 +53,6 @@ def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
     if (best := reached.retrained) is not None:
         said.append(
             f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: ΔNLL "
-            f"{best.delta_nll_percent:+.3f} ± {best.standard_error:.3f} %"
+            f"{change(best.delta_nll_percent, best.standard_error)} %"
         )
     return said

@@ -50,7 +50,7 @@ class DocumentNLL:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Relative change of NLL against a baseline, in percent, with its standard error."""
+    """Relative change of NLL against a baseline, in percent, with its standard error; NaN of a single document."""
 
     percent: float
     standard_error: float

@@ -95,7 +95,7 @@ class HeadSums:
             mean = sums[..., seen].sum(-1) / tokens
             residual = sums[..., seen] - mean[..., None] * self.counts[seen]
             error = clustered_error((residual**2).sum(-1), clusters, tokens)
-            means.append(HeadMeans(mean, domain, tokens, clusters, error if clusters > 1 else None))
+            means.append(HeadMeans(mean, domain, tokens, clusters, error))
         return means
 
 

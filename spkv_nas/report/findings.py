@@ -86,11 +86,12 @@ def _ranking(layouts: pd.DataFrame) -> list[str]:
     )
     ranks = f"coverage puts {len(right)} of {len(pairs)} pairs of layouts in the order of their NLL"
     share = f"all {len(clear)}" if clear_right == len(clear) else f"{clear_right} of the {len(clear)}"
-    noise = (
-        f", and {share} that are more than two combined standard errors apart"
-        if clear
-        else ", but no pair is more than two combined standard errors apart"
-    )
+    if clear:
+        noise = f", and {share} that are more than two combined standard errors apart"
+    elif all(math.isnan(_combined_error(*pair)) for pair in pairs):
+        noise = ", of which no standard error is known"
+    else:
+        noise = ", but no pair is more than two combined standard errors apart"
     return [f"{top}; {ranks}{noise}."]
 
 

@@ -57,8 +57,7 @@ def comparison_rows(inputs: Inputs) -> list[ComparisonRow]:
     best = contenders(comparison).index[:1]  # none where no layout has been trained
     rows = []
     for index, row in comparison.iterrows():
-        error = row["delta_nll_standard_error"]
-        delta = signed(row["delta_nll_percent"]) + ("" if math.isnan(error) else f" ± {error:.3f}")
+        delta = change(row["delta_nll_percent"], row["delta_nll_standard_error"])
         group = int(groups[index])
         cells = (
             number(row["num_global"], 0),

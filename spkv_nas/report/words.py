@@ -19,8 +19,8 @@ def number(value: float, digits: int) -> str:
 
 
 def change(percent: float, error: float) -> str:
-    """A change in percent with its standard error; an em dash where there is none."""
-    return "—" if math.isnan(percent) else f"{signed(percent)} ± {error:.3f}"
+    """A change in percent with its standard error; an em dash where there is none, as of a single document."""
+    return "—" if math.isnan(percent) else f"{signed(percent)} ± {number(error, 3)}"
 
 
 def versus_full(row: pd.Series[Any]) -> str:
