@@ -6,7 +6,7 @@ The public functions (see ``__init__.pyi``) are imported on first use, so that `
 
     model, tokenizer = spkv_nas.load("checkpoint")
     spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=128))
-    table = spkv_nas.probe(model, blocks)
+    table = spkv_nas.probe(model, spkv_nas.build_blocks(texts, tokenizer))
     layouts = spkv_nas.propose(table, budget=18)
     spkv_nas.apply_layout(model, layouts["densest"])
 

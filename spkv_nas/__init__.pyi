@@ -3,6 +3,7 @@ from .artifacts.gate_config import GateConfig as GateConfig
 from .artifacts.layout import Layout as Layout
 from .base.errors import UserError as UserError
 from .base.version import __version__ as __version__
+from .data.blocks import build_blocks as build_blocks
 from .model.attach import attach_gates as attach_gates
 from .model.attach import detach as detach
 from .model.cache import SPKVCache as SPKVCache

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
@@ -106,8 +107,9 @@ class TestSplit:
         """A file that was cut off used to end in a traceback."""
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
         folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
-        (folder / "train.npz").write_bytes((folder / "train.npz").read_bytes()[:-50])
-        with pytest.raises(UserError, match=r"train\.npz is damaged: .*\nremove it: the text is then tokenised again"):
+        file = folder / "heldout-4000.npz"
+        file.write_bytes(file.read_bytes()[:-50])
+        with pytest.raises(UserError, match=r"4000\.npz is damaged: .*\nremove it: the text is then tokenised again"):
             read_split(folder, recipe.data)
 
     def test_the_tokenizer_never_sees_held_out_text(
@@ -144,11 +146,16 @@ class TestBlocks:
         assert blocks.document.tolist() == [[0, 0, 0, 0], [1, 1, 1, 2]]
         assert blocks.domains == ("d0", "d1")
 
-    def test_halves_share_no_document(self, tiny_tokenizer: object) -> None:
-        blocks = build_blocks(self.documents(*(f"text {i} " * 9 for i in range(20))), tiny_tokenizer, 8)  # type: ignore[arg-type]
-        first, second = blocks.halves()
-        assert not set(first.document.ravel()) & set(second.document.ravel())
-        assert first.num_blocks > 5
+    def test_strings_are_documents(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        blocks = build_blocks(("abc", "de"), tiny_tokenizer, 4)
+        assert blocks.document.tolist() == [[0, 0, 0, 0]]
+        assert [(d.name, d.domain) for d in blocks.documents] == [("text 1", "text"), ("text 2", "text")]
+        assert build_blocks("abc", tiny_tokenizer, 4).tokens.tolist() == blocks.tokens.tolist()
+
+    def test_a_long_string_is_cut(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        blocks = build_blocks(["the quick brown fox\n" * 2000], tiny_tokenizer, 64)
+        assert len(blocks.documents) == 5
+        assert {d.name for d in blocks.documents} >= {"text 1, piece 1", "text 1, piece 5"}
 
     def test_too_little_text(self, tiny_tokenizer: object) -> None:
         with pytest.raises(UserError, match="empty"):

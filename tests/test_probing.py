@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from helpers import all_logits, scatter_gates, tiny_model
-from transformers import PreTrainedModel
+from helpers import all_logits, gated, scatter_gates, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.errors import UserError
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.cli.show import change as shown
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.attach import attach_gates
@@ -80,6 +82,27 @@ def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: To
     assert table.at_tau(table.tau_for_density(0.25)).mean == pytest.approx(0.25, abs=0.01)
 
 
+def test_one_document_gives_no_error(model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path) -> None:
+    table = probe(model, TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),)))
+    assert table.rows["standard_error"].isna().all()
+    table.write(tmp_path)
+    assert DensityTable.read(tmp_path).rows["standard_error"].isna().all()
+
+
+class TestStrings:
+    """Texts in place of blocks."""
+
+    def test_are_tokenised(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model, texts = gated(), [f"fox {i} jumps over the lazy dog " * 20 for i in range(30)]
+        table = probe(model, texts, 0.5, tokenizer=tiny_tokenizer)
+        expected = probe(model, build_blocks(texts, tiny_tokenizer, 128), 0.5)  # the model has no more positions
+        assert table.rows.equals(expected.rows)
+
+    def test_need_a_tokenizer(self, model: PreTrainedModel) -> None:
+        with pytest.raises(UserError, match=r"probe\(model, texts, tokenizer=tokenizer\)"):
+            probe(model, ["a text"])
+
+
 def test_a_model_without_gates(blocks: TokenBlocks) -> None:
     with pytest.raises(UserError, match="no gates"):
         probe(tiny_model(), blocks)
@@ -98,6 +121,14 @@ class TestEvaluation:
     def test_a_model_against_itself(self, blocks: TokenBlocks) -> None:
         nll = document_nll(tiny_model(), blocks)
         assert paired_difference(nll, nll) == paired_difference(nll, nll).__class__(0.0, 0.0)
+
+    def test_one_document_gives_no_error(self, blocks: TokenBlocks) -> None:
+        """It used to be 0: a difference known without any doubt."""
+        one = TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),))
+        change = paired_difference(*(document_nll(tiny_model(num_hidden_layers=number), one) for number in (2, 4)))
+        assert math.isfinite(change.percent)
+        assert math.isnan(change.standard_error)
+        assert shown(change.percent, change.standard_error) == f"{change.percent:+.3f} ± -"
 
     def test_a_constant_difference_has_no_error(self, blocks: TokenBlocks) -> None:
         nll = document_nll(tiny_model(), blocks)

@@ -32,13 +32,13 @@ def write_manifest(folder: Path) -> None:
     write_json(folder / MANIFEST, {"sha256": hashes})
 
 
-def read_manifest(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files of ``folder`` by their names in it, which are all below it.
+def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
+    """SHA-256 of the files of ``folder``, a ``what`` in errors, by their names in it, which are all below it.
 
     Raises:
         UserError: there is no manifest, or it is damaged.
     """
-    where = f"checkpoint {folder} is damaged: {MANIFEST}"
+    where = f"{what} {folder} is damaged: {MANIFEST}"
     try:
         hashes = read_json(folder / MANIFEST, "manifest").get("sha256")
     except UserError as error:
@@ -53,29 +53,30 @@ def read_manifest(folder: Path) -> dict[str, str]:
     return hashes
 
 
-def check_manifest(folder: Path, names: Collection[str] | None = None) -> None:
+def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> None:
     """Raise ``UserError`` if a file of ``folder`` is missing or differs from its manifest. No manifest: no check.
 
-    Files that were added are nobody's business, unless loading would read them. ``names``: only of these files.
+    Files that were added are nobody's business, unless loading would read them. ``names``: only of these files;
+    ``what`` the folder is begins the error.
     """
     if not (folder / MANIFEST).exists():
         return
-    hashes = read_manifest(folder)
+    hashes = read_manifest(folder, what)
     added = sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes)
     if added:
-        raise UserError(f"checkpoint {folder}: {added[0]} is not in its {MANIFEST}, so it was added\n{_REMEDY}")
+        raise UserError(f"{what} {folder}: {added[0]} is not in its {MANIFEST}, so it was added\n{_REMEDY}")
     for name, expected in hashes.items():
         if names is not None and name not in names:
             continue
         file = folder / name
         if not file.is_file():
-            raise UserError(f"checkpoint {folder} is damaged: {name} is missing\n{_REMEDY}")
+            raise UserError(f"{what} {folder} is damaged: {name} is missing\n{_REMEDY}")
         try:
             found = sha256_file(file)
         except OSError as error:
-            raise UserError(f"checkpoint {folder}: cannot read {name}: {first_line(error)}") from error
+            raise UserError(f"{what} {folder}: cannot read {name}: {first_line(error)}") from error
         if found != expected:
-            raise UserError(f"checkpoint {folder} is damaged: {name} differs from its recorded SHA-256\n{_REMEDY}")
+            raise UserError(f"{what} {folder} is damaged: {name} differs from its recorded SHA-256\n{_REMEDY}")
 
 
 def _is_read(name: str) -> bool:

@@ -35,13 +35,13 @@ def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
     Raises:
         UserError: the folder cannot be written; the earlier result is then untouched.
     """
-    with _as_user_error(folder):
+    with as_user_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
         new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
         new.chmod(0o755)
     try:
         yield new
-        with _as_user_error(folder):
+        with as_user_error(folder):
             written = {file.name for file in new.iterdir()}
             (new / _STALE).write_text(json.dumps(sorted(set(stale) - written)))
             flush(new)
@@ -61,7 +61,7 @@ def settle(folder: Path) -> None:
         UserError: the folder cannot be written.
     """
     if (folder / _COMMIT).is_dir():
-        with _as_user_error(folder), shared_lock(folder / _LOCK):
+        with as_user_error(folder), shared_lock(folder / _LOCK):
             _settle(folder)
 
 
@@ -99,12 +99,12 @@ def new_folder(final: Path) -> Iterator[Path]:
         UserError: the place cannot be written.
     """
     partial = final.with_name(f".{final.name}.partial")
-    with _as_user_error(final):
+    with as_user_error(final):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     try:
         yield partial
-        with _as_user_error(final):
+        with as_user_error(final):
             flush(partial)
             if final.is_symlink():
                 final.unlink()
@@ -130,7 +130,8 @@ def flush(folder: Path, *, files: bool = True) -> None:
 
 
 @contextmanager
-def _as_user_error(folder: Path) -> Iterator[None]:
+def as_user_error(folder: Path) -> Iterator[None]:
+    """Errors of the operating system while ``folder`` is written become a ``UserError`` that says what to do."""
     try:
         yield
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
-from spkv_nas.data.sources import Document
+from spkv_nas.data.config import BLOCK_SIZE
+from spkv_nas.data.pieces import piece_size
+from spkv_nas.data.sources import Document, in_pieces
 from spkv_nas.data.tokenizer import MOST_CHARACTERS, encode
 
 if TYPE_CHECKING:
@@ -38,6 +40,11 @@ class DocumentInfo:
     domain: str
     name: str
 
+    @classmethod
+    def of(cls, document: Document) -> DocumentInfo:
+        """That of a document."""
+        return cls(document.id, document.domain, document.label)
+
 
 @dataclass(frozen=True)
 class TokenBlocks:
@@ -48,11 +55,15 @@ class TokenBlocks:
         document: int32 [N, T], index into ``documents`` of each token's document. A separator belongs to the
             document that it ends.
         documents: the documents, in the order of their tokens.
+        largest: the largest token, where it is known without looking.
+
+    The arrays may be maps of files (``block_files``), of which only what is used is read.
     """
 
     tokens: NDArray[np.int32]
     document: NDArray[np.int32]
-    documents: tuple[DocumentInfo, ...]
+    documents: Collection[DocumentInfo]
+    largest: int | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -63,6 +74,11 @@ class TokenBlocks:
     def block_size(self) -> int:
         """Tokens per block T."""
         return int(self.tokens.shape[1])
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token, 0 of no text."""
+        return int(self.tokens.max(initial=0)) if self.largest is None else self.largest
 
     @cached_property
     def domains(self) -> tuple[str, ...]:
@@ -76,15 +92,6 @@ class TokenBlocks:
     def every(self, step: int, start: int) -> TokenBlocks:
         """Every ``step``-th block, from ``start``."""
         return TokenBlocks(self.tokens[start::step], self.document[start::step], self.documents)
-
-    def halves(self) -> tuple[TokenBlocks, TokenBlocks]:
-        """Two disjoint sets of documents of about equal size: the even and the odd ones, cut into blocks anew."""
-        even = self.document.ravel() % 2 == 0
-        first, second = (
-            _cut(self.tokens.ravel()[chosen], self.document.ravel()[chosen], self.block_size, self.documents)
-            for chosen in (even, ~even)
-        )
-        return first, second
 
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
@@ -114,19 +121,17 @@ def _parse_infos(text: str) -> tuple[DocumentInfo, ...] | None:
 
 
 def build_blocks(
-    documents: Iterable[Document],
+    texts: Iterable[str | Document],
     tokenizer: PreTrainedTokenizerBase,
-    block_size: int,
+    block_size: int = BLOCK_SIZE,
     max_tokens: int | None = None,
-    what: str = "text",
 ) -> TokenBlocks:
-    """Tokenise documents and pack them: one after the other, ``<|endoftext|>`` after each, the last part cut off.
-
-    A document of more than a million characters is tokenised in pieces (``tokenizer.encode``).
+    """Tokenise texts and pack them: one after the other, ``<|endoftext|>`` after each, the last part cut off.
 
     Args:
+        texts: strings, or documents. Long ones, and all where they are few, are cut into pieces, which serve as
+            documents (``sources.in_pieces``).
         max_tokens: stop after the document that reaches this many tokens.
-        what: names the text in errors.
 
     Raises:
         UserError: no document at all, or fewer tokens than one block.
@@ -134,25 +139,51 @@ def build_blocks(
     pieces: list[NDArray[np.int32]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
-    end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=np.int32)
-    for batch in _batches(documents):
-        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
-            if max_tokens is not None and num_tokens >= max_tokens:
-                break
-            pieces.append(np.concatenate([ids, end]))
-            infos.append(DocumentInfo(document.id, document.domain, document.name))
-            num_tokens += len(pieces[-1])
+    for document, ids in tokenised(in_pieces(_documents(texts), piece_size(block_size)), tokenizer):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
-    if not infos:
+        pieces.append(ids)
+        infos.append(DocumentInfo.of(document))
+        num_tokens += len(ids)
+    return packed(pieces, infos, block_size, "text")
+
+
+def packed(
+    pieces: Sequence[NDArray[np.int32]], infos: Sequence[DocumentInfo], block_size: int, what: str
+) -> TokenBlocks:
+    """Blocks of documents that are tokens already. Raises ``UserError`` if they do not fill one; it names ``what``."""
+    check_enough(len(infos), sum(map(len, pieces)), block_size, what)
+    tokens = np.concatenate(pieces)
+    owner = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(piece) for piece in pieces])
+    whole = len(tokens) // block_size * block_size
+    return TokenBlocks(tokens[:whole].reshape(-1, block_size), owner[:whole].reshape(-1, block_size), tuple(infos))
+
+
+def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str) -> None:
+    """Raise ``UserError`` for a text without a document, or with fewer tokens than one block."""
+    if not num_documents:
         raise UserError(f"the {what} is empty: no document in any source")
     if num_tokens < block_size:
         raise UserError(
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
             "give more text, or a smaller data.block_size"
         )
-    owner = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(piece) for piece in pieces])
-    return _cut(np.concatenate(pieces), owner, block_size, tuple(infos))
+
+
+def tokenised(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Document, NDArray[np.int32]]]:
+    """Each document with its tokens, and a separator after them where the tokenizer has one."""
+    end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=np.int32)
+    for batch in _batches(documents):
+        for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
+            yield document, np.concatenate([ids, end])
+
+
+def _documents(texts: Iterable[str | Document]) -> Iterator[Document]:
+    """Strings as documents; a single one is one."""
+    for number, text in enumerate([texts] if isinstance(texts, str) else texts, 1):
+        yield Document(text, "text", f"text {number}") if isinstance(text, str) else text
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -165,14 +196,3 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
             batch = []
     if batch:
         yield batch
-
-
-def _cut(
-    tokens: NDArray[np.int32], owner: NDArray[np.int32], block_size: int, infos: tuple[DocumentInfo, ...]
-) -> TokenBlocks:
-    whole = len(tokens) // block_size * block_size
-    return TokenBlocks(
-        tokens[:whole].reshape(-1, block_size).astype(np.int32),
-        owner[:whole].reshape(-1, block_size).astype(np.int32),
-        infos,
-    )

@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
 from spkv_nas.base.schema import Section
 
+BLOCK_SIZE = 512  # tokens, by default
+
 
 class SourceConfig(Section):
     """A text source with options; exactly one of ``path`` and ``dataset``."""
@@ -31,6 +33,6 @@ class DataConfig(Section):
     """Text and how it is cut."""
 
     sources: list[str | SourceConfig] = Field(min_length=1)
-    block_size: int = Field(512, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
+    block_size: int = Field(BLOCK_SIZE, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents, by content hash")
     max_heldout_tokens: int = Field(500_000, ge=1, le=MOST_WHOLE)

@@ -1,15 +1,23 @@
-"""The training and the held-out blocks of a recipe's text, tokenised once and kept in a folder."""
+"""A text as token blocks in a cache: of a recipe, training and held-out ones, or all of it.
+
+The text is read once, by documents, and tokenised on the way, so that memory does not grow with it. The next start
+reads the blocks alone.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.config import DataConfig
+from spkv_nas.base.locks import locked
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
+from spkv_nas.data.blocks import TokenBlocks, tokenised
+from spkv_nas.data.cache import BlockCache, ContentKey
+from spkv_nas.data.config import DataConfig, SourceConfig
+from spkv_nas.data.heldout import HeldOut, heldout_share
+from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.tokenizer import TRAINING_PIECE, pieces, train_bpe
 
@@ -17,13 +25,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BPE_SAMPLE_CHARACTERS = 20_000_000
+_TRAIN, _TEXT = "train", "text"  # folders of a folder of the cache
+_TITLE = "reading and tokenising text"
+_LOCKED = "reads and tokenises the text"
 
 
 def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrainedTokenizerBase:
     """A BPE of ``vocab_size`` from the training documents alone, of which it takes the first 20 million characters."""
+    share = heldout_share(config, base)
 
     def sample() -> Iterator[str]:
-        texts = (d.text for d in documents(config.sources, base) if not heldout(d, config.heldout))
+        found = documents(config.sources, base, piece=piece_size(config.block_size))
+        texts = (d.text for d in found if not heldout(d, share))
         budget = BPE_SAMPLE_CHARACTERS
         for text in texts:
             for piece in pieces(text, TRAINING_PIECE):
@@ -35,54 +48,181 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrain
     return train_bpe(sample(), vocab_size)
 
 
-def cache_split(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> Path:
-    """The folder under ``cache`` with both sets of blocks, tokenised if they are not there yet."""
-    corpus = list(documents(config.sources, base))
-    folder = cache / _key(corpus, config, tokenizer)
-    if not (folder / "train.npz").is_file():
-        rest = (d for d in corpus if not heldout(d, config.heldout))
-        build_blocks(rest, tokenizer, config.block_size, None, "training text").save(folder / "train.npz")
-    _cache_heldout(corpus, config, tokenizer, folder)
+def cache_split(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path, reporter: Reporter = SILENT
+) -> Path:
+    """The folder under ``cache`` with both sets of blocks, tokenised if they are not there yet.
+
+    Raises:
+        UserError: the text is not there, too short, or its blocks are damaged.
+    """
+    place = _place(config, tokenizer, cache, base)
+
+    def has_all(folder: Path) -> bool:
+        return is_written(folder / _TRAIN) and _heldout_file(folder, config).is_file()
+
+    folder = place.find(has_all)
+    if folder is None:
+        with locked(cache, _LOCKED, reporter.announce):
+            folder = place.find(has_all)
+            if folder is None:
+                with BlockWriter(place.partial, config.block_size, "training text") as writer:
+                    folder = _write_split(config, tokenizer, place, base, reporter, writer)
+    check_blocks(folder / _TRAIN)
+    for note in read_notes(folder / _TRAIN):
+        reporter.announce(note)
     return folder
 
 
 def read_split(folder: Path, config: DataConfig) -> tuple[TokenBlocks, TokenBlocks]:
     """(training, held-out) blocks of a folder that ``cache_split`` gave."""
-    return TokenBlocks.read(folder / "train.npz"), TokenBlocks.read(_heldout_file(folder, config))
+    return map_blocks(folder / _TRAIN), TokenBlocks.read(_heldout_file(folder, config))
 
 
-def load_heldout(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> TokenBlocks:
+def load_heldout(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path, reporter: Reporter = SILENT
+) -> TokenBlocks:
     """The held-out blocks alone, without tokenising the rest."""
-    corpus = list(documents(config.sources, base))
-    folder = cache / _key(corpus, config, tokenizer)
-    _cache_heldout(corpus, config, tokenizer, folder)
+    place = _place(config, tokenizer, cache, base)
+
+    def has_it(folder: Path) -> bool:
+        return _heldout_file(folder, config).is_file()
+
+    folder = place.find(has_it)
+    if folder is None:
+        with locked(cache, _LOCKED, reporter.announce):
+            folder = place.find(has_it) or _write_split(config, tokenizer, place, base, reporter)
     return TokenBlocks.read(_heldout_file(folder, config))
 
 
-def _cache_heldout(
-    corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase, folder: Path
-) -> None:
-    """Documents come in the order of their content hash, so that a limit takes an even sample."""
-    file = _heldout_file(folder, config)
-    if not file.is_file():
-        kept_out = sorted((d for d in corpus if heldout(d, config.heldout)), key=lambda d: d.id)
-        most = config.max_heldout_tokens
-        build_blocks(kept_out, tokenizer, config.block_size, most, "held-out text").save(file)
+def load_text(
+    sources: Sequence[str | SourceConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    base: Path,
+    *,
+    block_size: int,
+    max_tokens: int | None = None,
+    reporter: Reporter = SILENT,
+) -> TokenBlocks:
+    """The blocks of a text that is not parted, cached under ``cache`` too.
+
+    Args:
+        max_tokens: stop after the document that reaches this many tokens.
+
+    Raises:
+        UserError: the text is not there, too short, or its blocks are damaged.
+    """
+    place = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole")
+
+    def has_it(folder: Path) -> bool:
+        return is_written(folder / _TEXT)
+
+    folder = place.find(has_it)
+    if folder is None:
+        with locked(cache, _LOCKED, reporter.announce):
+            folder = place.find(has_it)
+            if folder is None:
+                with reporter.bar(_TITLE) as progress, BlockWriter(place.partial, block_size, "text") as writer:
+                    found = documents(sources, base, piece=piece_size(block_size), progress=progress)
+                    folder = _write_text(found, tokenizer, place, writer, max_tokens)
+    check_blocks(folder / _TEXT)
+    for note in read_notes(folder / _TEXT):
+        reporter.announce(note)
+    return map_blocks(folder / _TEXT)
+
+
+def _write_text(
+    found: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    place: BlockCache,
+    writer: BlockWriter,
+    max_tokens: int | None,
+) -> Path:
+    """All of a text, up to the document that reaches ``max_tokens``."""
+    seen = _Seen()
+
+    def new() -> Iterator[Document]:
+        for document in found:
+            if writer.has(document):
+                seen.add(document)
+            else:
+                yield document
+
+    for document, ids in tokenised(new(), tokenizer):
+        if max_tokens is not None and writer.num_tokens >= max_tokens:
+            break
+        seen.add(document)
+        writer.add(document, ids)
+    folder = place.folder(seen.content)
+    writer.finish(folder / _TEXT, seen.notes())
+    place.remember(folder)
+    return folder
+
+
+def _write_split(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    place: BlockCache,
+    base: Path,
+    reporter: Reporter,
+    writer: BlockWriter | None = None,
+) -> Path:
+    """Both sets of blocks, in one pass; without a writer the held-out ones alone."""
+    share = heldout_share(config, base, reporter.announce)
+    seen, kept = _Seen(), HeldOut(config.max_heldout_tokens)
+
+    def new(found: Iterable[Document]) -> Iterator[Document]:
+        for document in found:
+            seen.add(document)
+            if heldout(document, share):
+                if kept.wants(document):
+                    yield document
+            elif writer is not None and not writer.has(document):
+                yield document
+
+    with reporter.bar(_TITLE) as progress:
+        found = documents(config.sources, base, piece=piece_size(config.block_size), progress=progress)
+        for document, ids in tokenised(new(found), tokenizer):
+            if heldout(document, share):
+                kept.add(document, ids)
+            elif writer is not None:
+                writer.add(document, ids)
+    folder = place.folder(seen.content)
+    kept.blocks(config.block_size).save(_heldout_file(folder, config))
+    if writer is not None:
+        writer.finish(folder / _TRAIN, seen.notes())
+    place.remember(folder)
+    return folder
+
+
+class _Seen:
+    """What is known of the documents that passed: their content, and which texts came in pieces."""
+
+    def __init__(self) -> None:
+        self.content = ContentKey()
+        self._names: list[str] = []
+        self._pieces = 0
+
+    def add(self, document: Document) -> None:
+        """The next document."""
+        self.content.add(document)
+        self._pieces += document.piece is not None
+        if document.piece == 0:
+            self._names.append(document.name)
+
+    def notes(self) -> list[str]:
+        """What there is to say of them to people."""
+        if not self._names:
+            return []
+        if len(self._names) == 1:
+            return [f"{self._names[0]} is one long document: its {self._pieces} pieces serve as documents"]
+        return [f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]
 
 
 def _heldout_file(folder: Path, config: DataConfig) -> Path:
     return folder / f"heldout-{config.max_heldout_tokens}.npz"
 
 
-def _key(corpus: list[Document], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Names the cache folder: everything that decides the training blocks."""
-    key = hashlib.sha256()
-    settings = f"{config.block_size} {config.heldout}"
-    for part in (*(d.id + d.domain for d in corpus), _fingerprint(tokenizer), settings):
-        key.update(part.encode())
-    return key.hexdigest()[:16]
-
-
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+def _place(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> BlockCache:
+    return BlockCache(cache, config.sources, base, tokenizer, f"{config.block_size} {config.heldout}")

@@ -18,20 +18,33 @@ _TABLE_NAMES = {"entities.py", "keysyms.py", "stringprep.py", "token.py", "_aix_
 _TEXT_SUFFIXES = {".py", ".txt", ".rst"}
 
 
+def files() -> Iterator[Path]:
+    """The files of text, sorted by path."""
+    root = _root()
+    for file in sorted(root.rglob("*")):
+        if (
+            file.suffix in _TEXT_SUFFIXES
+            and file.is_file()
+            and not _LEFT_OUT.intersection(file.relative_to(root).parts)
+        ):
+            yield file
+
+
 def texts() -> Iterator[tuple[str, str, str]]:
     """(text, domain, name) of every readable file, sorted by path, then of every documentation topic."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for file in sorted(root.rglob("*")):
-        path = file.relative_to(root)
-        if file.suffix not in _TEXT_SUFFIXES or not file.is_file() or _LEFT_OUT.intersection(path.parts):
-            continue
+    for file in files():
         try:
             text = file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
+        path = file.relative_to(_root())
         yield text[:MAX_CHARACTERS], domain(path), str(path)
     for topic, text in sorted(topics.items()):
         yield text, "docs", f"pydoc_data/{topic}"
+
+
+def _root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def domain(path: Path) -> str:

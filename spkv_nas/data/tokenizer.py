@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.data.pieces import end_of_piece
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -21,14 +23,10 @@ TRAINING_PIECE = 1_000  # characters of a longer text: each merge takes time by 
 
 
 def pieces(text: str, most: int = MOST_CHARACTERS) -> Iterator[str]:
-    """``text``, or if it has more than ``MOST_CHARACTERS`` pieces of up to ``most`` that make it up, cut after a line
-    break or before a blank where the second half of a piece has one.
-    """
+    """``text``, or if it has more than ``MOST_CHARACTERS`` pieces of up to ``most`` that make it up."""
     start, most = 0, len(text) if len(text) <= MOST_CHARACTERS else most
     while len(text) - start > most:
-        middle, end = start + most // 2, start + most
-        after_line = text.rfind("\n", middle, end) + 1
-        end = after_line or max(text.rfind(" ", middle, end), 0) or end
+        end = end_of_piece(text, start, most)
         yield text[start:end]
         start = end
     yield text[start:]

@@ -5,12 +5,13 @@ SP-KV paper, "Measuring sparsity" (density rho: the share of tokens with u >= ta
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import DocumentCounts
@@ -20,7 +21,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import block_tokens
-from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
+from spkv_nas.data.config import BLOCK_SIZE
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import gate_config
@@ -32,9 +34,10 @@ from spkv_nas.probing.counting import Counts, GateCounter
 @torch.inference_mode()
 def probe(
     model: PreTrainedModel,
-    blocks: TokenBlocks,
+    blocks: TokenBlocks | Iterable[str],
     tau: float | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     batch_size: int = 8,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
@@ -45,16 +48,19 @@ def probe(
     Args:
         model: a model with gates, which are left as they were.
         blocks: held-out text; a document should be in consecutive blocks (it counts as a cluster per batch run).
+            Strings are made into blocks of the default size, or of the model's length if that is less.
         tau: threshold in [0, 1]; None takes the model's own.
+        tokenizer: the model's, needed with strings.
         progress: called with (blocks done, blocks in all).
 
     Raises:
-        UserError: the model has no gates, ``tau`` is outside [0, 1], or there is no text.
+        UserError: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
     """
     config = gate_config(model)
     if config is None:
         raise UserError("this model has no gates, so it has no density: train an SP-KV reference first")
     tau = config.tau if tau is None else tau
+    blocks = blocks if isinstance(blocks, TokenBlocks) else _own_blocks(model, blocks, tokenizer)
     if blocks.num_blocks == 0:
         raise UserError("there is no held-out text to probe")
     states = layer_states(model)
@@ -84,6 +90,13 @@ def probe(
     )
 
 
+def _own_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
+    if tokenizer is None:
+        raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return build_blocks(texts, tokenizer, min(BLOCK_SIZE, positions or BLOCK_SIZE))
+
+
 def _cache_format(model: PreTrainedModel) -> dict[str, Any]:
     """What a cached key costs: the head dimension and the type of the model's weights."""
     return {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
@@ -109,7 +122,7 @@ def _rows(counts: Counts, domains: tuple[str, ...], present: list[int]) -> pd.Da
             "domain": domains[domain],
             "num_tokens": int(counts.tokens[domain]),
             "num_documents": int(num_documents[domain]),
-            "standard_error": float(error[domain, layer, head]) if num_documents[domain] > 1 else np.nan,
+            "standard_error": float(error[domain, layer, head]),
         }
         for layer, head in np.ndindex(density.shape[1:])
         for domain in present

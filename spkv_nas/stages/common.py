@@ -105,9 +105,7 @@ class Subject:
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
         """
-        from spkv_nas.data.blocks import build_blocks
-        from spkv_nas.data.sources import documents
-        from spkv_nas.data.splits import load_heldout
+        from spkv_nas.data.splits import load_heldout, load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.shape import check_tokens
 
@@ -128,14 +126,16 @@ class Subject:
             _check_logits(model, 1, length, device)  # before the text is tokenised, which may take long
         text: Any = options.data
         if options.data:
-            blocks = build_blocks(documents(options.data, Path()), tokenizer, length, limit)
+            cache = options.place.run_dir(self.name) / "blocks"
+            blocks = load_text(
+                options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit, reporter=reporter
+            )
         else:
-            reporter.announce("reading and tokenising held-out text")
             cache = options.place.run_dir(recipe.name) / "blocks"
-            blocks = load_heldout(recipe.data, tokenizer, cache, self.base)
+            blocks = load_heldout(recipe.data, tokenizer, cache, self.base, reporter)
             text = recipe.data.model_dump(mode="json")
         blocks = blocks if limit is None else blocks.take(limit // length)
-        check_tokens(model, int(blocks.tokens.max(initial=0)))
+        check_tokens(model, blocks.largest_token)
         if with_logits:
             taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)
             if taken > _ANNOUNCED:

@@ -90,8 +90,7 @@ class Trunk:
             base: folder that the recipe's relative paths start from.
         """
         recipe = on_main(lambda: recipe.settled(choose_device(device)))
-        with reporter.bar("reading and tokenising text"):
-            corpus = load_corpus(recipe, base, runs, reporter=reporter)
+        corpus = load_corpus(recipe, base, runs, reporter=reporter)
         dense = dense_checkpoint(recipe, corpus, runs, device=device, reporter=reporter)
         return cls(recipe, corpus, dense, runs, device, reporter)
 

@@ -35,7 +35,9 @@ class Corpus:
         """16 hexadecimal digits that change with any document, and with the number of their tokens."""
         key = hashlib.sha256()
         for blocks in (self.train, self.heldout):
-            key.update(f"{blocks.tokens.shape} {' '.join(document.id for document in blocks.documents)}".encode())
+            key.update(str(blocks.tokens.shape).encode())
+            for document in blocks.documents:  # of which there may be millions
+                key.update(f" {document.id}".encode())
         return key.hexdigest()[:16]
 
 
@@ -58,26 +60,27 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
 
     Args:
         base: folder that the recipe's relative paths start from.
-        reporter: told if another process is at it, for which this one waits.
+        reporter: shows how far it is, and is told if another process is at it, for which this one waits.
     """
 
     def prepare() -> tuple[str, Path]:
         with locked(folder, "reads and tokenises the text", reporter.announce):
             source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
-            source = source or str(_own_tokenizer(recipe, base, folder))
-            return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base)
+            source = source or str(_own_tokenizer(recipe, base, folder, reporter))
+            return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base, reporter)
 
     source, blocks = on_main(prepare)
     return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data))
 
 
-def _own_tokenizer(recipe: Recipe, base: Path, folder: Path) -> Path:
+def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter) -> Path:
     """The folder of the recipe's BPE, trained if it is not there yet."""
     assert recipe.tokenizer is not None
     assert recipe.tokenizer.vocab_size is not None
     final = folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
     if not is_complete(final):
-        tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base)
+        with reporter.bar("training the tokenizer"):
+            tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base)
         with new_folder(final) as new:
             save_tokenizer(tokenizer, new)
             write_manifest(new)

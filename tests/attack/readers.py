@@ -183,7 +183,6 @@ def _use_blocks(file: Path) -> None:
     blocks = TokenBlocks.read(file)
     assert blocks.domains
     assert np.bincount(blocks.document.ravel(), minlength=len(blocks.documents)).sum() == blocks.tokens.size
-    blocks.halves()
 
 
 def _use_source(file: Path) -> None:
