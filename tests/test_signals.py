@@ -98,6 +98,12 @@ class TestAttentionMass:
             assert all(s.observer is None for s in states)
 
 
+def texts_with_needles(blocks: TokenBlocks, window: int, length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N, T], and [N] where the needles are."""
+    rows, depth = needles(blocks, window, length, seed)
+    return np.stack(list(rows)), depth
+
+
 def induction_model(blocks: TokenBlocks) -> PreTrainedModel:
     """Query head 3 of layer 3 (KV head 1) matches its own token with the one before each key, by orthogonal codes.
 
@@ -124,14 +130,14 @@ def induction_model(blocks: TokenBlocks) -> PreTrainedModel:
 class TestRetrieval:
     def test_needles_are_repeated_outside_the_window(self, blocks: TokenBlocks) -> None:
         for length, seed in itertools.product((2, 8, 14), (0, 1)):
-            tokens, depth = needles(blocks, 12, length, seed)
+            tokens, depth = texts_with_needles(blocks, 12, length, seed)
             assert tokens.shape == blocks.tokens.shape
             for row, text, at in zip(tokens, blocks.tokens, depth, strict=True):
                 assert np.array_equal(row[at : at + length], row[-length:])
                 assert LENGTH - length - at - 1 >= 12  # from a token of the repetition back to the one it copies
                 assert np.array_equal(np.delete(row, slice(at, at + length))[:-length], text[: LENGTH - 2 * length])
                 assert len(set(row[-length:])) == length
-        assert not np.array_equal(needles(blocks, 12, 8, 0)[0], needles(blocks, 12, 8, 1)[0])
+        assert not np.array_equal(texts_with_needles(blocks, 12, 8, 0)[0], texts_with_needles(blocks, 12, 8, 1)[0])
         assert needles(blocks, 25, 14, 0)[1].tolist() == [0] * 6  # there is one place left
         with pytest.raises(UserError, match="cannot hold a needle of 14 tokens"):
             needles(blocks, 26, 14, 0)
@@ -139,7 +145,7 @@ class TestRetrieval:
     @pytest.mark.parametrize("family", ["llama", "granite"])
     def test_is_the_attention_on_the_token_to_copy(self, family: str, blocks: TokenBlocks) -> None:
         table = retrieval(tiny_model(family, vocab_size=300), blocks, WINDOW, needle_length=8, batch_size=4, seed=3)
-        tokens, depth = needles(blocks, WINDOW, 8, 3)
+        tokens, depth = texts_with_needles(blocks, WINDOW, 8, 3)
         weights = attentions(family, tokens)
         asked = np.arange(LENGTH - 8, LENGTH - 1)
         scores = np.stack([weights[:, i, :, asked, at + 1 + np.arange(7)] for i, at in enumerate(depth)])  # [N,7,L,Hq]
@@ -165,7 +171,9 @@ class TestRetrieval:
     def test_how_much_a_model_copies(self, blocks: TokenBlocks) -> None:
         """The head is given the first four of a needle's seven answers."""
         model = tiny_model(vocab_size=300)
-        answers = torch.nn.functional.one_hot(torch.from_numpy(needles(blocks, WINDOW, 8, 0)[0])[:, -7:], 300).float()
+        answers = torch.nn.functional.one_hot(
+            torch.from_numpy(texts_with_needles(blocks, WINDOW, 8, 0)[0])[:, -7:], 300
+        ).float()
         answers[:, 4:] = answers[:, 4:].roll(1, -1)
         model.lm_head.register_forward_hook(lambda *_: answers)
         assert retrieval(model, blocks, WINDOW, needle_length=8).metadata["copy_accuracy"] == round(4 / 7, 4)

@@ -342,6 +342,19 @@ class TestDatasets:
         self.write(tmp_path / "set", range(41))
         assert len(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64).documents) == 41
 
+    def test_that_break_off_are_named(
+        self, source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A network that was lost used to end in a traceback."""
+
+        def broken(self: Any) -> Iterator[dict[str, str]]:
+            yield {"text": prose(3)}
+            raise ConnectionError("gone")
+
+        monkeypatch.setattr(datasets.IterableDataset, "__iter__", broken)
+        with pytest.raises(UserError, match=r"cannot be read after 1 rows: gone\nrun the command again: it goes on"):
+            list(documents([source], tmp_path))
+
     def test_a_split_that_is_not_there(self, source: SourceConfig, tmp_path: Path) -> None:
         other = source.model_copy(update={"split": "nope"})
         with pytest.raises(UserError, match=r"cannot load data set .*nope"):

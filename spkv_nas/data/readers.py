@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -171,7 +171,7 @@ class HubDataset:
             rows = self._builder.as_streaming_dataset(split=self.options.get("split") or "train")
         except Exception as error:  # no such split
             raise _not_loaded(name, error) from error
-        placed = _counted(((f"{name}, row {number}", row) for number, row in enumerate(rows)), size or 0, length, read)
+        placed = _counted(_streamed(name, rows), size or 0, length, read)
         yield from _rows(placed, name, self.options.get("domain") or name, self.options)
 
     @cached_property
@@ -191,6 +191,18 @@ class HubDataset:
         if split is None or not split.num_bytes or not split.num_examples:
             return None, 0
         return int(split.num_bytes), int(split.num_examples)
+
+
+def _streamed(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    number = 0
+    try:
+        for number, row in enumerate(rows, 1):
+            yield f"{name}, row {number - 1}", row
+    except Exception as error:  # of the network, of files: what was read before is not lost
+        raise UserError(
+            f"data set '{name}' cannot be read after {number} rows: {first_line(error)}\n"
+            "run the command again: it goes on from there"
+        ) from error
 
 
 def _not_loaded(name: str, error: Exception) -> UserError:

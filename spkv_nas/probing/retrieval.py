@@ -13,6 +13,9 @@ because copying is the doing of one.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from functools import reduce
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,6 +33,7 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
 _COPIES = 0.1  # share of the needles' tokens predicted below which the score is warned about
+_LOOKED_AT = 1024  # blocks at once
 
 
 @torch.inference_mode()
@@ -67,7 +71,7 @@ def retrieval(
         head = model.get_output_embeddings()
         collected: HeadSums | None = None
         for start in range(0, blocks.num_blocks, batch_size):
-            batch = torch.from_numpy(tokens[start : start + batch_size]).to(model.device)
+            batch = torch.from_numpy(np.stack(list(islice(tokens, batch_size)))).to(model.device)
             source = torch.from_numpy(depth[start : start + batch_size]).to(model.device)
             scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
             for state in states:
@@ -95,26 +99,34 @@ def retrieval(
 
 def needles(
     blocks: TokenBlocks, window: int, needle_length: int, seed: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(int64 [N, T] of text with a needle at a random depth and again at the end, int64 [N] depth of the first).
+) -> tuple[Iterator[NDArray[np.int64]], NDArray[np.int64]]:
+    """(N times int64 [T] of text with a needle at a random depth and again at the end, int64 [N] depth of the first).
 
     A needle's tokens are drawn from those of the text, without repetition. Raises ``UserError`` for short blocks.
     """
     length, rng = blocks.block_size, np.random.default_rng(seed)
     deepest = length - needle_length - max(needle_length, window + 1)
-    vocabulary = np.unique(blocks.tokens)
+    vocabulary = _vocabulary(blocks)
     if needle_length < 2 or deepest < 0 or len(vocabulary) < needle_length:
         raise UserError(
             f"blocks of {length} tokens, {len(vocabulary)} of them distinct, cannot hold a needle of {needle_length} "
             f"tokens and its repetition, outside a window of {window} keys"
         )
     depth = rng.integers(deepest + 1, size=blocks.num_blocks)
-    tokens = np.empty(blocks.tokens.shape, dtype=np.int64)
-    for row, text, at in zip(tokens, blocks.tokens, depth, strict=True):
-        needle = rng.choice(vocabulary, needle_length, replace=False)
+
+    def rows() -> Iterator[NDArray[np.int64]]:
         rest = length - 2 * needle_length
-        row[:] = np.concatenate([text[:at], needle, text[at:rest], needle])
-    return tokens, depth
+        for text, at in zip(blocks.tokens, depth, strict=True):
+            needle = rng.choice(vocabulary, needle_length, replace=False)
+            yield np.concatenate([text[:at], needle, text[at:rest], needle]).astype(np.int64)
+
+    return rows(), depth
+
+
+def _vocabulary(blocks: TokenBlocks) -> NDArray[np.int32]:
+    """The tokens of the text, ascending; blocks that are a map of a file are not all in memory at once."""
+    parts = (blocks.tokens[start : start + _LOOKED_AT] for start in range(0, blocks.num_blocks, _LOOKED_AT))
+    return reduce(np.union1d, parts, np.empty(0, dtype=np.int32))
 
 
 def _observer(scores: list[Tensor], state: LayerState, source: Tensor, asked: slice) -> Any:

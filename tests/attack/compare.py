@@ -29,6 +29,8 @@ def normalised(path: Path) -> bytes | None:
     name, content = path.name, path.read_bytes()
     if name.startswith("study.db"):
         return None  # the queue of a search: trials with times and worker names; the table made of it counts
+    if name == "sources.json":
+        return None  # when the files of the text were written, copies of them later
     if name in CLOCK_COLUMNS:
         return _without_column(content, CLOCK_COLUMNS[name])
     if name in ("run.json", "trainer_state.json"):
