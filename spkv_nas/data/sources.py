@@ -74,7 +74,7 @@ def documents(
         sources: ``"stdlib"``, paths (relative ones from ``base``), or sources with options.
         base: folder that relative paths start from.
         piece: characters of the pieces of long texts (``in_pieces``).
-        progress: told (bytes read, in all), if they are known.
+        progress: told (kilobytes read, in all), if they are known.
 
     Raises:
         UserError: a source that is not there, has no readable file, or lacks its text field.
@@ -112,7 +112,7 @@ def _meter(opened: list[tuple[str | SourceConfig, Source]], progress: Progress |
         nonlocal done, told
         done += number
         if progress is not None and None not in sizes and 1000 * (done - told) >= total > 0:
-            progress(min(done, total), total)
+            progress(min(done, total) // 1000, total // 1000)
             told = done
 
     return read

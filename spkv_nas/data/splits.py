@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # folders of a folder of the cache
-_TITLE = "reading and tokenising text"
+_TITLE = "reading and tokenising text, kB"
 _LOCKED = "reads and tokenises the text"
 
 
