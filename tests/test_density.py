@@ -122,6 +122,9 @@ def test_diagnosis_speaks_when_most_heads_are_open_and_some_are_not() -> None:
 
 def test_diagnosis_of_differentiated_gates_is_empty() -> None:
     assert DensityTable("p", rows(np.linspace(0, 1, 12).reshape(4, 3))).diagnosis() == []
+    target = np.zeros((4, 3))
+    target[2] = 1.0  # what gates with a target density of a fourth come to at best
+    assert DensityTable("p", rows(target)).diagnosis() == []
 
 
 def test_round_trip(tmp_path: Path) -> None:

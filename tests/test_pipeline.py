@@ -6,16 +6,18 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 import yaml
-from helpers import fails, tiny_model
+from helpers import RECIPE, fails, tiny_model, write_project
 
 from spkv_nas.artifacts.checkpoints import read_checkpoints
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import apply_layout
@@ -28,23 +30,27 @@ def workspace(tmp_path: Path) -> Path:
 
 
 def test_the_whole_path(
-    recipe_file: Path,
     workspace: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     place = ["--workspace", str(workspace)]
+    recipe_file = write_project(tmp_path / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4"))
     main(["probe", str(recipe_file), *place])
     main(["propose", "--probe", "tiny", "--budget", "2", "--num-random", "1", *place])
     assert "coverage" in capsys.readouterr().out
+    twin = workspace / "layouts" / "tiny" / "twin.yaml"
+    replace(Layout.read(twin.with_name("densest.yaml")), strategy="twin").write(twin)
     main(["train-hybrid", "--probe", "tiny", "--recipe", str(recipe_file), *place])
     printed = capsys.readouterr().out
     main(["report", "--probe", "tiny", *place])
     rows = pd.read_csv(workspace / "reports" / "tiny" / "comparison.csv").set_index("strategy")
-    assert set(rows.index) == {
-        "full-attention", "sp-kv", "interleaved-first", "interleaved-last", "random-0", "densest", "sparsest",
-    }  # fmt: skip
+    proposed = {"interleaved-first", "interleaved-last", "random-0", "densest", "sparsest", "twin"}
+    assert "twin" not in rows.index
+    assert "twin" in rows.loc["densest", "note"]
+    files = {name: Layout.read(workspace / "layouts" / "tiny" / f"{name}.yaml") for name in proposed}
+    assert {*rows.index} - {"full-attention", "sp-kv"} == set(distinct(dict(sorted(files.items()))))
     assert rows.loc["densest", "coverage_percent"] >= rows["coverage_percent"].drop(["full-attention", "sp-kv"]).max()
     assert rows.loc["full-attention", ["density_percent", "coverage_percent"]].tolist() == [100.0, 100.0]
     untrained = rows.loc["full-attention", "zero_shot_nll"]
@@ -52,7 +58,7 @@ def test_the_whole_path(
     assert (trained["zero_shot_delta_percent"] - 100 * (trained["zero_shot_nll"] / untrained - 1)).abs().max() < 1e-2
     assert rows.loc["sp-kv", ["zero_shot_nll", "zero_shot_delta_percent"]].isna().all()
     summary = yaml.safe_load((workspace / "reports" / "tiny" / "comparison.yaml").read_text())
-    assert summary["rank_correlation"]["layouts"] == summary["zero_shot_rank_correlation"]["layouts"] == 5
+    assert summary["rank_correlation"]["layouts"] == summary["zero_shot_rank_correlation"]["layouts"] == len(rows) - 2
     page = (workspace / "reports" / "tiny" / "index.html").read_text()
     assert "densest" in page
     assert "before any training" in page

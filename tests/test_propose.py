@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +11,15 @@ import pandas as pd
 import pytest
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.histogram import LogitHistogram, rounded_tau
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.answer import propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve
-from spkv_nas.proposal.propose import propose, resolve_tau, tau_advice
+from spkv_nas.proposal.propose import propose, resolve_tau, tau_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
 
 STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "random-2", "densest", "sparsest"]
@@ -111,7 +112,7 @@ def test_random_coverage_is_the_budget_share_on_average(table: DensityTable) -> 
 
 def test_provenance(table: DensityTable) -> None:
     provenance = dict(propose(table, "28.6%")["densest"].provenance)
-    assert list(provenance) == ["probe", "budget", "coverage", "tau", "seed", "created_by"]
+    assert list(provenance) == ["probe", "probe_hash", "budget", "coverage", "tau", "seed", "created_by"]
     assert (provenance["probe"], provenance["budget"], provenance["tau"]) == ("p", 18, 0.5)
     assert str(provenance["created_by"]).startswith("spkv-nas ")
 
@@ -124,6 +125,11 @@ def test_window_is_the_tables_else_128(table: DensityTable) -> None:
 @pytest.mark.parametrize(("budget", "heads"), [(18, 18), ("18", 18), ("25%", 16), ("28.6%", 18), ("100%", 63), (1, 1)])
 def test_budgets(budget: int | str, heads: int) -> None:
     assert parse_budget(budget, 63) == heads
+
+
+@pytest.mark.parametrize(("heads", "taken"), [(63, 18), (8, 2), (2, 1), (1, 1), (256, 73)])
+def test_the_budget_without_one_is_the_papers_share(heads: int, taken: int) -> None:
+    assert parse_budget(None, heads) == taken
 
 
 @pytest.mark.parametrize("budget", [0, -1, 64, "0", "0%", "0.1%", "101%", "-5%", "nan%", "inf%", "x", "", "%", "1.5"])
@@ -172,6 +178,51 @@ def test_thresholds() -> None:
     assert resolve_tau(table, "match-budget", "50%").mean == pytest.approx(0.5, abs=1e-4)
 
 
+class TestMatchBudget:
+    """It ended in "no head keeps anything at tau = 1" where the gates were open."""
+
+    def table(self, below: int, above: int) -> DensityTable:
+        """Every head has 100 tokens, some of them with a logit outside the bins, from -12 to 12."""
+        counts = np.zeros((1, 3, 2, 482), dtype=np.int64)
+        counts[..., 0], counts[..., -1], counts[..., 241] = below, above, 100 - below - above
+        histogram = LogitHistogram(np.linspace(-12, 12, 481), counts, ("all",))
+        return make_table(histogram.density(0.5)[0], histogram=histogram)
+
+    @pytest.mark.parametrize(("below", "above", "mean"), [(0, 87, 0.87), (0, 100, 1.0), (100, 0, 1.0), (90, 0, 0.1)])
+    def test_the_nearest_threshold_is_taken_and_said(self, below: int, above: int, mean: float) -> None:
+        table = self.table(below, above)
+        chosen = resolve_tau(table, "match-budget", 2)
+        assert chosen.mean == pytest.approx(mean)
+        said = unmatched(chosen, 2)
+        assert said is not None
+        assert f"no threshold gives the budget's mean density of 0.33; at tau {chosen.tau:g}, which is taken" in said
+        assert said.endswith(f"it is {mean:.2f}")
+        assert propose(chosen, 2)["densest"].num_global == 2
+
+    def test_a_threshold_that_gives_it_needs_no_word(self) -> None:
+        assert unmatched(resolve_tau(histogram_table(), "match-budget", 2), 2) is None
+
+    def test_a_table_of_one_threshold(self) -> None:
+        table = make_table(np.full((3, 2), 0.8))
+        assert resolve_tau(table, "match-budget", 2) is table
+        assert "its one threshold does not give the budget's mean density of 0.33" in str(unmatched(table, 2))
+
+    def test_layouts_at_a_threshold_near_1_are_counted_at_it(self, tmp_path: Path) -> None:
+        """Four decimals made tau 1 of it, where nothing is kept."""
+        table = self.table(0, 87)
+        chosen = resolve_tau(table, "match-budget", 2)
+        proposal = Proposal.read(write_layouts(tmp_path, propose(chosen, 2)))
+        assert proposal.table(table).mean == pytest.approx(0.87)
+
+
+@pytest.mark.parametrize(
+    ("tau", "kept"),
+    [(0.60453, 0.6045), (0.5, 0.5), (0.0, 0.0), (1.0, 1.0), (0.99999386, 0.99999386), (0.000123456, 0.000123)],
+)
+def test_thresholds_in_files(tau: float, kept: float) -> None:
+    assert rounded_tau(tau) == kept
+
+
 def write_layouts(folder: Path, layouts: dict[str, Layout]) -> list[Path]:
     """The files of layouts, by name."""
     for name, layout in layouts.items():
@@ -201,7 +252,7 @@ class TestProposal:
         assert mine.tau is None
         assert mine.table(table) is table
         other = Proposal.read(write_layouts(tmp_path / "other", propose(table.at_tau(0.7), 2)))
-        bare = make_table(np.full((3, 2), 0.5))
+        bare = replace(make_table(np.full((3, 2), 0.5)), name="bare")
         assert other.table(bare) is bare  # knows no other threshold
 
     def test_different_thresholds_are_warned_of(self, tmp_path: Path) -> None:
@@ -213,6 +264,24 @@ class TestProposal:
         assert proposal.tau is None
         with pytest.warns(UserWarning, match=r"tau 0\.7, 0\.8: their coverage is counted at that of 'p', tau 0\.5"):
             assert proposal.table(table) is table
+
+    def test_layouts_of_an_earlier_probe_are_warned_of(self, tmp_path: Path) -> None:
+        """A probe was repeated under its name, propose failed, and the old layouts were retrained without a word."""
+        table = histogram_table()
+        proposal = Proposal.read(write_layouts(tmp_path, propose(table.at_tau(0.7), 2)))
+        table.write(tmp_path / "p")
+        read = DensityTable.read(tmp_path / "p")
+        assert read.content_hash == table.content_hash == table.at_tau(0.7).content_hash
+        np.testing.assert_allclose(proposal.table(read).density, table.at_tau(0.7).density)  # without a warning
+        again = make_table(np.full((3, 2), 0.4), histogram=table.histogram)
+        with pytest.warns(UserWarning, match=r"densest, .*: proposed from another probe of the name 'p' than the one"):
+            proposal.table(again)
+        proposal.table(replace(again, name="other"))  # chosen by one probe, counted by another
+
+    def test_equal_layouts(self) -> None:
+        grid = Layout(("GL",), 8, "a")
+        layouts = {"a": grid, "b": Layout(("GL",), 4), "c": replace(grid, strategy="c"), "d": Layout(("LG",), 8)}
+        assert distinct(layouts) == {"a": ("a", "c"), "b": ("b",), "d": ("d",)}
 
     def test_names(self, tmp_path: Path) -> None:
         layout = Layout(("GL",), 8, "mine")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers import gated, tiny_model
+from helpers import fails, gated, make_table, tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.common import Subject, model_name
+from spkv_nas.stages.common import Subject, find_table, model_name
 from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions, SubjectOptions
 from spkv_nas.stages.probe import probe
 
@@ -67,6 +68,50 @@ class TestName:
 def test_a_config_file_is_called_after_its_folder(tmp_path: Path) -> None:
     assert model_name(str(tmp_path / "model" / "config.json")) == "model"
     assert model_name("organisation/model") == "model"
+
+
+def test_the_checkpoint_of_a_run_is_called_by_the_run() -> None:
+    """All were called "final", so that one evaluation took the place of another's."""
+    assert model_name("runs/mine/branches/sp-kv-0a1b-seed0/final") == "sp-kv-0a1b-seed0"
+    assert model_name("runs/mine/dense-0a1b/final/") == "dense-0a1b"
+    assert model_name("runs/mine/dense-0a1b/checkpoint-40") == "dense-0a1b-checkpoint-40"
+    assert model_name("my/checkpoint-v2") == "checkpoint-v2"
+
+
+class TestDefaults:
+    """Options that once were the embedded models', whatever the workspace held."""
+
+    def test_the_only_probe_is_taken(self, tmp_path: Path) -> None:
+        place = Workspace(tmp_path)
+        with pytest.raises(UserError, match=r"no density table in .*probes\nrun spkv-nas probe first"):
+            find_table(place, None)
+        make_table([[0.5, 0.4]]).write(place.probe_dir("mine"))
+        (tmp_path / "probes" / ".hidden").mkdir()
+        place.probe_dir("empty").mkdir()
+        assert find_table(place, None).density.tolist() == [[0.5, 0.4]]
+
+    def test_of_several_probes_one_is_asked_for(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        place = Workspace(tmp_path)
+        for name in ("b", "a"):
+            make_table([[0.5, 0.4]]).write(place.probe_dir(name))
+        for command in ("propose", "report", "search", "train-hybrid"):
+            message = fails(capsys, command, "--workspace", tmp_path)
+            assert "which probe? there are 2 in" in message
+            assert message.endswith("probes: a, b name one with --probe")
+
+    def test_the_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """It was 18 for a model of 8 heads."""
+        make_table([[0.5, 0.4, 0.1, 0.1], [0.5, 0.4, 0.1, 0.1]]).write(tmp_path / "probes" / "mine")
+        main(["propose", "--workspace", str(tmp_path)])
+        assert "budget: 2 of 8 KV heads, the paper's share, 2 of 7" in capsys.readouterr().out
+
+    def test_layouts_of_another_model_need_its_recipe(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """They were retrained on the embedded model."""
+        make_table([[0.5, 0.4], [0.5, 0.4]]).write(tmp_path / "probes" / "mine")
+        main(["propose", "--workspace", str(tmp_path)])
+        for command in ("search", "train-hybrid"):
+            message = fails(capsys, command, "--workspace", tmp_path)
+            assert "not of the embedded models: give --recipe" in message
 
 
 def test_training_goes_on_after_a_probe(

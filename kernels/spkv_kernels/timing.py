@@ -25,10 +25,10 @@ def interleaved(candidates: Mapping[Name, Callable[[], object]], rounds: int, de
         call()
     for number in range(rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            _synchronise(device)
+            synchronise(device)
             start = perf_counter()
             candidates[name]()
-            _synchronise(device)
+            synchronise(device)
             times[name].append(perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -43,7 +43,8 @@ def device_name(device: str = "cpu") -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def _synchronise(device: str) -> None:
+def synchronise(device: str) -> None:
+    """Wait for what a GPU still does."""
     if _on_gpu(device):
         torch.cuda.synchronize(device)
 

@@ -7,6 +7,7 @@ another kind take the place of densities where ``DensityTable.signal`` says so.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.grid import Grid, grid_words
-from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, is_folder
@@ -29,7 +30,7 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Section, validate
-from spkv_nas.base.tables import Column, read_table, write_csv
+from spkv_nas.base.tables import Column, csv_text, read_table, write_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,6 +57,7 @@ _POSITION_COLUMNS = (
 _TABLE, _RECORD = "density.csv", "probe.yaml"
 _POSITIONS, _HISTOGRAM, _DOCUMENTS = "positions.csv", "histogram.npz", "documents.npz"
 _NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
+_STANDING_OUT = 0.1  # share of the heads that keep more than half
 _UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
 
 
@@ -91,6 +93,7 @@ class DensityTable:
         histogram: of the logits; None for a table made by hand.
         documents: counts per document at ``tau``; None for a table made by hand or by an older version.
         metadata: where the table comes from (``probe.yaml``).
+        probe_hash: ``content_hash`` of the table at the probe's threshold; None: its own.
     """
 
     name: str
@@ -102,6 +105,7 @@ class DensityTable:
     histogram: LogitHistogram | None = None
     documents: DocumentCounts | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    probe_hash: str | None = None
 
     @cached_property
     def num_layers(self) -> int:
@@ -139,6 +143,19 @@ class DensityTable:
     def tau_of_positions(self) -> float:
         """Threshold at which ``positions`` was counted."""
         return self.tau if self.positions_tau is None else self.positions_tau
+
+    @cached_property
+    def content_hash(self) -> str:
+        """8 hexadecimal digits that change with what was probed: tell one probe from another of the same name.
+
+        The same in memory as read from the files, and at every threshold.
+        """
+        if self.probe_hash is not None:
+            return self.probe_hash
+        key = hashlib.sha256(f"{self.tau} {self.window}\n{csv_text(self.rows[list(COLUMNS)])}".encode())
+        if self.histogram is not None:
+            key.update(self.histogram.counts.astype("<i8").tobytes())
+        return key.hexdigest()[:8]
 
     @cached_property
     def domains(self) -> tuple[str, ...]:
@@ -194,26 +211,38 @@ class DensityTable:
         if self.documents is not None:
             order = [histogram.domains.index(domain) for domain in self.documents.domains]
             documents = self.documents.at_tau(tau, lambda tau: histogram.density(tau)[order])
-        return replace(self, rows=rows, tau=tau, positions_tau=self.tau_of_positions, documents=documents)
+        return replace(
+            self, rows=rows, tau=tau, positions_tau=self.tau_of_positions, probe_hash=self.content_hash,
+            documents=documents,
+        )  # fmt: skip
 
     def tau_for_density(self, rho: float) -> float:
-        """The threshold whose mean density is closest to ``rho`` (share of 1). Raises ``UserError``."""
+        """The threshold whose mean density is closest to ``rho`` (share of 1), of those at which anything is kept.
+
+        Raises:
+            UserError: ``rho`` is outside [0, 1], or the table has no histogram.
+        """
         if not 0.0 <= rho <= 1.0:
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
-        self._need_histogram()
-        low, high = 0.0, 1.0
+        low, high = self._need_histogram().logit_range
         for _ in range(60):  # the mean density falls as tau rises
             middle = (low + high) / 2
-            low, high = (middle, high) if self.at_tau(middle).mean > rho else (low, middle)
-        return min((low, high, (low + high) / 2), key=lambda tau: abs(self.at_tau(tau).mean - rho))
+            low, high = (middle, high) if self.at_tau(sigmoid(middle)).mean > rho else (low, middle)
+        means = {tau: self.at_tau(tau).mean for tau in (sigmoid(low), sigmoid(high), 0.0)}
+        return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
 
     def diagnosis(self) -> list[str]:
-        """Plain sentences when the gates have not differentiated; empty when they have, and for other signals."""
+        """Plain sentences when the gates have not differentiated; empty when they have, and for other signals.
+
+        Of heads of which most keep nothing, those that keep much stand out: a budget takes them.
+        """
         if not self.is_density:
             return []
+        closed = self.density < 1 - _NEARLY_OPEN
+        stand_out = (self.density > 0.5).mean() >= _STANDING_OUT
         sides = [
             (self.density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
-            (self.density < 1 - _NEARLY_OPEN, f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
+            (closed & (not stand_out), f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
         ]
         return [
             f"{near.mean():.0%} of the KV heads kept nearly {what}: the gates have not differentiated, so their order "

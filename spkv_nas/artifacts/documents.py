@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.grid import Grid
-from spkv_nas.artifacts.histogram import EDGES
+from spkv_nas.artifacts.histogram import EDGES, sigmoid
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, write_npz
@@ -78,7 +78,7 @@ class DocumentCounts:
         logit = math.log(tau / (1.0 - tau)) if 0.0 < tau < 1.0 else math.copysign(math.inf, tau - 0.5)
         index = int(np.searchsorted(self.edges, logit, side="right"))
         reach = (-math.inf, *self.edges.tolist(), math.inf)
-        below, above = (density(_sigmoid(edge)) for edge in reach[index : index + 2])
+        below, above = (density(sigmoid(edge)) for edge in reach[index : index + 2])
         share = (density(tau) - above) / np.where(below > above, below - above, 1.0)  # of the bin's tokens, kept
         kept = self.bins[..., index + 1 :].sum(-1) + share[self.domain] * self.bins[..., index]
         return replace(self, kept=kept)
@@ -136,10 +136,6 @@ def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArra
         group[mine] = start + np.arange(len(mine)) % limit
         start += min(len(mine), limit)
     return group, start
-
-
-def _sigmoid(logit: float) -> float:
-    return 0.0 if logit == -math.inf else 1.0 / (1.0 + math.exp(-logit))
 
 
 def _smallest(values: NDArray[Any]) -> NDArray[Any]:

@@ -18,8 +18,20 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, write_npz
 
 MOST_LOGIT = 500.0  # of a bin edge: the exponential of a larger one is no number
+_LARGEST_LOGIT = 27.0  # of a threshold that float64 tells from 1
 EDGES = Array("edges", "number", "n+1", low=-MOST_LOGIT, high=MOST_LOGIT, ascending=True)
 _ARRAYS = (Array("counts", "whole", "P L H n+2"), EDGES, Array("domains", "text", "P"))
+
+
+def sigmoid(logit: float) -> float:
+    """The threshold tau in [0, 1] of a utility's logit, which may be infinite."""
+    return 1.0 / (1.0 + math.exp(-logit))
+
+
+def rounded_tau(tau: float) -> float:
+    """A threshold as files keep it: four decimals, and near 0 and 1 three digits of its distance from them."""
+    distance = min(tau, 1.0 - tau)
+    return round(tau, max(4, 2 - math.floor(math.log10(distance))) if distance > 0 else 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +47,11 @@ class LogitHistogram:
     edges: NDArray[np.float64]
     counts: NDArray[np.int64]
     domains: tuple[str, ...]
+
+    @property
+    def logit_range(self) -> tuple[float, float]:
+        """The lowest and the highest logit of a threshold that tells logits apart."""
+        return float(self.edges[0]), min(float(self.edges[-1]), _LARGEST_LOGIT)
 
     def density(self, tau: float) -> NDArray[np.float64]:
         """[domains, L, Hkv] share of logits at or above logit(tau); linear within a bin."""

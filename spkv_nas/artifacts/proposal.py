@@ -7,11 +7,12 @@ threshold must be counted at it, whatever the probe's own. It is read once, here
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 
@@ -39,8 +40,15 @@ class Proposal:
         The table as it is where the proposal has no threshold, or the table knows no other than its own.
 
         Warns:
-            UserWarning: the layouts name different thresholds, so their coverage is counted at the table's own.
+            UserWarning: the layouts name different thresholds, so their coverage is counted at the table's own; or
+                some come from another probe of the table's name.
         """
+        if stale := self._of_another_probe(table):
+            warnings.warn(
+                f"{', '.join(stale)}: proposed from another probe of the name '{table.name}' than the one that is "
+                f"there now (hash {table.content_hash})\nrun spkv-nas propose again to choose by this one",
+                stacklevel=2,
+            )
         if len(self.taus) > 1:
             warnings.warn(
                 f"the layouts were chosen at different thresholds, tau {', '.join(f'{tau:g}' for tau in self.taus)}: "
@@ -48,9 +56,18 @@ class Proposal:
                 "propose them anew at one threshold to compare their coverage",
                 stacklevel=2,
             )
-        if self.tau is None or self.tau == round(table.tau, 4) or table.histogram is None:
+        if self.tau is None or self.tau == rounded_tau(table.tau) or table.histogram is None:
             return table
         return table.at_tau(self.tau)
+
+    def _of_another_probe(self, table: DensityTable) -> list[str]:
+        """Layouts whose files name a probe of the table's name, but with another hash."""
+        origins = {name: layout.provenance for name, layout in self.layouts.items()}
+        return [
+            name
+            for name, origin in origins.items()
+            if origin.get("probe") == table.name and origin.get("probe_hash", table.content_hash) != table.content_hash
+        ]
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Proposal:
@@ -81,3 +98,11 @@ class Proposal:
         if not files:
             raise UserError(f"no layouts in {folder}\nrun spkv-nas propose first, or name layout files")
         return cls.read(files)
+
+
+def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
+    """The names under which each layout is there, by the first of them: window and grid count, nothing else."""
+    names: dict[str, list[str]] = {}
+    for name, layout in layouts.items():
+        names.setdefault(layout.content_hash, []).append(name)
+    return {same[0]: tuple(same) for same in names.values()}

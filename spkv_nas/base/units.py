@@ -1,4 +1,5 @@
-"""Sizes as people write them: bytes such as ``2GiB``, contexts such as ``128k``, the bytes of a dtype's numbers."""
+"""Sizes as people write them: bytes such as ``2GiB``, contexts such as ``128k``, times; and the bytes of a dtype's
+numbers."""
 
 from __future__ import annotations
 
@@ -37,6 +38,18 @@ def format_bytes(number: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Such as "45 s", "12 min", "3 h 20 min" or "5 days"."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s" if seconds else "0 s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{round(minutes / 1440):,} days"
 
 
 def parse_context(text: str) -> int:

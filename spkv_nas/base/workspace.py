@@ -30,8 +30,9 @@ class Workspace:
         return self._dir(_PROBES, name)
 
     def probes(self) -> list[str]:
-        """The names of the density tables that are there, sorted."""
-        return sorted(table.parent.name for table in (self.root / _PROBES).glob("*/density.csv"))
+        """The names of the density tables that are there, sorted; hidden folders are none."""
+        names = (table.parent.name for table in (self.root / _PROBES).glob("*/density.csv"))
+        return sorted(name for name in names if not name.startswith("."))
 
     def layout_dir(self, name: str) -> Path:
         """Layouts and their coverage: ``layouts/<name>/``."""

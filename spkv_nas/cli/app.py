@@ -32,11 +32,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure which KV heads need global attention, propose hybrid layouts, and prove them by retraining.\n\n"
-    "The path: spkv-nas probe, then propose --budget 18, then train-hybrid, then report. "
-    "Without arguments every command works on the embedded reference model (21 layers x 3 KV heads).",
+    "The path: spkv-nas init MODEL TEXT, then probe recipe.yaml, propose, train-hybrid --recipe recipe.yaml, report. "
+    "A plain spkv-nas probe measures the embedded reference model (21 layers x 3 KV heads).",
 )
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
-    pipeline.probe, pipeline.propose, pipeline.compare, search.search, train.train_hybrid, pipeline.report,
+    train.init, pipeline.probe, pipeline.propose, pipeline.compare, search.search, train.train_hybrid, pipeline.report,
     evaluate.evaluate, evaluate.score, evaluate.generate, train.palindrome, cost.scaling, cost.cost, cost.calibrate,
     train.train, train.ablate, layout.export, layout.schema,
 )  # fmt: skip

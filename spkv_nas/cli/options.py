@@ -1,7 +1,7 @@
 """Make a command of a function that takes one dataclass of ``stages.options``: its fields become the command line.
 
 What holds for every command, how much it says and in which form, is declared here once, and taken before the command
-and after it.
+and after it. The plan of ``--dry-run`` takes the place of whatever trains.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import show_plan
 from spkv_nas.cli.completion import completion
 from spkv_nas.cli.result import Results, present
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.flags import Flag
-from spkv_nas.stages.options import NOTE, SHOWN, OnDevice
+from spkv_nas.stages.options import NOTE, SHOWN, OnDevice, Trains
 
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # in the help
@@ -67,7 +68,10 @@ def command(
             del values["debug"]
             given = taken(**values)
             with working(name, quiet=quiet, verbose=verbose, takes_long=isinstance(given, OnDevice)) as reporter:
-                found = function(given, reporter)
+                if isinstance(given, Trains) and given.dry_run:
+                    found: Results | None = show_plan.dry_run(given, reporter)
+                else:
+                    found = function(given, reporter)
                 code = 0 if found is None else present(found, as_json=as_json)
             raise typer.Exit(code)
 

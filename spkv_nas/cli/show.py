@@ -145,6 +145,8 @@ def comparison(result: Comparison) -> None:
             change(row.delta_nll_percent, row.delta_nll_standard_error),
         )  # fmt: skip
     out.print(shown)
+    for row in result.rows[result.rows["note"] != ""].itertuples():
+        say(f"{row.strategy}: {row.note}")
     for measure, found in result.correlations.items():
         if found is not None:
             low, high = found["interval"]

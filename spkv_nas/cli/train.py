@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents, show
+from spkv_nas.cli import documents, show, show_plan
 from spkv_nas.cli.result import Result
-from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.options import AblateOptions, InitOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+
+
+def init(options: InitOptions, reporter: Reporter) -> Result:
+    """Write a first recipe for a model and a text: sizes that fit both and the machine, gates that can close.
+
+    Says what the whole path takes with it: tokens, steps, time and memory. Some steps of the model are tried for that.
+    """
+    from spkv_nas.stages import init as stage
+
+    return Result(stage.init(options, reporter), show_plan.first_recipe)
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:

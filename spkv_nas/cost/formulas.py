@@ -21,7 +21,7 @@ from typing import Any
 
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.shape import Shape
+from spkv_nas.artifacts.shape import HeadShape, Shape
 from spkv_nas.base.errors import UserError
 
 
@@ -57,7 +57,7 @@ def _check(context: int, density: float, window: int) -> None:
         raise UserError(f"a window cannot be negative; found {window}")
 
 
-def attention_flops(shape: Shape, context: int, *, density: float = 1.0, window: int = 0) -> float:
+def attention_flops(shape: HeadShape, context: int, *, density: float = 1.0, window: int = 0) -> float:
     """FLOPs of attention per token, forward: 2 L d_attn keys. Raises ``UserError`` as ``visible_keys`` does."""
     return 2 * shape.num_layers * shape.attention_width * visible_keys(context, density=density, window=window)
 

@@ -32,7 +32,7 @@ from spkv_nas.base.memory import require
 from spkv_nas.model.own_type import stock_class
 from spkv_nas.model.restore import restoring_class
 from spkv_nas.model.section import saved_layers
-from spkv_nas.model.shape import check_counts, check_size, config_shape
+from spkv_nas.model.shape import ModelSize, check_counts, check_size, config_shape
 from spkv_nas.model.weights import INDEX, check_files, check_loaded, check_room, index_names, quiet_report
 
 
@@ -256,6 +256,14 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise UserError(f"models of type '{config.model_type}' are no decoders that generate text")
     found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
     return found
+
+
+def read_size(path_or_id: str | Path) -> ModelSize:
+    """How large a decoder is, from its config alone: a model folder, an id, or a config file. Raises ``UserError``."""
+    source, what = str(resolve(path_or_id)), f"model {path_or_id}"
+    config = _read_config(source, what)
+    with _as_user_error(what):
+        return ModelSize.of(config)
 
 
 def read_shape(path_or_id: str | Path) -> Shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,48 @@ def config_shape(config: PreTrainedConfig) -> HeadShape:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
     )
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """How large a decoder is.
+
+    Attributes:
+        heads: its layers and heads.
+        num_parameters: of the whole model.
+        num_looked_up: those of them in an input embedding of its own, of which a token takes a row alone.
+        hidden_size: channels of a token.
+        vocabulary: tokens V that it has logits of.
+        positions: tokens that it was made for; None where the config does not say.
+    """
+
+    heads: HeadShape
+    num_parameters: int
+    num_looked_up: int
+    hidden_size: int
+    vocabulary: int
+    positions: int | None
+
+    @property
+    def without_embeddings(self) -> int:
+        """N, the parameters of layers and norms."""
+        return self.num_parameters - self.num_looked_up - self.vocabulary * self.hidden_size
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelSize:
+        """Of the decoder that ``config`` describes, counted on the device "meta"."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        rows, logits = model.get_input_embeddings().weight, model.get_output_embeddings()
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return cls(
+            config_shape(config),
+            sum(parameter.numel() for parameter in model.parameters()),
+            0 if logits is not None and logits.weight is rows else rows.numel(),
+            int(config.get_text_config().hidden_size),
+            vocabulary_size(model),
+            positions if isinstance(positions, int) else None,
+        )
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

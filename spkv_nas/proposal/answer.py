@@ -63,7 +63,8 @@ def propose_for(
     Args:
         table: densities.
         requirements: none by default.
-        budget: number of global heads, a share such as "25%", or with weights what the heads may weigh; 18 by default.
+        budget: number of global heads, a share such as "25%", or with weights what the heads may weigh; by
+            default the paper's share, 2 of 7 heads.
         tau: threshold to compare the heads at, see ``resolve_tau``; the table's own by default.
         window: of the local heads; the table's by default, or 128.
         seed, num_random: of the random layouts, see ``propose``.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from spkv_nas.base.errors import UserError
 
-DEFAULT_BUDGET = 18  # global heads, the paper's
+DEFAULT_SHARE = Fraction(18, 63)  # of the heads that are global: the paper's 18 of 21 x 3
 
 
-def parse_budget(budget: int | str, num_heads: int) -> int:
-    """Number of global KV heads from ``18``, ``"18"`` or ``"25%"`` (rounded to the nearest head).
+def parse_budget(budget: int | str | None, num_heads: int) -> int:
+    """Number of global KV heads from ``18``, ``"18"`` or ``"25%"`` (rounded to the nearest head, as None is, the
+    paper's share).
 
     Raises:
         UserError: not a number, or outside 1..``num_heads``.
     """
+    if budget is None:
+        return max(1, round(DEFAULT_SHARE * num_heads))
     text = str(budget).strip()
     try:
         number = round(float(text[:-1]) / 100 * num_heads) if text.endswith("%") else int(text)
@@ -24,7 +29,7 @@ def parse_budget(budget: int | str, num_heads: int) -> int:
     return number
 
 
-def is_several(budget: int | str) -> bool:
+def is_several(budget: int | str | None) -> bool:
     """Whether a budget is several: a list, such as ``"12,18,24"``, or a range, such as ``"6..40"``."""
     return any(sign in str(budget) for sign in (",", ".."))
 

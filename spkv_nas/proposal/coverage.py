@@ -14,6 +14,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.version import __version__
@@ -69,9 +70,10 @@ def provenance(table: DensityTable, layout: Layout, budget: float, seed: int | N
     """What a layout file says about where the layout comes from."""
     origin = {
         "probe": table.name,
+        "probe_hash": table.content_hash,
         "budget": budget,
         "coverage": round(coverage(table, layout), 4),
-        "tau": round(table.tau, 4) if table.is_density else None,
+        "tau": rounded_tau(table.tau) if table.is_density else None,
         "seed": seed,
         "created_by": f"spkv-nas {__version__}",
     }

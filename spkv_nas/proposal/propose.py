@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal import strategies
-from spkv_nas.proposal.budget import DEFAULT_BUDGET, parse_budget
+from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.coverage import provenance
 
 RANDOM_PREFIX = "random-"  # what the names of random layouts start with
 SPARSEST = "sparsest"  # the strategy that takes the least dense heads, to show what the choice is worth
 MATCH_BUDGET = "match-budget"  # as a threshold: the one at which the mean density is the budget's share of the heads
 
+_MATCHED = 0.01  # by how much the mean density may miss the budget's share of the heads
 _TIED = 1.5  # mean density over the budget's share from which the densest heads are called tied (reports/LOG.md)
 
 
 def propose(
     table: DensityTable,
-    budget: int | str = DEFAULT_BUDGET,
+    budget: int | str | None = None,
     *,
     window: int | None = None,
     seed: int = 0,
@@ -28,8 +30,8 @@ def propose(
 
     Args:
         table: densities.
-        budget: number of global KV heads, or a share such as "25%". The layer patterns take the nearest number of
-            heads that whole layers can give.
+        budget: number of global KV heads, or a share such as "25%"; by default the paper's share, 2 of 7 heads. The
+            layer patterns take the nearest number of heads that whole layers can give.
         window: of the local heads; the table's by default, or 128.
         seed: of the first random layout; the next ones count up.
         num_random: how many random layouts.
@@ -57,8 +59,9 @@ def propose(
     return layouts
 
 
-def resolve_tau(table: DensityTable, tau: str | None, budget: int | str) -> DensityTable:
-    """The table at ``tau``: a number in [0, 1], or "match-budget" (mean density = budget / heads). None: as it is.
+def resolve_tau(table: DensityTable, tau: str | None, budget: int | str | None) -> DensityTable:
+    """The table at ``tau``: a number in [0, 1], or "match-budget" (mean density = budget / heads, or the nearest to it
+    that a threshold gives; of a table that knows one threshold, that one). None: as it is.
 
     Raises:
         UserError: neither of these, or a table that knows no other threshold or holds no densities.
@@ -68,7 +71,8 @@ def resolve_tau(table: DensityTable, tau: str | None, budget: int | str) -> Dens
     if not table.is_density:
         raise UserError(f"--tau needs densities; '{table.name}' holds scores of another kind, {table.signal}")
     if tau == MATCH_BUDGET:
-        return table.at_tau(round(table.tau_for_density(parse_budget(budget, table.num_heads) / table.num_heads), 4))
+        share = parse_budget(budget, table.num_heads) / table.num_heads
+        return table if table.histogram is None else table.at_tau(rounded_tau(table.tau_for_density(share)))
     try:
         return table.at_tau(float(tau))
     except ValueError as error:
@@ -77,7 +81,19 @@ def resolve_tau(table: DensityTable, tau: str | None, budget: int | str) -> Dens
         raise UserError(f"tau '{tau}' is not a number in [0, 1] nor '{MATCH_BUDGET}'") from error
 
 
-def tau_advice(table: DensityTable, budget: int | str) -> str | None:
+def unmatched(table: DensityTable, budget: int | str | None) -> str | None:
+    """Says that no threshold has the mean density of the budget, if ``table``, at the nearest one, is far from it."""
+    share = parse_budget(budget, table.num_heads) / table.num_heads
+    if abs(table.mean - share) <= _MATCHED:
+        return None
+    known = "no threshold gives" if table.histogram is not None else "its one threshold does not give"
+    return (
+        f"'{table.name}': {known} the budget's mean density of {share:.2f}; at tau {table.tau:g}, which is taken, it "
+        f"is {table.mean:.2f}"
+    )
+
+
+def tau_advice(table: DensityTable, budget: int | str | None) -> str | None:
     """Says when the densest heads tie: the reference keeps far more than the budget allows, so tau cuts too low."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
     if table.histogram is None or table.mean < _TIED * share:

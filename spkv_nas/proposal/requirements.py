@@ -14,7 +14,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.units import format_bytes, parse_bytes
 from spkv_nas.cost.cache_memory import CacheCost
-from spkv_nas.proposal.budget import DEFAULT_BUDGET, is_several, parse_budget
+from spkv_nas.proposal.budget import is_several, parse_budget
 from spkv_nas.proposal.constraints import Constraints, option_name, read_weights, solve
 from spkv_nas.proposal.integer_program import Problem
 from spkv_nas.proposal.propose import MATCH_BUDGET
@@ -59,7 +59,7 @@ class Requirements:
         Raises:
             UserError: several with weights, a memory limit or the threshold "match-budget", which need one budget.
         """
-        if budget is None or not asks_for_several(budget, tau):
+        if not asks_for_several(budget, tau):
             return False
         if self.weights is not None or self.kv_bytes is not None:
             option = "--weights" if self.weights is not None else "--kv-bytes"
@@ -96,7 +96,7 @@ class Requirements:
                 raise UserError("--kv-bytes needs --context: the tokens per sequence that it has to hold")
             return Limit(cost.largest_budget(parse_bytes(self.kv_bytes), table.num_heads))
         if self.weights is None:
-            return Limit(parse_budget(DEFAULT_BUDGET if budget is None else budget, table.num_heads))
+            return Limit(parse_budget(budget, table.num_heads))
         weights = read_weights(self.weights, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
@@ -143,7 +143,7 @@ class Limit:
         return max(1, round(share * table.num_heads))
 
 
-def asks_for_several(budget: int | str, tau: str | None) -> bool:
+def asks_for_several(budget: int | str | None, tau: str | None) -> bool:
     """Whether ``budget`` is several. Raises ``UserError`` for these with the threshold "match-budget"."""
     if is_several(budget) and tau == MATCH_BUDGET:
         raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not several: give the threshold as a number")

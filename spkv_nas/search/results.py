@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES
 from spkv_nas.base.records import write_record
@@ -71,7 +72,7 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     space, effort, judge = search.space, search.effort, search.judge
     return {
         "probe": space.table.name,
-        "tau": round(space.table.tau, 4),
+        "tau": rounded_tau(space.table.tau),
         "budget": list(space.budgets),
         "window": space.window,
         "constraints": dict(space.constraints.named),

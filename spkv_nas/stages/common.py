@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 8  # blocks of a pass, the default of what measures
 _ANNOUNCED = 1 << 30  # bytes from which on it is said what a pass takes
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # of an unfinished run
 _BEYOND = 16  # times a model's own length up to which blocks may be longer
 
 
@@ -173,11 +175,17 @@ def _check_logits(model: PreTrainedModel, num_blocks: int, block_size: int, devi
 
 
 def model_name(source: str) -> str:
-    """What results of a model are called: its folder's name, that of a config file's folder, or of an id."""
+    """What results of a model are called: its folder's name, that of a config file's folder, or of an id.
+
+    The checkpoints of a run are called by the run: every run ends in a folder ``final``.
+    """
     if source.startswith(EMBEDDED_PREFIX):
         return EMBEDDED.name
     path = Path(os.path.abspath(source))  # and not what a link leads to
-    return (path.parent if path.suffix == ".json" else path).name
+    path = path.parent if path.suffix == ".json" else path
+    if path.name == "final":
+        return path.parent.name
+    return f"{path.parent.name}-{path.name}" if _CHECKPOINT.fullmatch(path.name) else path.name
 
 
 def check_tau(tau: float | None) -> None:
@@ -201,8 +209,13 @@ def quiet_transformers(reporter: Reporter) -> None:
     logging.disable_progress_bar()
 
 
-def find_table(workspace: Workspace, probe: str) -> DensityTable:
-    """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities."""
+def find_table(workspace: Workspace, probe: str | None) -> DensityTable:
+    """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities.
+
+    None is the workspace's only one. Raises ``UserError`` where that is not clear, or the table cannot be read.
+    """
+    if probe is None:
+        probe = _only_probe(workspace)
     if probe.endswith(".csv"):
         return DensityTable.read(Path(probe))
     if probe.endswith(".tsv"):
@@ -214,6 +227,32 @@ def find_table(workspace: Workspace, probe: str) -> DensityTable:
             "run spkv-nas probe first, or give --probe FILE.csv"
         )
     return DensityTable.read(folder)
+
+
+def _only_probe(workspace: Workspace) -> str:
+    names = workspace.probes()
+    where = workspace.root / "probes"
+    if not names:
+        raise UserError(f"no density table in {where}\nrun spkv-nas probe first, or give --probe FILE.csv")
+    if len(names) > 1:
+        raise UserError(f"which probe? there are {len(names)} in {where}: {', '.join(names)}\nname one with --probe")
+    return names[0]
+
+
+def find_recipe(path: Path | None, table: DensityTable, embedded: str) -> Path:
+    """The recipe that retrains layouts: the one given, or for a probe of the embedded models ``embedded``, their own.
+
+    Raises:
+        UserError: none is given, and the probe is of another model.
+    """
+    if path is not None:
+        return path
+    if not str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
+        raise UserError(
+            f"the probe '{table.name}' is not of the embedded models: give --recipe, the file that its reference was "
+            "trained by"
+        )
+    return EMBEDDED / embedded
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:

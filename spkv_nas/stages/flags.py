@@ -88,6 +88,11 @@ Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewe
 Seed = Annotated[int, Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)]
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
 Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
+Minutes = Annotated[float | None, Flag("In place of steps: what everything may take together.", low=0.1, high=1e6)]
+ModelArgument = Annotated[str, Flag("Model to start from: folder or id of a Hugging Face decoder.", argument=True)]
+Texts = Annotated[list[str], Flag("Text: files or folders, or stdlib.", argument=True)]
+NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
+Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 
 # measuring
 Signal = Annotated[
@@ -104,7 +109,6 @@ TauSweep = Annotated[
     ),
 ]
 Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.", high=MOST_REPEATS)]
-Probe = Annotated[str, _PROBE]
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[
     list[str],
@@ -131,9 +135,7 @@ LayoutFile = Annotated[Path, _LAYOUT]
 OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
 Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.")]
 Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
-Budget = Annotated[str, _BUDGET]
 OptionalBudget = Annotated[str | None, _BUDGET]
-Budgets = Annotated[str, _BUDGETS]
 OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
     str | None,
@@ -238,6 +240,9 @@ Runs = Annotated[
 ]  # fmt: skip
 
 # training
+DryRun = Annotated[
+    bool, Flag("Say what would be trained, and its tokens, time and memory; write nothing.", ("--dry-run",))
+]
 BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1, high=2**20)]
 AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
 

@@ -18,6 +18,7 @@ from spkv_nas.stages import flags
 DEFAULT_PROBE = EMBEDDED.name  # of the embedded reference
 PAPER, PALINDROME = "paper", "palindrome"  # names of the results on the paper's own ladder and toy task
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
+ONLY_PROBE, PAPER_BUDGET, EMBEDDED_RECIPE = "the only one there is", "2 of 7", "the embedded models' own"
 SHOWN, NOTE = "shown", "note"  # keys of a field's metadata: the words of ``default``
 
 
@@ -60,6 +61,13 @@ class InPrecision(OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trains(InWorkspace, OnDevice):
+    """A stage that trains. With ``dry_run`` the command calls ``stages.plan`` in its place."""
+
+    dry_run: flags.DryRun = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class SubjectOptions(InWorkspace, InDtype):
     """A model and the text to measure it on."""
 
@@ -87,7 +95,7 @@ class ConstraintOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions(SubjectOptions):
+class ProbeOptions(SubjectOptions, Trains):
     """Of ``probe``."""
 
     recipe: flags.OptionalRecipeFile = None
@@ -135,8 +143,8 @@ class GenerateOptions(InDtype):
 class ProposeOptions(ConstraintOptions, InWorkspace):
     """Of ``propose``."""
 
-    budget: flags.OptionalBudgets = default(None, "18")
-    probe: flags.Probe = DEFAULT_PROBE
+    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     tau: flags.ChosenTau = None
     window: flags.OptionalWindow = default(None, "the probe's")
     num_random: flags.NumRandom = 3
@@ -151,21 +159,21 @@ class CompareOptions(InWorkspace):
     """Of ``compare``."""
 
     probes: flags.Probes
-    budget: flags.Budget = "18"
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
     by: flags.By = None
     name: flags.Name = default(None, "the first probe's")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions(ConstraintOptions, InWorkspace, InPrecision):
+class SearchOptions(ConstraintOptions, Trains, InPrecision):
     """Of ``search``."""
 
     layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
     start: flags.Start = None
-    budget: flags.Budgets = "18"
-    probe: flags.Probe = default(DEFAULT_PROBE, note="Guides the search.")
+    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE, note="Guides the search.")
     tau: flags.ChosenTau = None
-    recipe: flags.RecipeOption = default(None, "the embedded one", note="Retrains the layouts.")
+    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Retrains the layouts.")
     objective: flags.Objective = "nll"
     trials: flags.Trials = 100
     seeds: flags.Seeds = default(1, note="Studies per sampler.")
@@ -183,31 +191,44 @@ class SearchOptions(ConstraintOptions, InWorkspace, InPrecision):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(InWorkspace, InPrecision):
+class InitOptions(InWorkspace, OnDevice):
+    """Of ``init``."""
+
+    model: flags.ModelArgument
+    data: flags.Texts
+    name: flags.Name = default(None, "the model's")
+    out: flags.NewRecipe = Path("recipe.yaml")
+    steps: flags.Steps = default(None, "160", note="Of each model.")
+    minutes: flags.Minutes = None
+    force: flags.Force = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Trains, InPrecision):
     """Of ``train``."""
 
     recipe: flags.RecipeFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainHybridOptions(InWorkspace, InPrecision):
+class TrainHybridOptions(Trains, InPrecision):
     """Of ``train-hybrid``."""
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
-    recipe: flags.RecipeOption = default(None, "the embedded one", note="Its dense model is retrained.")
-    probe: flags.Probe = DEFAULT_PROBE
+    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     seeds: flags.Seeds = default(1, note="With another data order.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateOptions(InWorkspace, InPrecision):
+class AblateOptions(Trains, InPrecision):
     """Of ``ablate``."""
 
     file: flags.AblationsFile = default(None, "the embedded ones")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PalindromeOptions(InWorkspace, OnDevice):
+class PalindromeOptions(Trains):
     """Of ``palindrome``."""
 
     steps: flags.Steps = default(None, "500", note="Of each model.")
@@ -220,7 +241,7 @@ class PalindromeOptions(InWorkspace, OnDevice):
 class ReportOptions(InWorkspace):
     """Of ``report``."""
 
-    probe: flags.Probe = DEFAULT_PROBE
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +250,7 @@ class DemoOptions(InWorkspace, OnDevice):
 
     workspace: flags.Root = default(Path("demo"), note="Ignored by git.")
     dtype: flags.Dtype = default(None, "what the machine has instructions for")
-    budget: flags.Budget = "18"
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
-from spkv_nas.proposal.propose import tau_advice
+from spkv_nas.proposal.propose import MATCH_BUDGET, tau_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
@@ -29,7 +29,8 @@ class ProposalResult:
     Attributes:
         answer: the layouts, their coverage and how sure it is.
         sentences: what else was asked: memory, the worst domain, certainty.
-        advice: why another threshold would order the heads better; None if it would not.
+        advice: why another threshold would order the heads better, or how far the nearest one is from what was asked;
+            None where there is nothing to say.
         folder: of the layouts.
     """
 
@@ -68,13 +69,20 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
     write_proposal(folder, answer)
-    advice = tau_advice(answer.table, answer.layouts["densest"].num_global) if options.tau is None else None
-    return ProposalResult(answer, _sentences(answer, requirements, options.window), advice, folder)
+    return ProposalResult(answer, _sentences(answer, requirements, options), _advice(answer, options.tau), folder)
 
 
-def _sentences(answer: Answer, requirements: Requirements, window: int | None) -> list[str]:
-    """What a proposal answers beside its table: memory, the worst domain, and how sure it is."""
-    said = [requirements.memory(answer.table, answer.layouts["densest"].num_global, window)]
+def _advice(answer: Answer, tau: str | None) -> str | None:
+    advise = {None: tau_advice, MATCH_BUDGET: unmatched}.get(tau)
+    return None if advise is None else advise(answer.table, answer.layouts["densest"].num_global)
+
+
+def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
+    """What a proposal answers beside its table: the budget if none was given, memory, the worst domain, certainty."""
+    taken = answer.layouts["densest"].num_global
+    said = [requirements.memory(answer.table, taken, options.window)]
+    if options.budget is None and options.kv_bytes is None:
+        said += [f"budget: {taken} of {answer.table.num_heads} KV heads, the paper's share, 2 of 7; or give --budget"]
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
         said += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]

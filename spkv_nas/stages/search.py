@@ -12,16 +12,15 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.base.workspace import SEARCH
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
 from spkv_nas.proposal.constraints import CONSTRAINED, solve
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
+from spkv_nas.proposal.propose import MATCH_BUDGET, SPARSEST, propose, resolve_tau, unmatched
 from spkv_nas.proposal.requirements import Requirements, asks_for_several
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
@@ -29,7 +28,7 @@ from spkv_nas.search.results import write_results
 from spkv_nas.search.sampler import DENSITY, KINDS
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost
-from spkv_nas.stages.common import find_table, quiet_transformers
+from spkv_nas.stages.common import find_recipe, find_table, quiet_transformers
 from spkv_nas.stages.cost import find_times
 from spkv_nas.stages.options import SearchOptions
 from spkv_nas.stages.requirements import read_requirements
@@ -54,32 +53,59 @@ class _Candidates:
     others: dict[str, Layout]
 
 
+@dataclass(frozen=True)
+class Question:
+    """What a search is asked, checked: nothing of it takes training.
+
+    ``second`` is the second objective, ``file`` the recipe's.
+    """
+
+    requirements: Requirements
+    effort: Effort
+    second: str | None
+    space: Space
+    file: Path
+    recipe: Recipe
+    name: str
+    candidates: _Candidates
+
+
+def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
+    """The question that options ask. Raises ``UserError`` for one that makes no sense."""
+    requirements = read_requirements(options)
+    table = find_table(options.place, options.probe)
+    budgets = _budgets(options, table)
+    table = resolve_tau(table, options.tau, budgets[0])
+    if options.tau == MATCH_BUDGET and (missed := unmatched(table, budgets[0])) is not None:
+        reporter.caution(missed)
+    window = options.window or table.window or DEFAULT_WINDOW
+    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints)
+    space.check()
+    file = find_recipe(options.recipe, table, "search.yaml")
+    recipe = Recipe.read(file).with_precision(options.dtype)
+    return Question(
+        requirements, _effort(options), _parse_objective(options.objective, requirements.context), space, file,
+        recipe, options.name or table.name, _candidates(options, space, budgets, reporter.announce),
+    )  # fmt: skip
+
+
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     """Search for layouts, as one worker of possibly many; results are written to ``reports/<name>/``."""
     quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    requirements, effort = read_requirements(options), _effort(options)
-    second = _parse_objective(options.objective, requirements.context)
-    table = find_table(options.place, options.probe)
-    budgets = _budgets(options, table)
-    table = resolve_tau(table, options.tau, budgets[0])
-    window = options.window or table.window or DEFAULT_WINDOW
-    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints)
-    space.check()
-    path = options.recipe or EMBEDDED / "search.yaml"
-    recipe, name = Recipe.read(path).with_precision(options.dtype), options.name or table.name
-    candidates = _candidates(options, space, budgets, reporter.announce)
-    memory = _cache_bytes(requirements, space) if second == "kv-bytes" else None  # before any training
-    place = options.place
+    asked = ask(options, reporter)
+    space, name, place = asked.space, asked.name, options.place
+    cost = _cache_bytes(asked.requirements, space) if asked.second == "kv-bytes" else None  # before any training
     place.check_writable()
     folder = place.report_dir(name)
     judge = RecipeJudge.prepare(
-        recipe, path.parent, place.run_dir(recipe.name), max_tokens=options.max_tokens,
+        asked.recipe, asked.file.parent, place.run_dir(asked.recipe.name), max_tokens=options.max_tokens,
         short_steps=options.short_steps, device=options.device, reporter=reporter,
     )  # fmt: skip
-    cost = _decode_time(options, requirements, window, judge.shape, name, reporter) if second == "time" else memory
+    if asked.second == "time":
+        cost = _decode_time(options, asked.requirements, space.window, judge.shape, name, reporter)
     work = Search(
-        judge, space, candidates.starts, candidates.others, effort, place.run_dir(name) / "search",
+        judge, space, asked.candidates.starts, asked.candidates.others, asked.effort, place.run_dir(name) / "search",
         name=name, cost=cost, storage=options.storage, reporter=reporter,
     )  # fmt: skip
     cost_name = None if cost is None else cost.name
@@ -127,7 +153,7 @@ def _effort(options: SearchOptions) -> Effort:
 def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
     """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
     if asks_for_several(options.budget, options.tau):
-        return parse_budgets(options.budget, table.num_heads)
+        return parse_budgets(str(options.budget), table.num_heads)
     return [parse_budget(options.budget, table.num_heads)]
 
 
@@ -173,15 +199,11 @@ def _check_given(
 
 def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce) -> _Candidates:
     """Both without the layouts that are there already, under another name."""
-    names: dict[str, str] = {}
-    candidates = _Candidates({}, {})
-    for kept, layouts in ((candidates.starts, starts), (candidates.others, others)):
-        for key, layout in layouts.items():
-            if (same := names.setdefault(layout.content_hash, key)) != key:
-                announce(f"{key} is the same layout as {same}: one of them is tried")
-            else:
-                kept[key] = layout
-    return candidates
+    names = distinct({**starts, **others})
+    for first, *same in names.values():
+        for key in same:
+            announce(f"{key} is the same layout as {first}: one of them is tried")
+    return _Candidates(*({key: layout for key, layout in part.items() if key in names} for part in (starts, others)))
 
 
 def _parse_objective(objective: str, context: int | None) -> str | None:

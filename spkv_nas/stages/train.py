@@ -14,7 +14,7 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MOST_BYTES
-from spkv_nas.stages.common import find_proposal, find_table, quiet_transformers
+from spkv_nas.stages.common import find_proposal, find_recipe, find_table, quiet_transformers
 from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.training import ablation, hybrids
 from spkv_nas.training.branches import Trunk
@@ -92,7 +92,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     place = options.place
     table = find_table(place, options.probe)
     proposal = find_proposal(place, table.name, options.layouts)
-    path = options.recipe or EMBEDDED / "demo.yaml"
+    path = find_recipe(options.recipe, table, "demo.yaml")
     recipe = Recipe.read(path).with_precision(options.dtype)
     quiet_transformers(reporter)
     if recipe.gates.start_from is None:
@@ -119,8 +119,7 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
 
     quiet_transformers(reporter)
     options.place.check_writable()
-    given = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
-    settings = PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
+    settings = palindrome_settings(options)
     name = options.name or PALINDROME
     device = choose_device(options.device)
     folder = options.place.report_dir(name)
@@ -128,3 +127,9 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
     results.write_results(folder, settings, finished)
     save_chart(folder, palindrome_charts(results.curve_table(finished), Palindromes(0).chance_nll))
     return PalindromeResult(results.result_table(settings, finished), folder)
+
+
+def palindrome_settings(options: PalindromeOptions) -> PalindromeSettings:
+    """The comparison's settings, with those that options give."""
+    given = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
+    return PalindromeSettings(**{key: value for key, value in given.items() if value is not None})

@@ -7,6 +7,7 @@ a baseline, which is the first row.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,38 @@ class Ablations(BaseModel):
     rows: dict[str, Row] = Field(min_length=1, description="by name; the first is the baseline")
 
 
+@dataclass(frozen=True)
+class AblationPlan:
+    """A checked file of ablations: its name, the folder that relative paths start from, and by row what is trained."""
+
+    name: str
+    base: Path
+    recipes: dict[str, Recipe]
+    variants: dict[str, Variant]
+
+    @classmethod
+    def read(cls, path: Path, dtype: str | None = None) -> AblationPlan:
+        """Read a file; ``dtype`` is a precision in place of the rows' own.
+
+        Raises:
+            UserError: naming the row and the key that is wrong.
+        """
+        file = validate(Ablations, read_yaml(path, "ablations"), f"ablations {path}")
+        base = path.parent
+        if isinstance(file.recipe, str):
+            base = (base / file.recipe).parent
+            common = read_yaml(path.parent / file.recipe, "recipe")
+        else:
+            common = file.recipe
+        recipes = {
+            name: Recipe.parse(
+                _merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
+            ).with_precision(dtype)
+            for name, row in file.rows.items()
+        }
+        return cls(file.name, base, recipes, {name: row.read_variant(path.parent) for name, row in file.rows.items()})
+
+
 def ablate(
     path: Path,
     workspace: Workspace,
@@ -100,36 +133,24 @@ def ablate(
         UserError: naming the row and the key that is wrong.
     """
     workspace.check_writable()
-    file = validate(Ablations, read_yaml(path, "ablations"), f"ablations {path}")
-    base = path.parent
-    if isinstance(file.recipe, str):
-        base = (base / file.recipe).parent
-        common = read_yaml(path.parent / file.recipe, "recipe")
-    else:
-        common = file.recipe
-    recipes = {
-        name: Recipe.parse(
-            _merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
-        ).with_precision(dtype)
-        for name, row in file.rows.items()
-    }
-    variants = {name: row.read_variant(path.parent) for name, row in file.rows.items()}
+    plan = AblationPlan.read(path, dtype)
+    recipes, variants = plan.recipes, plan.variants
     for recipe in recipes.values():
         join_processes(recipe, device)
-    runs = workspace.run_dir(file.name)
+    runs = workspace.run_dir(plan.name)
     finished: dict[str, Branch] = {}
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
-        trunk = Trunk.prepare(recipe, base, runs, device=device, reporter=reporter)
+        trunk = Trunk.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
         if trunk.is_trained(variants[name]):
             num_reused += 1
         else:
             reporter.announce(f"{name} ({number} of {len(recipes)})")
         finished[name], recipes[name] = trunk.train(variants[name]), trunk.recipe
         rows = _table(finished, variants)
-        on_main(partial(_write, workspace.report_dir(file.name), rows, recipes))
+        on_main(partial(_write, workspace.report_dir(plan.name), rows, recipes))
     reporter.reused(num_reused, len(recipes), "runs")
-    return file.name, rows
+    return plan.name, rows
 
 
 def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:

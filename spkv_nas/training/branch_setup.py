@@ -58,16 +58,26 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
         ),
         optimizer_state=state if state.is_file() else None,
     )
-    if variant.layout is not None:
-        apply_layout(model, variant.layout)
+    dress(model, recipe, variant, seed)
     if variant.kind is not Kind.SP_KV:
         return setup
     frozen = gates.training == "frozen-model"
-    if frozen:
-        model.requires_grad_(False)
-    _attach(model, recipe, seed)
     soft = 1.0 if frozen else gates.soft_fraction  # with hard gates nothing would be left to learn
     return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
+
+
+def dress(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -> None:
+    """Give a dense model the attention of a variant: a layout's windows, or gates with new predictors.
+
+    Raises:
+        UserError: the layout or the gates are for another model.
+    """
+    if variant.layout is not None:
+        apply_layout(model, variant.layout)
+    if variant.kind is Kind.SP_KV:
+        if recipe.gates.training == "frozen-model":
+            model.requires_grad_(False)
+        _attach(model, recipe, seed)
 
 
 def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
@@ -76,7 +86,7 @@ def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
     gates, decay = recipe.gates, recipe.branch.steps
     steps = recipe.dense.steps + decay
     model = new_model(recipe, corpus.tokenizer)
-    _attach(model, recipe, seed)
+    dress(model, recipe, Variant.sp_kv(), seed)
     return BranchSetup(
         model=model,
         phase=recipe.branch.model_copy(update={"steps": steps}),

@@ -95,19 +95,12 @@ class Trunk:
         return cls(recipe, corpus, dense, runs, device, reporter)
 
     def folder(self, variant: Variant, seed: int | None = None) -> Path:
-        """Of a branch, trained or not; ``seed`` is the recipe's by default.
-
-        One that the first version finished under its own name keeps it.
-        """
-        about, branches = (variant, self._seed(seed)), self.runs / "branches"
-        own = branches / branch_key(self.recipe, self._origin, *about)
-        first = branches / first_key(self.recipe, self.dense, *about)
-        return first if not own.exists() and is_finished(first / "final") else own
+        """Of a branch, trained or not; ``seed`` is the recipe's by default."""
+        return branch_folder(self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin)
 
     @cached_property
     def _origin(self) -> str:
-        """Changes with what the branches start from."""
-        return weights_identity(self.dense) if self.dense.is_dir() else str(self.dense)
+        return origin_of(self.dense)
 
     def load_dense(self) -> PreTrainedModel:
         """The dense checkpoint, to be scored on the device in the recipe's precision, at most its own."""
@@ -131,6 +124,23 @@ class Trunk:
 
     def _seed(self, seed: int | None) -> int:
         return self.recipe.seed if seed is None else seed
+
+
+def branch_folder(
+    recipe: Recipe, dense: Path, runs: Path, variant: Variant, seed: int, *, origin: str | None = None
+) -> Path:
+    """Of a branch below ``runs``, trained or not. One that the first version finished under its own name keeps it.
+
+    ``origin`` is ``origin_of(dense)``, which takes a while for weights without a manifest.
+    """
+    own = runs / "branches" / branch_key(recipe, origin or origin_of(dense), variant, seed)
+    first = runs / "branches" / first_key(recipe, dense, variant, seed)
+    return first if not own.exists() and is_finished(first / "final") else own
+
+
+def origin_of(dense: Path) -> str:
+    """Changes with what branches start from."""
+    return weights_identity(dense) if dense.is_dir() else str(dense)
 
 
 def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:

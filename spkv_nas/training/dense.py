@@ -5,11 +5,20 @@ SP-KV paper, "Overall protocol": the stable phase, shared by all branches.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
@@ -95,20 +104,38 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
     on_main(finish)
 
 
-def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The recipe's model with fresh weights (``model.config``), its vocabulary taken from the tokenizer."""
+def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    """The config of the recipe's new model (``model.config``), its vocabulary taken from the tokenizer."""
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
-    what = f"recipe {recipe.name}: model.config"
-    check_counts(options, what)  # first, because lists are made as long as it says
-    try:
-        config = AutoConfig.for_model(**options)
-        check_size(config, 4 if torch.cuda.is_available() else 16, what)  # AdamW's part lies where the model trains
+    check_counts(options, _about(recipe))  # first, because lists are made as long as it says
+    with _as_user_error(recipe):
+        config: PreTrainedConfig = AutoConfig.for_model(**options)
+    return config
+
+
+def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The recipe's model with fresh weights."""
+    config = new_config(recipe, tokenizer)
+    with _as_user_error(recipe):
+        bytes_here = 4 if torch.cuda.is_available() else 16  # AdamW's part lies where the model trains
+        check_size(config, bytes_here, _about(recipe))
         set_seed(recipe.seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
+
+
+def _about(recipe: Recipe) -> str:
+    return f"recipe {recipe.name}: model.config"
+
+
+@contextmanager
+def _as_user_error(recipe: Recipe) -> Iterator[None]:
+    """Say in one line that a model cannot be built as the recipe has it."""
+    try:
+        yield
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise UserError(f"{what} cannot be built: {first_line(error)}") from error
-    return model
+        raise UserError(f"{_about(recipe)} cannot be built: {first_line(error)}") from error

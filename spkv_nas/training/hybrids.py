@@ -6,6 +6,7 @@ NLL against full attention. Every branch sees the same data in the same order; d
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, check_layout_names, write_comparison
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
@@ -71,7 +73,8 @@ def train_hybrids(
 ) -> Comparison:
     """Train full attention, SP-KV and every layout; written to ``reports/<name>/`` after each run.
 
-    A finished run is not run again: its folder is named by everything that decides its result.
+    A finished run is not run again: its folder is named by everything that decides its result. Equal layouts are
+    trained once, under the first of their names; the row's note says the others.
 
     Args:
         table: densities that coverage is computed with; its name is the report's.
@@ -85,7 +88,9 @@ def train_hybrids(
     join_processes(recipe, device)
     workspace.check_writable()
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
-    variants = _variants(layouts)
+    names = _distinct(layouts, reporter)
+    layouts = {name: layouts[name] for name in names}
+    variants = hybrid_variants(layouts)
     trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
     untrained = on_main(partial(zero_shot_scores, trunk, layouts))
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
@@ -100,13 +105,22 @@ def train_hybrids(
         finished[name].append(branch)
         layout_hash = "" if variant.layout is None else variant.layout.hash
         models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
-        rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe)
+        rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe, names)
         compared = Comparison(rows, tuple(models), workspace.report_dir(table.name))
         on_main(partial(_write, workspace, compared, trunk.recipe, table))
     return compared
 
 
-def _variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
+def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple[str, ...]]:
+    """The names of each layout, by the first of them; those of equal layouts are announced."""
+    names = distinct(layouts)
+    for first, *same in names.values():
+        if same:
+            reporter.announce(f"{', '.join(same)}: the same layout as {first}, trained and counted once")
+    return names
+
+
+def hybrid_variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
     """The two baselines and the layouts, by name. Raises ``UserError`` for a layout with a baseline's name."""
     check_layout_names(layouts)
     baselines = {FULL_ATTENTION: Variant.full_attention(), SP_KV: Variant.sp_kv()}
@@ -134,8 +148,14 @@ def comparison_rows(
     covered: dict[str, float],
     untrained: dict[str, DocumentNLL],
     recipe: Recipe,
+    names: Mapping[str, Sequence[str]],
 ) -> pd.DataFrame:
-    """The table of what has finished so far, full attention's first seed at least. ``untrained``: zero-shot scores."""
+    """The table of what has finished so far, full attention's first seed at least.
+
+    Args:
+        untrained: zero-shot scores.
+        names: all names of a layout, by the first (``artifacts.proposal.distinct``).
+    """
     rows = []
     for name, branches in finished.items():
         if not branches:
@@ -155,7 +175,7 @@ def comparison_rows(
                 "num_seeds": count,
                 "steps": recipe.branch.steps,
                 **_zero_shot_columns(name, untrained),
-                "note": "",
+                "note": f"also {', '.join(same)}" if (same := names.get(name, ())[1:]) else "",
             }
         )
     return pd.DataFrame(rows, columns=list(COLUMNS))

@@ -235,8 +235,7 @@ class Recipe(Section):
         """What will probably disappoint, in plain sentences."""
         gates, branch = self.gates, self.branch
         soft_steps = gates.soft_fraction * branch.steps
-        # A cosine decay has a mean of about one half; its first 75 % has 0.63.
-        reach = gates.learning_rate_multiplier * branch.learning_rate * soft_steps * 0.63
+        reach = logit_reach(gates.learning_rate_multiplier * branch.learning_rate, soft_steps)
         if gates.start_from is None and gates.soft_fraction > 0 and reach < gates.bias:
             return [
                 f"gates can hardly close: over {soft_steps:.0f} soft steps a logit travels about {reach:.2f}, less "
@@ -244,3 +243,11 @@ class Recipe(Section):
                 "smaller gates.bias would help"
             ]
         return []
+
+
+def logit_reach(learning_rate: float, soft_steps: float) -> float:
+    """About how far a gate's logit can travel: the sum of the predictor's learning rates, of which this is the peak.
+
+    A cosine decay has a mean of about one half; its first 75 % has 0.63.
+    """
+    return learning_rate * soft_steps * 0.63

@@ -40,10 +40,7 @@ class RecipeJudge:
     """
 
     def __init__(self, trunk: Trunk, *, max_tokens: int, short_steps: int | None = None) -> None:
-        branch = trunk.recipe.branch
-        steps = short_steps or max(1, branch.steps // 4)
-        fewer = {"steps": steps, "warmup_steps": min(branch.warmup_steps, steps - 1)}
-        short = trunk.recipe.model_copy(update={"branch": branch.model_copy(update=fewer)})
+        short = shortened(trunk.recipe, short_steps)
         self._trunk, self._max_tokens = trunk, max_tokens
         self._trunks: dict[Retraining, Trunk] = {"short": replace(trunk, recipe=short), "full": trunk}
 
@@ -158,6 +155,13 @@ class RecipeJudge:
         if not is_finished(final):
             raise UserError(f"{final} is gone, though the search has trained it: search again under another --name")
         return self._part(read_branch(final).nll, fidelity)
+
+
+def shortened(recipe: Recipe, steps: int | None = None) -> Recipe:
+    """The recipe of short retrainings, of ``steps``; by default a fourth of the recipe's."""
+    steps = steps or max(1, recipe.branch.steps // 4)
+    fewer = {"steps": steps, "warmup_steps": min(recipe.branch.warmup_steps, steps - 1)}
+    return recipe.model_copy(update={"branch": recipe.branch.model_copy(update=fewer)})
 
 
 def _variant(layout: Layout | None) -> Variant:

@@ -69,6 +69,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def newest_step(folder: Path) -> int:
+    """Step of the newest complete checkpoint, which a run would go on from if it is sound; 0 without any."""
+    return max((_step(checkpoint) for checkpoint in _checkpoints(folder) if is_complete(checkpoint)), default=0)
+
+
 def _unverified(newest_first: list[Path]) -> Path | None:
     for checkpoint in newest_first:
         with suppress(UserError):

@@ -123,8 +123,8 @@ def compare(
         runs: folder of the variants' checkpoints.
         reporter: told what starts, one line each, and shows how far it is.
     """
-    folders = {variant: runs / f"{variant}-{settings.content_hash}" for variant in VARIANTS}
-    there = [variant for variant, folder in folders.items() if _is_finished(folder)]
+    folders = {variant: variant_folder(settings, variant, runs) for variant in VARIANTS}
+    there = [variant for variant, folder in folders.items() if is_finished(folder)]
     reporter.reused(len(there), len(VARIANTS), "runs")
     finished = []
     for number, (variant, folder) in enumerate(folders.items(), 1):
@@ -132,6 +132,11 @@ def compare(
             reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
         finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     return finished
+
+
+def variant_folder(settings: PalindromeSettings, variant: str, runs: Path) -> Path:
+    """Of a variant's run, trained or not."""
+    return runs / f"{variant}-{settings.content_hash}"
 
 
 def train_variant(
@@ -147,15 +152,16 @@ def train_variant(
     Args:
         reporter: shows the steps, and is told if another process trains it already, for which this one waits.
     """
-    if not _is_finished(folder):
+    if not is_finished(folder):
         with run_lock(folder, reporter.announce):
-            if not _is_finished(folder):
+            if not is_finished(folder):
                 _train(settings, variant, folder, device, reporter)
     remove_checkpoints(folder)
     return PalindromeRun.read(folder / "final")
 
 
-def _is_finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
+    """Whether a variant was trained and measured to the end."""
     return is_complete(folder / "final", _FILES)
 
 

@@ -1,0 +1,144 @@
+"""What the commands that train would train (``--dry-run``): the same options, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.proposal import distinct
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.distributed import num_processes
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.stages.common import find_proposal, find_recipe, find_table, quiet_transformers
+from spkv_nas.stages.options import (
+    PALINDROME,
+    AblateOptions,
+    InPrecision,
+    OnDevice,
+    PalindromeOptions,
+    ProbeOptions,
+    SearchOptions,
+    TrainHybridOptions,
+    TrainOptions,
+    Trains,
+)
+from spkv_nas.stages.search import ask
+from spkv_nas.stages.train import palindrome_settings
+from spkv_nas.training.ablation import AblationPlan
+from spkv_nas.training.hybrids import hybrid_variants
+from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan
+from spkv_nas.training.plan import FINISHED, Plan, PlannedRun, Planner, combined, together
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.recipe_judge import shortened
+from spkv_nas.training.variants import Variant
+
+
+def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan:
+    """What the command of these options would train."""
+    planned: dict[type, Callable[[Any, Reporter], Plan]] = {
+        TrainOptions: plan_train, ProbeOptions: plan_probe, TrainHybridOptions: plan_train_hybrid,
+        SearchOptions: plan_search, AblateOptions: plan_ablate, PalindromeOptions: plan_palindrome,
+    }  # fmt: skip
+    return planned[type(options)](options, reporter)
+
+
+def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
+    """Of ``train``: the dense model and the SP-KV branch."""
+    planner = _planner(options, options.recipe, reporter)
+    return planner.plan(reference_runs(planner))
+
+
+def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan:
+    """Of ``probe RECIPE``: what ``train`` trains, and the probe."""
+    if options.recipe is None:
+        raise UserError("--dry-run says what a recipe would train; without a recipe probe trains nothing")
+    planner = _planner(options, options.recipe, reporter)
+    return planner.plan([*reference_runs(planner), planner.heldout_pass("probe", Variant.sp_kv())])
+
+
+def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
+    """Of ``train-hybrid``: full attention, SP-KV and every layout."""
+    table = find_table(options.place, options.probe)
+    proposal = find_proposal(options.place, table.name, options.layouts)
+    proposal.table(table)  # warns
+    layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
+    planner = _planner(options, find_recipe(options.recipe, table, "demo.yaml"), reporter)
+    return planner.plan(hybrid_runs(planner, hybrid_variants(layouts), options.seeds))
+
+
+def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
+    """Of ``ablate``: every row."""
+    file = AblationPlan.read(options.file or EMBEDDED / "ablations.yaml", options.dtype)
+    runs, first = options.place.run_dir(file.name), next(iter(file.recipes.values()))
+    planner, plans = Planner(first, file.base, runs, **_telling(options, reporter)), []
+    for name, recipe in file.recipes.items():
+        planner = planner.other(recipe)
+        plans.append(planner.plan([*planner.dense(), planner.branch(name, file.variants[name])]))
+    return combined(file.name, plans)
+
+
+def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
+    """Of ``search``: its retrainings, of which those of layouts that it has yet to find are at most so many."""
+    asked = ask(options, reporter)
+    effort, known = asked.effort, {**asked.candidates.starts, **asked.candidates.others}
+    planner = _planner(options, asked.file, reporter)
+    full_attention = Variant.full_attention()
+    tried = len(known) + effort.trials * len(effort.samplers) * len(effort.seeds)
+    seen = min(options.max_tokens, planner.text.heldout(asked.recipe.data) // 2)
+    short = planner.other(shortened(asked.recipe, options.short_steps))
+    runs = [*planner.dense(), planner.heldout_pass("scores, at most", full_attention, 1 + tried, seen)]
+    for fidelity, by, number in (("short", short, effort.short), ("full", planner, effort.full)):
+        if number == 0:
+            break
+        named = [by.branch(name, Variant.hybrid(layout)) for name, layout in known.items()]
+        runs.append(together(f"{fidelity}, known layouts", [by.branch(FULL_ATTENTION, full_attention), *named]))
+        found = by.new_branch("", Variant.hybrid(next(iter(known.values()))))
+        runs.append(together(f"{fidelity}, found ones at most", [found] * number * len(effort.samplers)))
+    return planner.plan(runs)
+
+
+def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Plan:
+    """Of ``palindrome``: its three models."""
+    name = options.name or PALINDROME
+    reporter.announce("trying a step of each model")
+    return palindrome_plan(
+        palindrome_settings(options), name, options.place.run_dir(name), device=choose_device(options.device)
+    )
+
+
+def reference_runs(planner: Planner) -> list[PlannedRun]:
+    """The dense model, unless it is given, and the SP-KV branch."""
+    return [*planner.dense(), planner.branch(SP_KV, Variant.sp_kv())]
+
+
+def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 1) -> list[PlannedRun]:
+    """Of a comparison of variants, with the score of its layouts before any training."""
+    runs = planner.dense()
+    for seed in range(planner.recipe.seed, planner.recipe.seed + seeds):
+        runs += [
+            planner.branch(name if seeds == 1 else f"{name}, seed {seed}", variant, seed)
+            for name, variant in variants.items()
+        ]
+    if any(run.state != FINISHED for run in runs):
+        scored = 1 + sum(variant.layout is not None for variant in variants.values())
+        runs.append(planner.heldout_pass("zero-shot scores, at most", Variant.full_attention(), scored))
+    return runs
+
+
+def _planner(options: Trains, file: Path, reporter: Reporter) -> Planner:
+    recipe = Recipe.read(file)
+    if isinstance(options, InPrecision):
+        recipe = recipe.with_precision(options.dtype)
+    return Planner(recipe, file.parent, options.place.run_dir(recipe.name), **_telling(options, reporter))
+
+
+def _telling(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
+    """Where a planner tries steps, and whom it tells. Raises ``UserError`` under torchrun."""
+    quiet_transformers(reporter)
+    if num_processes() > 1:
+        raise UserError("--dry-run times the steps of one process: run it without torchrun")
+    return {"device": options.device, "announce": reporter.announce}

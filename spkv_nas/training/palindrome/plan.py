@@ -1,0 +1,30 @@
+"""What the palindrome comparison would train, as ``training.plan`` has it of recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spkv_nas.base.device import choose_device
+from spkv_nas.training.palindrome.run import VARIANTS, PalindromeSettings, is_finished, new_model, variant_folder
+from spkv_nas.training.palindrome.task import Palindromes
+from spkv_nas.training.plan import FINISHED, Plan, PlannedRun
+from spkv_nas.training.run_files import newest_step
+from spkv_nas.training.step_cost import measure
+
+
+def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, device: str | None = None) -> Plan:
+    """The plan of all variants; ``runs`` is the folder of their checkpoints, which may not be there yet."""
+    shape = (settings.batch_size, Palindromes(0).length)
+    planned = []
+    for variant in VARIANTS:
+        folder = variant_folder(settings, variant, runs)
+        if is_finished(folder):
+            planned.append(PlannedRun(variant, settings.steps, 0, 0.0, FINISHED))
+            continue
+        done = newest_step(folder)
+        cost = measure(new_model(settings, variant), shape, device=choose_device(device), bfloat16=False)
+        left = settings.steps - done
+        state = f"goes on from step {done}" if done else ""
+        tokens, seconds = left * shape[0] * shape[1], left * cost.seconds(settings.batch_size)
+        planned.append(PlannedRun(variant, settings.steps, tokens, seconds, state))
+    return Plan(name, tuple(planned))

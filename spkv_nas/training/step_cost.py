@@ -1,0 +1,170 @@
+"""What a training step takes on this machine: a few real ones are timed, and what they keep in memory is counted.
+
+A step is ``blocks / micro_batch`` passes, forward and backward, and an update by AdamW. In float32, as training has it,
+weights, gradients and AdamW's two moments take 16 bytes per parameter; activations are the tensors that autograd keeps
+for the backward pass, and the logits, of which the loss makes two more float32 copies.
+
+A model that does not fit, or of which one pass would take too long to try, is estimated: 6 FLOPs per parameter and
+token and attention's, at half the speed of a matrix product measured here (``EFFICIENCY``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from spkv_kernels.timing import synchronise
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.cost.formulas import attention_flops
+from spkv_nas.model.shape import ModelSize, vocabulary_size
+
+MOST_SECONDS = 5.0  # of a pass that is tried
+EFFICIENCY = 0.5  # speed of training over that of a matrix product
+_TRAINED, _FROZEN = 16, 4  # bytes per parameter
+_LOGIT_COPIES = 2 * 4  # bytes per logit beyond what autograd keeps
+_ROUNDS = 3  # passes that are timed, if they are quick
+_PATIENCE = 1.5  # seconds after which no further one is timed
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds and bytes of training one variant.
+
+    Attributes:
+        pass_seconds: forward and backward pass of one block.
+        forward_seconds: a block's forward pass without gradients.
+        update_seconds: the optimizer's step.
+        fixed_bytes: weights, gradients and moments.
+        block_bytes: activations of one block.
+        is_measured: False where the numbers are estimates.
+    """
+
+    pass_seconds: float
+    forward_seconds: float
+    update_seconds: float
+    fixed_bytes: int
+    block_bytes: int
+    is_measured: bool
+
+    def seconds(self, batch_size: int) -> float:
+        """Of a training step on ``batch_size`` blocks."""
+        return batch_size * self.pass_seconds + self.update_seconds
+
+    def memory(self, micro_batch_size: int) -> int:
+        """Bytes while ``micro_batch_size`` blocks pass."""
+        return self.fixed_bytes + micro_batch_size * self.block_bytes
+
+
+def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bfloat16: bool) -> StepCost:
+    """Time passes and updates of a model, which it changes, on random tokens.
+
+    Args:
+        shape: blocks of a pass and tokens of a block.
+        bfloat16: whether matrix products are in bfloat16 (autocast).
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no room for it.
+    """
+    model.to(device).train()
+    tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
+    autocast: Callable[[], AbstractContextManager[object]] = (
+        (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if bfloat16 else nullcontext
+    )
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=True)
+
+    def train() -> None:
+        with autocast():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+
+    @torch.no_grad()
+    def forward() -> None:
+        with autocast():
+            model(input_ids=tokens, use_cache=False)
+
+    kept = _Kept(model)
+    first = _seconds(lambda: kept.watch(train), device)
+    passes = _median(train, device, first)
+    optimizer.step()  # makes the moments
+    update = _median(optimizer.step, device, 0.0)
+    num_blocks = shape[0]
+    frozen = sum(parameter.numel() for parameter in model.parameters()) - sum(p.numel() for p in learning)
+    return StepCost(
+        pass_seconds=passes / num_blocks,
+        forward_seconds=_median(forward, device, passes) / num_blocks,
+        update_seconds=update,
+        fixed_bytes=_TRAINED * sum(parameter.numel() for parameter in learning) + _FROZEN * frozen,
+        block_bytes=kept.num_bytes // num_blocks + _LOGIT_COPIES * shape[1] * vocabulary_size(model),
+        is_measured=True,
+    )
+
+
+def estimate(size: ModelSize, block_size: int, *, device: str, bfloat16: bool) -> StepCost:
+    """The cost of a model's training by its size; activations as a Llama's layer has them, about 20 of its width."""
+    speed = EFFICIENCY * _matmul_speed(device, bfloat16=bfloat16)
+    multiplied = size.num_parameters - size.num_looked_up
+    forward = block_size * (2 * multiplied + attention_flops(size.heads, block_size)) / speed
+    per_token = size.heads.num_layers * 20 * size.hidden_size * 4 + size.vocabulary * (4 + _LOGIT_COPIES)
+    return StepCost(
+        pass_seconds=3 * forward,
+        forward_seconds=forward,
+        update_seconds=0.0,
+        fixed_bytes=_TRAINED * size.num_parameters,
+        block_bytes=block_size * per_token,
+        is_measured=False,
+    )
+
+
+class _Kept:
+    """The bytes that autograd keeps for the backward pass, the model's own tensors aside."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._seen.values())
+
+    def watch(self, call: Callable[[], None]) -> None:
+        """Run ``call`` and note what it keeps; a tensor that is kept twice counts once."""
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._own:
+                self._seen[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            call()
+
+
+def _median(call: Callable[[], object], device: str, known: float) -> float:
+    """Seconds of a call that took ``known`` seconds before, which will do where it is slow."""
+    if known > _PATIENCE:
+        return known
+    times: list[float] = []
+    while len(times) < _ROUNDS and sum(times) < _PATIENCE:
+        times.append(_seconds(call, device))
+    return sorted(times)[len(times) // 2]
+
+
+def _seconds(call: Callable[[], object], device: str) -> float:
+    synchronise(device)
+    start = perf_counter()
+    call()
+    synchronise(device)
+    return perf_counter() - start
+
+
+def _matmul_speed(device: str, *, bfloat16: bool, width: int = 2048) -> float:
+    """FLOP/s of a product of two square matrices."""
+    x = torch.randn(width, width, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+    first = _seconds(lambda: x @ x, device)
+    return 2 * width**3 / min(first, _median(lambda: x @ x, device, 0.0))

@@ -1,0 +1,329 @@
+"""Plans: what would be trained, by the recipe, by what is finished, and by steps that are tried. First recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers import fails, make_table, tiny_model, write_project
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import HeadShape
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.manifest import write_manifest
+from spkv_nas.base.units import format_seconds
+from spkv_nas.cli import main
+from spkv_nas.model.checkpoint import read_size, save
+from spkv_nas.model.shape import ModelSize
+from spkv_nas.stages.options import ProbeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.plan import plan_of
+from spkv_nas.stages.train import train
+from spkv_nas.training.first_recipe import Draft
+from spkv_nas.training.plan import FINISHED, Planner
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.run_files import newest_step
+from spkv_nas.training.step_cost import StepCost, estimate, measure
+from spkv_nas.training.text_size import TextSize
+from spkv_nas.training.variants import Variant
+
+RUN = 8 * 4 * 32  # tokens of a branch of the tiny recipe
+
+
+@pytest.fixture(autouse=True)
+def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long steps take does not matter here."""
+    monkeypatch.setattr("spkv_nas.training.step_cost._ROUNDS", 1)
+
+
+def everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+class TestStepCost:
+    def test_memory_is_that_of_the_parameters_and_of_every_block(self) -> None:
+        model = tiny_model()
+        number = sum(parameter.numel() for parameter in model.parameters())
+        one, two = (measure(tiny_model(), (blocks, 24), device="cpu", bfloat16=False) for blocks in (1, 2))
+        assert one.fixed_bytes == two.fixed_bytes == 16 * number
+        assert two.block_bytes == pytest.approx(one.block_bytes, rel=0.05)
+        assert one.memory(3) == one.fixed_bytes + 3 * one.block_bytes
+        hidden = 4 * 24 * 32  # bytes of one activation as wide as the model
+        assert one.block_bytes > model.config.num_hidden_layers * 10 * hidden
+
+    def test_frozen_parameters_have_no_gradients(self) -> None:
+        model = tiny_model()
+        for parameter in model.model.parameters():
+            parameter.requires_grad_(False)
+        frozen = sum(parameter.numel() for parameter in model.model.parameters())
+        cost = measure(model, (1, 24), device="cpu", bfloat16=False)
+        assert cost.fixed_bytes == 4 * frozen + 16 * model.lm_head.weight.numel()
+
+    def test_a_step_is_its_passes_and_an_update(self) -> None:
+        assert StepCost(2.0, 1.0, 3.0, 0, 0, True).seconds(4) == 11.0
+
+    def test_an_estimate_is_near_what_is_measured(self, tmp_path: Path, tiny_tokenizer: object) -> None:
+        model = tiny_model(hidden_size=128, intermediate_size=352)
+        save(model, tiny_tokenizer, tmp_path / "model")  # type: ignore[arg-type]
+        guess = estimate(read_size(tmp_path / "model"), 128, device="cpu", bfloat16=False)
+        found = measure(model, (1, 128), device="cpu", bfloat16=False)
+        assert guess.fixed_bytes == found.fixed_bytes
+        assert guess.block_bytes == pytest.approx(found.block_bytes, rel=0.5)
+        assert not guess.is_measured
+
+
+class TestModelSize:
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_parameters(self, tied: bool, tmp_path: Path, tiny_tokenizer: object) -> None:
+        model = tiny_model(tie_word_embeddings=tied)
+        save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
+        size = read_size(tmp_path)
+        assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+        assert size.num_looked_up == (0 if tied else 97 * 32)
+        assert size.without_embeddings == sum(parameter.numel() for parameter in model.model.layers.parameters()) + 32
+        assert (size.heads.grid, size.hidden_size, size.positions) == ((4, 2), 32, 128)
+
+
+class TestDryRun:
+    def test_of_training(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """Nothing is written, then what was trained is found."""
+        place, before = tmp_path / "w", everything(tmp_path)
+        main(["train", str(recipe_file), "--workspace", str(place), "--dry-run"])
+        printed = capsys.readouterr().out
+        assert everything(tmp_path) == before
+        for words in (f"in all: {6 * 4 * 32 + RUN:,} tokens", "held out; 40 documents", "memory: about", "a step"):
+            assert words in printed
+        options = TrainOptions(recipe=recipe_file, workspace=place)
+        dense, branch = plan_of(options).runs
+        assert (dense.name, dense.steps, dense.tokens, dense.state) == ("dense", 6, 6 * 4 * 32, "")
+        assert (branch.name, branch.steps, branch.tokens, branch.state) == ("sp-kv", 8, RUN, "")
+        assert branch.seconds > 0
+        train(options)
+        before = everything(tmp_path)
+        main(["train", str(recipe_file), "--workspace", str(place), "--dry-run"])
+        assert "in all: everything is finished" in capsys.readouterr().out
+        *trained, probe = plan_of(ProbeOptions(recipe=recipe_file, workspace=place)).runs
+        assert [run.state for run in trained] == [FINISHED, FINISHED]
+        assert (probe.name, probe.steps) == ("probe", 0)
+        self.hybrids(recipe_file, place)
+        assert everything(place / "runs") == {path for path in before if place / "runs" in path.parents}
+
+    def hybrids(self, recipe_file: Path, place: Path) -> None:
+        make_table([[0.9, 0.1], [0.2, 0.3]]).write(place / "probes" / "tiny")
+        for name, row in (("a", "GL"), ("b", "LG"), ("twin", "GL")):
+            Layout((row, "LL"), 8, name).write(place / "layouts" / "p" / f"{name}.yaml")
+        asked = TrainHybridOptions(recipe=recipe_file, probe="tiny", seeds=2, workspace=place)
+        plan = plan_of(asked)
+        left = {run.name: run.tokens for run in plan.runs}
+        assert [name for name in left if "twin" in name] == []
+        assert left["sp-kv, seed 0"] == 0
+        assert left["sp-kv, seed 1"] == left["full-attention, seed 0"] == left["b, seed 1"] == RUN
+        assert plan.fits
+
+    def test_of_a_run_that_was_interrupted(self, tmp_path: Path) -> None:
+        for step in (3, 6, 9):
+            (tmp_path / f"checkpoint-{step}").mkdir()
+            if step < 9:
+                write_manifest(tmp_path / f"checkpoint-{step}")
+        assert newest_step(tmp_path) == 6
+        assert newest_step(tmp_path / "nothing") == 0
+
+    def test_of_the_other_commands(self, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        place = tmp_path / "w"
+        make_table([[0.9, 0.1], [0.2, 0.3]]).write(place / "probes" / "p")
+        rows = "{SP-KV: {}, longer: {branch: {steps: 20}}, full attention: {variant: full-attention}}"
+        ablations = recipe_file.with_name("ablations.yaml")
+        ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
+        before = everything(tmp_path)
+        said = {
+            ("ablate", ablations): (f"in all: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens", "longer", "full atten"),
+            ("search", "--probe", "p", "--recipe", recipe_file, "--short", "2", "--full", "1", "--budget", "1"): (
+                "short, known layouts", "full, found ones at most, 2", "scores, at most",
+            ),
+            ("palindrome", "--steps", "3", "--batch-size", "1"): ("sliding-window", "in all: 1,728 tokens"),
+        }  # fmt: skip
+        for command, words in said.items():
+            main([*map(str, command), "--workspace", str(place), "--dry-run"])
+            printed = capsys.readouterr().out
+            assert all(word in printed for word in words), printed
+        assert everything(tmp_path) == before
+
+    def test_a_probe_without_a_recipe_trains_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "without a recipe probe trains nothing" in fails(capsys, "probe", "--dry-run")
+
+    def test_too_little_text_and_memory_are_said(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: 1 << 17)
+        recipe = Recipe.read(recipe_file)
+        small = TextSize(documents=2, tokens=100)
+        planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", text=small)
+        plan = planner.plan([planner.branch("sp-kv", Variant.sp_kv())])
+        assert not plan.fits
+        said = "\n".join(plan.remarks)
+        assert "less than one batch of 128 tokens" in said
+        assert "128.00 KiB are free; a smaller micro_batch_size or data.block_size takes less" in said
+        assert "estimated by FLOPs" in said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.2, "1 s"),
+        (89, "89 s"),
+        (90, "2 min"),
+        (3599, "1 h 0 min"),
+        (12000, "3 h 20 min"),
+        (4e5, "5 days"),
+    ],
+)
+def test_times_as_text(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def size_of(layers: int, width: int, positions: int | None = 4096) -> ModelSize:
+    """A model of ``layers`` layers, 12 width^2 parameters each, and 32,000 tokens."""
+    heads = HeadShape(layers, max(1, width // 64), max(1, width // 256), 64)
+    return ModelSize(heads, 12 * layers * width**2 + 64000 * width, 32000 * width, width, 32000, positions)
+
+
+class TestFirstRecipe:
+    @pytest.mark.parametrize("steps", [20, 160, 3000])
+    @pytest.mark.parametrize("tokens", [3000, 150_000, 10**9])
+    @pytest.mark.parametrize(("layers", "width"), [(2, 64), (21, 96), (24, 1024), (32, 4096)])
+    @pytest.mark.parametrize(("device", "positions"), [("cpu", 128), ("cuda", None), ("cpu", 131072)])
+    def test_is_a_recipe_without_a_warning(
+        self, device: str, positions: int | None, layers: int, width: int, tokens: int, steps: int, tmp_path: Path
+    ) -> None:
+        size = size_of(layers, width, positions)
+        draft = Draft.of("mine", "a: 'model'", ("text #1",), size, TextSize(40, tokens), device)
+        recipe = Draft(**{**vars(draft), "steps": steps, "micro_batch_size": 1}).recipe(tmp_path)
+        assert recipe.warnings() == []
+        assert (recipe.model.path, recipe.data.sources) == ("a: 'model'", ["text #1"])
+        assert recipe.gates.window * 4 <= recipe.data.block_size <= (positions or 2048)
+        assert 8 * recipe.branch.batch_size * recipe.data.block_size <= tokens
+        assert recipe.data.heldout * tokens >= 8 * recipe.data.block_size
+        assert recipe.gates.target_density == pytest.approx(2 / 7, abs=1e-3)
+
+    def test_a_large_model_learns_slowly_and_its_gates_quickly(self, tmp_path: Path) -> None:
+        """The paper trains 7 B at 5e-4, and the predictors at 5 times that."""
+        draft = Draft.of("mine", "m", ("t",), size_of(32, 4096), TextSize(40, 10**8), "cuda")
+        recipe = draft.recipe(tmp_path)
+        assert recipe.branch.learning_rate == pytest.approx(5e-5, rel=0.2)
+        assert recipe.branch.learning_rate * recipe.gates.learning_rate_multiplier == pytest.approx(2.5e-3, rel=0.2)
+        assert (recipe.data.block_size, recipe.branch.batch_size, recipe.gates.window) == (2048, 8, 128)
+
+    def test_too_little_text(self) -> None:
+        with pytest.raises(UserError, match="too few for 64 blocks of 32 tokens"):
+            Draft.of("mine", "m", ("t",), size_of(2, 64), TextSize(40, 2000), "cpu")
+
+
+class TestInit:
+    @pytest.fixture
+    def model(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "my model")
+        return tmp_path / "my model"
+
+    @pytest.fixture
+    def corpus_folder(self, tmp_path: Path) -> Path:
+        return write_project(tmp_path / "project").parent / "text"
+
+    @pytest.fixture
+    def fixed_cost(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cost = StepCost(
+            pass_seconds=2.0,
+            forward_seconds=0.0,
+            update_seconds=0.0,
+            fixed_bytes=1000,
+            block_bytes=100,
+            is_measured=True,
+        )
+        monkeypatch.setattr(Planner, "_cost", lambda planner, variant: cost)
+
+    def test_says_what_the_path_takes_and_writes_the_recipe_alone(
+        self, model: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        before, file = everything(tmp_path), tmp_path / "mine" / "recipe.yaml"
+        command = ["init", str(model), str(corpus_folder), "--out", str(file), "--workspace", str(tmp_path / "w")]
+        main(command)
+        assert everything(tmp_path) - before == {file.parent, file}
+        recipe = Recipe.read(file)
+        assert (recipe.name, recipe.model.path) == ("my-model", str(model))
+        run = recipe.branch.steps * recipe.branch.batch_size * recipe.data.block_size
+        printed = capsys.readouterr().out
+        for words in (f"{7 * run:,}", "layouts, 7", "zero-shot scores", "in all: ", "memory: about", "held out; 40"):
+            assert words in printed
+        assert "is there already: give another --out, or --force" in fails(capsys, *command)
+        assert Recipe.read(file) == recipe
+        main([*command, "--force", "--steps", "50", "--name", "other"])
+        assert (Recipe.read(file).name, Recipe.read(file).branch.steps) == ("other", 50)
+
+    @pytest.mark.usefixtures("fixed_cost")
+    def test_minutes_decide_the_steps(
+        self, model: Path, corpus_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        file = tmp_path / "recipe.yaml"
+        command = ["init", str(model), str(corpus_folder), "--out", str(file), "--minutes"]
+        main([*command, "600"])
+        recipe = Recipe.read(file)
+        assert recipe.branch.steps == 36000 // (9 * 2 * recipe.branch.batch_size)  # nine runs
+        assert recipe.micro_batch_size is None
+        needed = fails(capsys, *command, "1", "--force")
+        assert "20 steps of every run take" in needed
+        assert "give more --minutes" in needed
+        assert "not both" in fails(capsys, *command, "1", "--force", "--steps", "3")
+
+    @pytest.mark.usefixtures("fixed_cost")
+    def test_an_embedded_model_leaves_the_demos_results_alone(self, corpus_folder: Path, tmp_path: Path) -> None:
+        main(["init", "embedded:dense", str(corpus_folder), "--out", str(tmp_path / "recipe.yaml")])
+        recipe = Recipe.read(tmp_path / "recipe.yaml")
+        assert (recipe.name, recipe.model.path) == ("embedded-dense", "embedded:dense")
+
+    @pytest.mark.usefixtures("fixed_cost")
+    @pytest.mark.parametrize(("available", "micro"), [(10**6, None), (1600, 2), (1400, 1), (10, 1)])
+    def test_passes_fit_the_memory(
+        self,
+        available: int,
+        micro: int | None,
+        model: Path,
+        corpus_folder: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: available)
+        file = tmp_path / "recipe.yaml"
+        main(["init", str(model), str(corpus_folder), "--out", str(file)])
+        assert Recipe.read(file).micro_batch_size == micro
+        assert ("there is not enough memory for it" in capsys.readouterr().err) == (available == 10)
+
+    def test_the_path_of_the_readme(
+        self, corpus_folder: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """Its own recipe was declared bad, and ``match-budget`` failed on what it trained."""
+        monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
+        monkeypatch.chdir(tmp_path)
+        save(tiny_model("gemma3_text", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("model"))
+        main(["init", "model", str(corpus_folder), "--name", "mine", "--steps", "6"])
+        main(["probe", "recipe.yaml"])
+        main(["propose", "--tau", "match-budget", "--num-random", "0"])
+        main(["train-hybrid", "--recipe", "recipe.yaml"])
+        assert Path("reports/mine/comparison.csv").is_file()
+        assert "warning" not in capsys.readouterr().err
+
+
+def test_the_tokens_of_a_text_are_counted_as_blocks_have_them(
+    recipe_file: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spkv_nas.data.blocks import build_blocks
+    from spkv_nas.data.sources import documents
+    from spkv_nas.training import text_size
+
+    sources = ["text"]
+    whole = text_size.count_text(sources, recipe_file.parent, tiny_tokenizer)
+    blocks = build_blocks(documents(sources, recipe_file.parent), tiny_tokenizer, 2)
+    assert (whole.documents, whole.is_whole) == (40, True)
+    assert blocks.tokens.size == whole.tokens // 2 * 2
+    monkeypatch.setattr(text_size, "MOST_CHARACTERS", 10)
+    part = text_size.count_text(sources, recipe_file.parent, tiny_tokenizer)
+    assert not part.is_whole
