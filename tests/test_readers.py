@@ -382,7 +382,7 @@ class TestLastLine:
         assert said in message
         assert len(message) < 1000
 
-        def broken(arguments: list[str]) -> None:
+        def broken(arguments: list[str], *, standalone_mode: bool) -> None:
             raise error
 
         monkeypatch.setattr("spkv_nas.cli.app.app", broken)

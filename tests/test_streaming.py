@@ -23,7 +23,7 @@ from spkv_nas.data.block_files import BlockWriter, map_blocks
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import DataConfig, SourceConfig
 from spkv_nas.data.heldout import HeldOut, heldout_share
-from spkv_nas.data.pieces import PIECE, cut, piece_size
+from spkv_nas.data.pieces import cut
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import cache_split, load_heldout, load_text, read_split
 
@@ -85,10 +85,6 @@ class TestPieces:
     def test_a_text_that_grows_keeps_its_first_pieces(self) -> None:
         before, after = list(cut([prose(200)], 1000)), list(cut([prose(300)], 1000))
         assert after[: len(before) - 1] == before[:-1]
-
-    def test_hold_four_blocks(self) -> None:
-        assert piece_size(512) == PIECE
-        assert piece_size(2048) == 4 * 2048 * 4
 
 
 class TestLongDocuments:
@@ -159,6 +155,13 @@ class TestShare:
         again: list[str] = []
         cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Reporter(announce=again.append))
         assert again == said
+
+    def test_one_piece_gives_no_error(self, tmp_path: Path) -> None:
+        (tmp_path / "corpus.txt").write_text(prose(2000))
+        said: list[str] = []
+        options: dict[str, Any] = {"block_size": 64, "max_tokens": 100, "reporter": Reporter(announce=said.append)}
+        load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
+        assert said == ["corpus.txt is one long document, of which one piece is read: no standard error can be given"]
 
     @pytest.mark.parametrize(
         ("text", "message"),

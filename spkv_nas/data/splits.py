@@ -215,6 +215,10 @@ class _Seen:
         """What there is to say of them to people."""
         if not self._names:
             return []
+        if self._pieces == 1:
+            return [
+                f"{self._names[0]} is one long document, of which one piece is read: no standard error can be given"
+            ]
         if len(self._names) == 1:
             return [f"{self._names[0]} is one long document: its {self._pieces} pieces serve as documents"]
         return [f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]
