@@ -158,7 +158,7 @@ class TestReuse:
         main(["train-hybrid", "--recipe", str(recipe), "--probe", "tiny", "--workspace", str(workspace)])
         said = capsys.readouterr().err
         assert re.search(r"^reused (\d+) of \1 zero-shot scores$", said, re.MULTILINE)
-        assert "reused 7 of 7 runs\n" in said
+        assert "reused 4 of 4 runs\n" in said
         assert "seed 0" not in said
 
     def test_nothing_is_said_where_all_had_to_be_done(self) -> None:
