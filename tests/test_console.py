@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
+from spkv_nas.cli.console import out
 from spkv_nas.cli.result import Result, plain, present
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
@@ -243,6 +244,13 @@ class TestJson:
             "v": [None, 1.0],
             "p": str(Path("a") / "b"),
         }
+
+    def test_other_processes_print_none(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(out, "quiet", True)
+        present(Result({"a": 1}, print), as_json=True)
+        assert capsys.readouterr().out == ""
 
     def test_results_of_several_steps_are_one_document(self, capsys: pytest.CaptureFixture[str]) -> None:
         results = [Result({"step": number}, lambda value: print(value["step"])) for number in (1, 2)]

@@ -12,7 +12,13 @@ from checkpoint_cases import change_config
 from helpers import gated, logits, tiny_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -153,6 +159,21 @@ def test_weights_keep_their_dtypes_and_bits(
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert model.model.norm.weight.dtype is torch.float32
     assert model.lm_head.weight.dtype is torch.bfloat16
+
+
+def test_a_model_that_calls_its_layers_otherwise(
+    tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=64, vocab_size=300)
+    torch.manual_seed(0)
+    save(GPT2LMHeadModel(config), tiny_tokenizer, tmp_path / "dense")
+    layout = Layout(("GL", "LL"), 6)
+    export(layout, tmp_path / "dense", tmp_path / "out")
+    with pytest.raises(Exception, match="n_layer"):
+        GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    expected, _ = load(tmp_path / "dense")
+    apply_layout(expected, layout)
+    assert torch.equal(logits(load(tmp_path / "out")[0], tokens), logits(expected, tokens))
 
 
 class TestOwnType:

@@ -25,7 +25,7 @@ CLASSES = [
     one for one in vars(options).values()
     if isinstance(one, type) and is_dataclass(one) and one.__module__ == options.__name__
 ]  # fmt: skip
-PRINT_BY_THEMSELVES = ("generate", "export", "schema")
+PRINT_BY_THEMSELVES = ("generate", "schema")
 ALIASES = {name: hint for name, hint in vars(flags).items() if hasattr(hint, "__metadata__")}
 
 

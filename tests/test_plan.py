@@ -212,9 +212,15 @@ class TestFirstRecipe:
         assert recipe.branch.learning_rate * recipe.gates.learning_rate_multiplier == pytest.approx(2.5e-3, rel=0.2)
         assert (recipe.data.block_size, recipe.branch.batch_size, recipe.gates.window) == (2048, 8, 128)
 
-    def test_too_little_text(self) -> None:
+    @pytest.mark.parametrize("tokens", [0, 2000])
+    def test_too_little_text(self, tokens: int) -> None:
         with pytest.raises(UserError, match="too few for 64 blocks of 32 tokens"):
-            Draft.of("mine", "m", ("t",), size_of(2, 64), TextSize(40, 2000), "cpu")
+            Draft.of("mine", "m", ("t",), size_of(2, 64), TextSize(40, tokens), "cpu")
+
+    @pytest.mark.parametrize("name", ["2024", "yes", "1e3", "null", "2024-11-05"])
+    def test_a_name_that_yaml_takes_for_something_else(self, name: str) -> None:
+        draft = Draft.of(name, "m", ("t",), size_of(2, 64), TextSize(40, 200_000), "cpu")
+        assert draft.recipe(Path()).name == name
 
 
 class TestInit:

@@ -61,6 +61,15 @@ def test_a_processor_of_avx2_emulates_bfloat16() -> None:
     assert seen.stdout.strip() == "False"
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="of x86")
+def test_avx512_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_it in (False, True):
+        found = {"architecture": "x86_64", "avx512_f": True, "avx512_bf16": has_it}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        assert device.is_native("cpu", torch.bfloat16) is (has_it and supported)
+
+
 def test_other_dtypes_are_native_everywhere() -> None:
     assert device.is_native("cpu", torch.float32)
     assert device.is_native("cpu", torch.float64)

@@ -23,20 +23,26 @@ class _Watch(MetaPathFinder):
 
     def __init__(self, module: str, action: Callable[[], None]) -> None:
         self.module, self.action = module, action
+        self._is_asking = False  # the others, in this moment
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.module:
+        if fullname != self.module or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_act(module: ModuleType) -> None:
                 execute(module)
-                self.action()
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self.action()
 
             spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
         return spec

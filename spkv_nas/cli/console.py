@@ -54,6 +54,8 @@ class Stream(Console):
 
     def write(self, text: str) -> None:
         """Print text as it is, at once and without a line break at its end."""
+        if self.quiet:
+            return
         self.before()
         self.file.write(text)
         self.file.flush()

@@ -6,6 +6,7 @@ and of the results that need none, whose fields are what is to be known of them.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages.cost import CalibrationResult, CostResult
     from spkv_nas.stages.evaluate import EvaluationResult
+    from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.propose import BudgetsResult, ProposalResult
     from spkv_nas.stages.search import SearchResult
     from spkv_nas.training.hybrids import Comparison
+    from spkv_nas.training.plan import Plan
 
 Document = dict[str, Any]
 
@@ -95,6 +98,20 @@ def search(result: SearchResult) -> Document:
         "rank_correlation": correlations(result.rows),
         "folder": result.folder,
     }
+
+
+def plan(result: Plan) -> Document:
+    """What would be trained."""
+    return {
+        **{one.name: getattr(result, one.name) for one in fields(result)},
+        "seconds": result.seconds,
+        "fits": result.fits,
+    }
+
+
+def first_recipe(result: FirstRecipe) -> Document:
+    """What a recipe leads to, and where it is."""
+    return {"recipe": result.file, "plan": plan(result.plan)}
 
 
 def report(page: Path) -> Document:

@@ -40,18 +40,17 @@ def diff(options: DiffOptions, reporter: Reporter) -> Result:
 
 
 @command(app)
-def convert(options: ConvertOptions, reporter: Reporter) -> None:
+def convert(options: ConvertOptions, reporter: Reporter) -> Result:
     """Change a layout's form: ours, DuoAttention's, PruLong's. Says what a form cannot hold.
 
     A file of scores becomes a layout by --budget, --sparsity or --threshold; one of zeros and ones is a layout.
     """
     from spkv_nas.stages import layout as stage
 
-    for line in stage.convert(options):
-        say(line)
+    return Result(stage.convert(options), _say_all, lambda lines: {"file": options.target, "notes": lines})
 
 
-def export(options: ExportOptions, reporter: Reporter) -> None:
+def export(options: ExportOptions, reporter: Reporter) -> Result:
     """Write a checkpoint with a layout applied as a Hugging Face folder: a stock architecture where there is one.
 
     A fresh process with plain transformers must compute the same; what has no stock form gets a model type of its own.
@@ -59,7 +58,12 @@ def export(options: ExportOptions, reporter: Reporter) -> None:
     """
     from spkv_nas.stages import layout as stage
 
-    say(stage.export(options, reporter))
+    return Result(stage.export(options, reporter), say, lambda said: {"folder": options.out, "form": said})
+
+
+def _say_all(lines: list[str]) -> None:
+    for line in lines:
+        say(line)
 
 
 def schema(options: SchemaOptions, reporter: Reporter) -> None:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.units import format_seconds
+from spkv_nas.cli import documents
 from spkv_nas.cli.console import caution, out, say, say_where
 from spkv_nas.cli.result import Result
 
@@ -22,7 +23,7 @@ def dry_run(options: Trains, reporter: Reporter) -> Result:
     """What the command of these options would train."""
     from spkv_nas.stages.plan import plan_of
 
-    return Result(plan_of(options, reporter), plan)
+    return Result(plan_of(options, reporter), plan, documents.plan)
 
 
 def plan(result: Plan) -> None:

@@ -15,7 +15,7 @@ def init(options: InitOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import init as stage
 
-    return Result(stage.init(options, reporter), show_plan.first_recipe)
+    return Result(stage.init(options, reporter), show_plan.first_recipe, documents.first_recipe)
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:

@@ -35,7 +35,7 @@ class CacheCost:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
         if self.dtype not in ITEM_BYTES:
-            raise UserError(f"--dtype '{self.dtype}' is unknown; known are {', '.join(ITEM_BYTES)}")
+            raise UserError(f"--kv-dtype '{self.dtype}' is unknown; known are {', '.join(ITEM_BYTES)}")
 
     @property
     def global_head(self) -> int:
@@ -64,7 +64,7 @@ class CacheCost:
             raise UserError(
                 f"{format_bytes(limit)} holds no global KV head: {num_heads} local ones take "
                 f"{format_bytes(self.total(0, num_heads))}, each global one {format_bytes(extra)} more\n"
-                "give more memory, a shorter --context, a smaller --batch or another --dtype"
+                "give more memory, a shorter --context, a smaller --batch or another --kv-dtype"
             )
         return int(number)
 

@@ -84,10 +84,19 @@ def _own_form(content: dict[str, Any]) -> dict[str, Any]:
     """The content of ``config.json`` under our type; without a section, that is detached, as it is."""
     if OWN_TYPE not in content:
         return content
-    section = {**content[OWN_TYPE], "stock_type": content["model_type"], _LAYERS: content[_LAYERS]}
+    kind = content["model_type"]
+    key = _layers_key(kind)
+    section = {**content[OWN_TYPE], "stock_type": kind, _LAYERS: content[key]}
     architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
-    own = {"model_type": OWN_TYPE, "architectures": architectures, _LAYERS: _HINT, OWN_TYPE: section}
+    own = {"model_type": OWN_TYPE, "architectures": architectures, key: _HINT, OWN_TYPE: section}
     return {**content, **own}
+
+
+def _layers_key(kind: str) -> str:
+    """What a model type calls its number of layers in its file: n_layer of GPT-2."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return str(CONFIG_MAPPING[kind].attribute_map.get(_LAYERS, _LAYERS))
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
@@ -108,6 +117,6 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
             "the config is damaged: copy it anew"
         )
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
-    stock = {"model_type": kind, "architectures": architectures, _LAYERS: num_layers, OWN_TYPE: section}
+    stock = {"model_type": kind, "architectures": architectures, _layers_key(kind): num_layers, OWN_TYPE: section}
     check_counts(stock, "the model")  # in the place where others look for them
     return {**content, **stock}, CONFIG_MAPPING[kind]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spkv_nas.base.device import DTYPES
 from spkv_nas.base.limits import (
     MOST_BATCH,
     MOST_BLOCK_SIZE,
@@ -71,8 +72,8 @@ _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMOR
 Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
 Name = Annotated[str | None, Flag("Name of the result.")]
 Out = Annotated[Path, Flag("New folder.")]
-Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.")]
-Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.")]
+Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.", values=("cpu", "cuda"))]
+Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.", values=DTYPES)]
 
 # a model and a text
 Model = Annotated[str, _MODEL]

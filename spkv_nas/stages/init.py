@@ -51,7 +51,7 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
         raise UserError("give --steps or --minutes, not both")
     quiet_transformers(reporter)
     base = options.out.parent
-    model, sources = _seen_from(base, options.model), tuple(_seen_from(base, source) for source in options.data)
+    model, sources = _absolute(options.model), tuple(_seen_from(base, source) for source in options.data)
     reporter.announce("counting the tokens of the text")
     size, text = read_size(model), count_text(sources, base, load_tokenizer(model))
     draft = Draft.of(options.name or _name(options.model), model, sources, size, text, choose_device(options.device))
@@ -134,6 +134,11 @@ def _seen_from(base: Path, source: str) -> str:
     if source == "stdlib" or not path.exists() or base.resolve() == Path.cwd():
         return source
     return os.path.abspath(path)
+
+
+def _absolute(model: str) -> str:
+    """A model's folder from anywhere: of a recipe, text is looked up from its folder, but a model is not."""
+    return os.path.abspath(Path(model).expanduser()) if Path(model).expanduser().exists() else model
 
 
 def _name(model: str) -> str:

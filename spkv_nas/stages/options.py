@@ -248,7 +248,7 @@ class ReportOptions(InWorkspace):
 class DemoOptions(InWorkspace, OnDevice):
     """Of ``demo``."""
 
-    workspace: flags.Root = default(Path("demo"), note="Ignored by git.")
+    workspace: flags.Root = Path("demo")
     dtype: flags.Dtype = default(None, "what the machine has instructions for")
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
 

@@ -75,9 +75,12 @@ def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
     file = AblationPlan.read(options.file or EMBEDDED / "ablations.yaml", options.dtype)
     runs, first = options.place.run_dir(file.name), next(iter(file.recipes.values()))
     planner, plans = Planner(first, file.base, runs, **_telling(options, reporter)), []
+    trained: set[Path] = set()
     for name, recipe in file.recipes.items():
         planner = planner.other(recipe)
-        plans.append(planner.plan([*planner.dense(), planner.branch(name, file.variants[name])]))
+        dense = [] if planner.dense_path in trained else planner.dense()  # one that rows share counts once
+        trained.add(planner.dense_path)
+        plans.append(planner.plan([*dense, planner.branch(name, file.variants[name])]))
     return combined(file.name, plans)
 
 

@@ -60,7 +60,7 @@ def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
     place = options.place
     place.check_writable()
     for line in recipe.warnings():
-        reporter.announce(f"warning: {line}")
+        reporter.caution(f"warning: {line}")
     runs, variant = place.run_dir(recipe.name), Variant.sp_kv()
     recipe = on_main(lambda: recipe.settled(choose_device(options.device)))
     dense = dense_run(recipe, runs)
@@ -97,7 +97,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     quiet_transformers(reporter)
     if recipe.gates.start_from is None:
         for line in recipe.warnings():
-            reporter.announce(f"warning: {line}")
+            reporter.caution(f"warning: {line}")
     return hybrids.train_hybrids(
         recipe, proposal.layouts, proposal.table(table), place, base=path.parent, num_seeds=options.seeds,
         device=options.device, reporter=reporter,

@@ -88,15 +88,14 @@ class Draft:
         Raises:
             UserError: there is too little text for any.
         """
+        if text.tokens < _FEWEST_BLOCKS * _SMALLEST_BLOCK:
+            raise _too_little(size, text)
         kind = "cuda" if device.startswith("cuda") else "cpu"
         most = min(_BLOCK_SIZE[kind], size.positions or _BLOCK_SIZE[kind])
         draft = cls(name, model, sources, size, text, kind, most)
         most = min(most, text.tokens // _FEWEST_BLOCKS, int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS)
         if most < _SMALLEST_BLOCK:
-            raise UserError(
-                f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
-                f"for {_FEWEST_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
-            )
+            raise _too_little(size, text)
         return replace(draft, block_size=2 ** int(math.log2(most)))
 
     @property
@@ -127,8 +126,9 @@ class Draft:
             "" if self.micro_batch_size is None else f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         )
         return _TEMPLATE.format(
-            name=self.name, model=yaml_line({"path": self.model}), sources=yaml_line(list(self.sources)),
-            tokens=f"{self.text.tokens:,}", layers=self.size.heads.num_layers, kv_heads=self.size.heads.num_kv_heads,
+            name=yaml_line(self.name), model=yaml_line({"path": self.model}), sources=yaml_line(list(self.sources)),
+            tokens=f"{'' if self.text.is_whole else 'at least '}{self.text.tokens:,}",
+            layers=self.size.heads.num_layers, kv_heads=self.size.heads.num_kv_heads,
             parameters=f"{self.size.num_parameters:,}", block_size=self.block_size, heldout=self.heldout,
             most_heldout=_MOST_HELDOUT, steps=self.steps, batch_size=self.batch_size,
             step_tokens=self.batch_size * self.block_size, learning_rate=rate, micro=micro,
@@ -139,6 +139,13 @@ class Draft:
     def recipe(self, base: Path) -> Recipe:
         """The recipe itself; relative paths start from ``base``."""
         return Recipe.parse(parse_yaml(self.text_of_recipe(), "recipe"), base, "recipe")
+
+
+def _too_little(size: ModelSize, text: TextSize) -> UserError:
+    return UserError(
+        f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
+        f"for {_FEWEST_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
+    )
 
 
 def _digits(number: float, digits: int) -> float:

@@ -1,6 +1,7 @@
 """What a command would train, before it does: runs, tokens, time and memory. Nothing is written.
 
-What is finished is found where training would find it, so a plan is right about what is reused. One step of every kind
+What is finished is found where training would find it, so a plan is right about what is reused, as long as the text is
+what it was: whether it has changed, training finds out when it reads it. One step of every kind
 of variant that is left to train is tried (``step_cost``).
 """
 
@@ -34,6 +35,7 @@ from spkv_nas.training.variants import Kind, Variant
 
 ROOM = 0.8  # share of the free memory that training is planned to take
 FINISHED = "finished"
+_WARNING = "warning: "  # what those of a recipe begin with
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,11 @@ def together(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
 
 
 def combined(name: str, plans: Sequence[Plan]) -> Plan:
-    """Several plans as one, with the remarks of the one that takes most memory."""
+    """Several plans as one, with the remarks of the one that takes most memory, and the warnings of all."""
     first = max(plans, key=lambda plan: plan.memory)
-    every = (run for plan in plans for run in plan.runs)
-    runs = {(run.name, run.steps, run.tokens): run for run in every}  # a dense model that recipes share counts once
-    return Plan(name, tuple(runs.values()), first.remarks, first.memory, first.available)
+    warned = [remark for plan in plans for remark in plan.remarks if remark.startswith(_WARNING)]
+    runs = tuple(run for plan in plans for run in plan.runs)
+    return Plan(name, runs, tuple(dict.fromkeys([*first.remarks, *warned])), first.memory, first.available)
 
 
 class Planner:
@@ -216,8 +218,9 @@ class Planner:
         if not self._costs:  # nothing is left to do
             return Plan(self.recipe.name, runs)
         together = max(phase.per_device_train_batch_size for phase in self._arguments)
-        needed = max(cost.memory(together) for cost in self._costs.values())
-        warned = [f"warning: {line}" for line in self.recipe.warnings()] if Kind.SP_KV in self._costs else []
+        trains = any(run.steps and run.state != FINISHED for run in runs)
+        needed = max(cost.memory(together) for cost in self._costs.values()) if trains else 0
+        warned = [f"{_WARNING}{line}" for line in self.recipe.warnings()] if Kind.SP_KV in self._costs else []
         return Plan(self.recipe.name, runs, (*self._remarks(needed), *warned), needed, self.available)
 
     def _run(
@@ -252,7 +255,10 @@ class Planner:
         self._announce(f"trying a step: {variant.name if variant.layout is None else 'a layout'}")
         model = load(self.dense_path, dtype=torch.float32)[0] if self._has_dense else new_model(recipe, self.tokenizer)
         dress(model, recipe, variant, recipe.seed)
-        return measure(model, (tried, block_size), device=device, bfloat16=bfloat16)
+        try:
+            return measure(model, (tried, block_size), device=device, bfloat16=bfloat16)
+        except (torch.OutOfMemoryError, MemoryError):  # the plan says what is needed
+            return guess
 
     def _remarks(self, needed: int) -> Iterator[str]:
         """Sentences about the text, the time and the memory of what is left to train."""
@@ -269,6 +275,8 @@ class Planner:
         how = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
         yield f"time: {how} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         free = format_bytes(self.available)
+        if not needed:  # nothing is left to train
+            return
         if needed > self.available:
             yield (
                 f"memory: training takes about {format_bytes(needed)}, and {free} are free; "
