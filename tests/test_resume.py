@@ -28,7 +28,7 @@ from spkv_nas.base.manifest import MANIFEST, read_manifest, write_manifest
 from spkv_nas.base.progress import Reporter
 from spkv_nas.training import callbacks, run_files, trainer
 from spkv_nas.training.branches import Branch, Trunk, train_branch
-from spkv_nas.training.corpus import Corpus, load_corpus
+from spkv_nas.training.corpus import Corpus, load_corpus, tokenizer_folder
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE, newest_checkpoint
@@ -308,9 +308,10 @@ class TestText:
         first = next(file for file in (recipe_file.parent / "text").rglob("*") if file.is_file())
         first.write_text(first.read_text() + " and more")
         changed = load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
-        with pytest.raises(UserError, match=r"the text has changed since .*dense was begun"):
+        tokenizer_folder(recipe, tmp_path).mkdir()
+        with pytest.raises(UserError, match=r"since .*dense was begun(.|\n)*that folder and tokenizer-\w+ beside it$"):
             train_dense(recipe, changed, tmp_path / "dense", device="cpu")
-        with pytest.raises(UserError, match=r"the text has changed since .*whole was begun"):
+        with pytest.raises(UserError, match=r"the text has changed since .*whole was begun(.|\n)*that folder$"):
             train_branch(recipe, changed, dense, tmp_path / "whole", Variant.sp_kv(), device="cpu")
 
 

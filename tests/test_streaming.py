@@ -7,66 +7,22 @@ import shutil
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
-from transformers import PreTrainedTokenizerBase
+from text_cases import bytes_tokenizer, prose, sixty_documents, write_files
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
-from spkv_nas.data import block_files, readers, splits
+from spkv_nas.data import block_files, readers
 from spkv_nas.data.block_files import BlockWriter, map_blocks
-from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.config import DataConfig, SourceConfig
+from spkv_nas.data.config import DataConfig
 from spkv_nas.data.heldout import HeldOut, heldout_share
 from spkv_nas.data.pieces import cut
 from spkv_nas.data.sources import Document, documents, heldout
-from spkv_nas.data.splits import cache_split, load_heldout, load_text, read_split
-
-
-class Bytes:
-    """A tokenizer whose tokens are the bytes; it counts the texts that it was given."""
-
-    eos_token_id = 256
-    backend_tokenizer = SimpleNamespace(to_str=lambda: "bytes")
-
-    def __init__(self, patience: int = 10**9) -> None:
-        self.texts, self._patience = 0, patience
-
-    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[np.ndarray]]:
-        self.texts += len(texts)
-        if self.texts > self._patience:
-            raise KeyboardInterrupt
-        return {"input_ids": [np.frombuffer(text.encode(), np.uint8) for text in texts]}
-
-
-def bytes_tokenizer(patience: int = 10**9) -> Any:
-    """As the type checker wants it; interrupted after ``patience`` texts."""
-    return Bytes(patience)
-
-
-def prose(number: int, start: int = 0) -> str:
-    """So many short paragraphs that differ."""
-    return "".join(f"paragraph {i} has {i * i % 97} words\nin two lines\n\n" for i in range(start, start + number))
-
-
-def write_files(folder: Path, number: int) -> Path:
-    folder.mkdir()
-    for i in range(number):
-        (folder / f"{i:03}.txt").write_text(prose(6, 100 * i))
-    return folder
-
-
-def same(one: TokenBlocks, other: TokenBlocks) -> bool:
-    return (
-        np.array_equal(one.tokens, other.tokens)
-        and np.array_equal(one.document, other.document)
-        and tuple(one.documents) == tuple(other.documents)
-    )
+from spkv_nas.data.splits import cache_split, load_text, read_split
 
 
 class TestPieces:
@@ -163,6 +119,17 @@ class TestShare:
         load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
         assert said == ["corpus.txt is one long document, of which one piece is read: no standard error can be given"]
 
+    def test_one_piece_beside_other_documents_is_said(self, tmp_path: Path) -> None:
+        """It used to say that no standard error can be given."""
+        folder = write_files(tmp_path / "text", 8)
+        (folder / "z.txt").write_text(prose(2000))
+        tokens = sum(len(d.text) + 1 for d in documents(["text"], tmp_path) if d.name != "z.txt")
+        said: list[str] = []
+        options: dict[str, Any] = {"max_tokens": tokens + 1, "reporter": Reporter(announce=said.append)}
+        found = load_text(["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, **options)
+        assert len(found.documents) == 9
+        assert said == ["z.txt is one long document, of which one piece is read"]
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -196,8 +163,7 @@ def test_held_out_documents_are_those_of_the_smallest_hashes(most: int) -> None:
 
 @pytest.fixture
 def config(tmp_path: Path) -> DataConfig:
-    """Sixty documents, of which some are held out."""
-    return DataConfig(sources=[str(write_files(tmp_path / "text", 60))], block_size=64, heldout=0.3)
+    return sixty_documents(tmp_path)
 
 
 class TestRestart:
@@ -210,23 +176,24 @@ class TestRestart:
     def run(self, config: DataConfig, tokenizer: Any, folder: Path) -> dict[str, bytes]:
         return self.contents(cache_split(config, tokenizer, folder, folder))
 
-    @pytest.mark.parametrize("kills", [[1], [20], [20, 30, 10]])
+    @pytest.mark.parametrize("kills", [[2], [20], [20, 30, 10]])
     def test_ends_as_an_undisturbed_run(
         self, kills: list[int], config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("spkv_nas.data.blocks.TOKENIZE_BATCH", 1)
-        whole = bytes_tokenizer()
-        expected = self.run(config, whole, tmp_path / "undisturbed")
-        texts = 0
+        expected = self.run(config, bytes_tokenizer(), tmp_path / "undisturbed")
+        tokenised: list[str] = []
         for patience in kills:
             killed = bytes_tokenizer(patience)
             with pytest.raises(KeyboardInterrupt):
                 self.run(config, killed, tmp_path / "cache")
-            texts += patience
+            tokenised += killed.texts
+        training = [d.text for d in documents(config.sources, tmp_path) if not heldout(d, config.heldout)]
+        assert set(tokenised) & set(training), "nothing to go on from"
         last = bytes_tokenizer()
         assert self.run(config, last, tmp_path / "cache") == expected
-        held = len(load_heldout(config, last, tmp_path / "cache", tmp_path).documents)
-        assert texts + last.texts <= whole.texts + held * len(kills)  # only what is held out was tokenised again
+        tokenised += last.texts
+        assert [text for text in tokenised if text in training] == training  # each once; held-out text may be again
 
     @pytest.mark.parametrize("name", ["tokens.bin", "document.bin", "documents.jsonl"])
     @pytest.mark.parametrize("damage", [lambda data: data + b"torn", lambda data: data[:-5], lambda data: b""])
@@ -271,97 +238,6 @@ class TestRestart:
             shutil.copytree(tmp_path / "killed", tmp_path / "blocks")
         with BlockWriter(tmp_path / "blocks", 4, "text") as following:
             assert [following.has(Document(name, "a", name)) for name in ("one", "two", "three")] == [True, True, False]
-
-
-class TestCache:
-    def test_the_next_start_reads_no_text(self, config: DataConfig, tmp_path: Path, monkeypatch: Any) -> None:
-        first = read_split(cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path), config)
-        monkeypatch.setattr(splits, "documents", None)
-        monkeypatch.setattr(splits, "heldout_share", None)
-        again = read_split(cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path), config)
-        assert all(map(same, first, again))
-        assert same(load_heldout(config, bytes_tokenizer(), tmp_path / "cache", tmp_path), first[1])
-
-    def test_held_out_text_alone_is_the_same(self, config: DataConfig, tmp_path: Path) -> None:
-        alone = load_heldout(config, bytes_tokenizer(), tmp_path / "alone", tmp_path)
-        _, together = read_split(cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path), config)
-        assert same(alone, together)
-
-    def test_a_text_that_changes_is_read_again(self, config: DataConfig, tmp_path: Path) -> None:
-        first = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
-        file = tmp_path / "text" / "000.txt"
-        file.write_text(file.read_text().upper())  # as long as it was
-        assert cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path) != first
-
-    def test_a_text_that_is_not_parted(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        write_files(tmp_path / "text", 30)
-        options: dict[str, Any] = {"block_size": 32, "max_tokens": 2000}
-        loaded = load_text(["text"], tiny_tokenizer, tmp_path / "cache", tmp_path, **options)
-        expected = build_blocks(documents(["text"], tmp_path), tiny_tokenizer, **options)
-        assert isinstance(loaded.tokens, np.memmap)
-        assert same(loaded, expected)
-        assert loaded.largest_token == expected.largest_token
-
-    def test_blocks_that_are_damaged_are_named(self, config: DataConfig, tmp_path: Path) -> None:
-        folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
-        file = folder / "train" / "tokens.bin"
-        file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-        with pytest.raises(UserError, match=r"token blocks .*train is damaged: tokens\.bin .*\nremove the folder"):
-            cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path)
-
-    def test_the_bar_reaches_the_end(self, tmp_path: Path) -> None:
-        rows = [{"text": prose(3, i)} for i in range(50)]
-        (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        pd.DataFrame({"text": [prose(3, i) for i in range(50, 100)]}).to_parquet(tmp_path / "b.parquet")
-        (tmp_path / "c.txt").write_text(prose(500))
-        told: list[tuple[int, int]] = []
-        names = ["a.jsonl", "b.parquet", "c.txt"]
-        list(documents(names, tmp_path, progress=lambda done, total: told.append((done, total))))
-        assert [done for done, _ in told] == sorted(done for done, _ in told)
-        assert told[-1] == (told[0][1], sum((tmp_path / name).stat().st_size for name in names) // 1000)
-
-
-class TestDatasets:
-    """Data sets of the ``datasets`` library, here of a folder, take the same way."""
-
-    @pytest.fixture
-    def source(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceConfig:
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-        (tmp_path / "set").mkdir()
-        self.write(tmp_path / "set", range(40))
-        return SourceConfig(dataset=str(tmp_path / "set"), domain="web")
-
-    def write(self, folder: Path, numbers: range) -> None:
-        lines = (json.dumps({"text": prose(3, 10 * i)}) + "\n" for i in (*numbers, numbers[0]))
-        (folder / "train.jsonl").write_text("".join(lines))
-
-    def test_are_read_once_and_without_duplicates(self, source: SourceConfig, tmp_path: Path) -> None:
-        tokenizer = bytes_tokenizer()
-        found = load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64)
-        assert len(found.documents) == tokenizer.texts == 40
-        assert found.domains == ("web",)
-        assert same(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64), found)
-        assert tokenizer.texts == 40
-        self.write(tmp_path / "set", range(41))
-        assert len(load_text([source], tokenizer, tmp_path / "cache", tmp_path, block_size=64).documents) == 41
-
-    def test_that_break_off_are_named(
-        self, source: SourceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A network that was lost used to end in a traceback."""
-
-        def broken(self: Any) -> Iterator[dict[str, str]]:
-            yield {"text": prose(3)}
-            raise ConnectionError("gone")
-
-        monkeypatch.setattr(datasets.IterableDataset, "__iter__", broken)
-        with pytest.raises(UserError, match=r"cannot be read after 1 rows: gone\nrun the command again: it goes on"):
-            list(documents([source], tmp_path))
-
-    def test_a_split_that_is_not_there(self, source: SourceConfig, tmp_path: Path) -> None:
-        other = source.model_copy(update={"split": "nope"})
-        with pytest.raises(UserError, match=r"cannot load data set .*nope"):
-            list(documents([other], tmp_path))
 
 
 class TestMemory:

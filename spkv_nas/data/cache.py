@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _STATES = "sources.json"  # of a folder: states of the sources, as hashes, the newest first
 _MOST_STATES = 16
-_FORMAT = "2"  # of how texts are cut into documents
+_FORMAT = "2"  # of how texts become blocks
 
 
 class BlockCache:
@@ -39,7 +39,7 @@ class BlockCache:
         settings: str,
     ) -> None:
         self.root, self._sources, self._base = root, list(sources), base
-        self._decided = (_fingerprint(tokenizer), settings)
+        self._decided = (_FORMAT, _fingerprint(tokenizer), settings)
 
     def find(self, has_all: Callable[[Path], bool]) -> Path | None:
         """The folder of the text as its sources are now, if ``has_all`` says that it holds what is wanted."""
@@ -66,18 +66,18 @@ class BlockCache:
     @cached_property
     def _state(self) -> str:
         states = [open_source(source, self._base).identity for source in self._sources]
-        return _hash([_FORMAT, *states, *self._decided])
+        return _hash([*states, *self._decided])
 
 
 class ContentKey:
-    """Changes with any document of a text."""
+    """Changes with any document of a text, and with its name, which the blocks keep."""
 
     def __init__(self) -> None:
         self._key = hashlib.sha256()
 
     def add(self, document: Document) -> None:
         """The next document."""
-        self._key.update((document.id + document.domain).encode())
+        self._key.update("\0".join([document.id, document.domain, document.label, ""]).encode())
 
     def name(self, decided: Iterable[str]) -> str:
         """16 hexadecimal digits, for the documents so far and what else decides."""
@@ -104,5 +104,7 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """What a tokenizer writes for a text, and after it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    words = str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return f"{tokenizer.eos_token_id} {words}"

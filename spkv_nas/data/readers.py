@@ -32,6 +32,10 @@ Read = Callable[[int], None]  # told bytes that were read
 Row = tuple[str, Mapping[str, Any]]  # (place, fields)
 
 
+class BrokenOffError(UserError):
+    """A text ends before its time; the next try may read on."""
+
+
 class Text(NamedTuple):
     """A text as it is found; ``piece`` is its number, from 0, in a text too long to be read whole."""
 
@@ -157,12 +161,14 @@ class HubDataset:
 
     @property
     def identity(self) -> str:
-        """The files and their versions."""
+        """The files and their versions; of local ones, whose version is a time that can be set, their state too."""
         builder = self._builder
         files = builder.config.data_files or {}
         origins = {split: getattr(some, "origin_metadata", None) for split, some in files.items()}
         version = f"{builder.config_id} {builder.hash} {builder.config.version}"
-        return f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
+        known = f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
+        names = sorted({str(name) for some in files.values() for name in some})
+        return "\n".join([known, *(_state(Path(name), name) for name in names if is_file(Path(name)))])
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
         """A row each."""
@@ -198,11 +204,8 @@ def _streamed(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
     try:
         for number, row in enumerate(rows, 1):
             yield f"{name}, row {number - 1}", row
-    except Exception as error:  # of the network, of files: what was read before is not lost
-        raise UserError(
-            f"data set '{name}' cannot be read after {number} rows: {first_line(error)}\n"
-            "run the command again: it goes on from there"
-        ) from error
+    except Exception as error:  # of the network, of files
+        raise BrokenOffError(f"data set '{name}' cannot be read after {number} rows: {first_line(error)}") from error
 
 
 def _not_loaded(name: str, error: Exception) -> UserError:

@@ -1,8 +1,10 @@
 """Documents from text sources, in a fixed order, without exact duplicates, split by content.
 
 A source is ``stdlib`` (see ``stdlib.py``), a file or folder (.txt .md .py .jsonl .parquet), or a data set that the
-``datasets`` library loads. Whether a document is held out depends on its text alone, so that a document never moves
-between training and held-out text when others are added. Pieces of a long text are documents too.
+``datasets`` library loads. Whether a document is held out depends on its text and a share alone, so that a document
+does not move between training and held-out text when others are added. Small texts are the exception: they are cut into
+pieces, which are documents too, until there are ``ENOUGH`` documents, and their share may be another
+(``heldout.heldout_share``).
 """
 
 from __future__ import annotations

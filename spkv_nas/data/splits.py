@@ -7,9 +7,11 @@ reads the blocks alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
@@ -18,6 +20,7 @@ from spkv_nas.data.cache import BlockCache, ContentKey
 from spkv_nas.data.config import DataConfig, SourceConfig
 from spkv_nas.data.heldout import HeldOut, heldout_share
 from spkv_nas.data.pieces import piece_size
+from spkv_nas.data.readers import BrokenOffError
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.tokenizer import TRAINING_PIECE, pieces, train_bpe
 
@@ -149,11 +152,12 @@ def _write_text(
             else:
                 yield document
 
-    for document, ids in tokenised(new(), tokenizer):
-        if max_tokens is not None and writer.num_tokens >= max_tokens:
-            break
-        seen.add(document)
-        writer.add(document, ids)
+    with _going_on(writer):
+        for document, ids in tokenised(new(), tokenizer):
+            if max_tokens is not None and writer.num_tokens >= max_tokens:
+                break
+            seen.add(document)
+            writer.add(document, ids)
     folder = place.folder(seen.content)
     writer.finish(folder / _TEXT, seen.notes())
     place.remember(folder)
@@ -181,7 +185,7 @@ def _write_split(
             elif writer is not None and not writer.has(document):
                 yield document
 
-    with reporter.bar(_TITLE) as progress:
+    with reporter.bar(_TITLE) as progress, _going_on(writer):
         found = documents(config.sources, base, piece=piece_size(config.block_size), progress=progress)
         for document, ids in tokenised(new(found), tokenizer):
             if heldout(document, share):
@@ -196,17 +200,29 @@ def _write_split(
     return folder
 
 
+@contextmanager
+def _going_on(writer: BlockWriter | None) -> Iterator[None]:
+    """Say of a text that breaks off that a writer keeps what was read."""
+    try:
+        yield
+    except BrokenOffError as error:
+        if writer is None:
+            raise
+        raise UserError(f"{error}\nrun the command again: it goes on from there") from error
+
+
 class _Seen:
     """What is known of the documents that passed: their content, and which texts came in pieces."""
 
     def __init__(self) -> None:
         self.content = ContentKey()
         self._names: list[str] = []
-        self._pieces = 0
+        self._documents = self._pieces = 0
 
     def add(self, document: Document) -> None:
         """The next document."""
         self.content.add(document)
+        self._documents += 1
         self._pieces += document.piece is not None
         if document.piece == 0:
             self._names.append(document.name)
@@ -216,9 +232,8 @@ class _Seen:
         if not self._names:
             return []
         if self._pieces == 1:
-            return [
-                f"{self._names[0]} is one long document, of which one piece is read: no standard error can be given"
-            ]
+            note = f"{self._names[0]} is one long document, of which one piece is read"
+            return [f"{note}: no standard error can be given" if self._documents == 1 else note]
         if len(self._names) == 1:
             return [f"{self._names[0]} is one long document: its {self._pieces} pieces serve as documents"]
         return [f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]

@@ -73,11 +73,16 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
     return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data))
 
 
+def tokenizer_folder(recipe: Recipe, folder: Path) -> Path:
+    """Where under ``folder`` a recipe's BPE is."""
+    return folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
+
+
 def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter) -> Path:
     """The folder of the recipe's BPE, trained if it is not there yet."""
     assert recipe.tokenizer is not None
     assert recipe.tokenizer.vocab_size is not None
-    final = folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
+    final = tokenizer_folder(recipe, folder)
     if not is_complete(final):
         with reporter.bar("training the tokenizer"):
             tokenizer = train_tokenizer(recipe.data, recipe.tokenizer.vocab_size, base)

@@ -28,7 +28,7 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.model.checkpoint import resolve
 from spkv_nas.model.shape import check_counts, check_size
 from spkv_nas.training.arguments import training_arguments
-from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.corpus import Corpus, tokenizer_folder
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
@@ -72,7 +72,7 @@ def train_dense(
     Args:
         reporter: shows the steps, and is told if another process trains it already, for which this one waits.
     """
-    on_main(lambda: check_text(folder, corpus.text))
+    on_main(lambda: check_text(folder, corpus.text, tokenizer_folder(recipe, folder.parent)))
     if not is_dense_trained(folder):
         with run_lock(folder, reporter.announce):
             if not is_dense_trained(folder):

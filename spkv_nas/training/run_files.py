@@ -133,8 +133,11 @@ def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
         lock.free()
 
 
-def check_text(folder: Path, text: str) -> None:
+def check_text(folder: Path, text: str, tokenizer: Path | None = None) -> None:
     """Note with a run which text it learns from, or see that it is the same; ``text`` is its hash.
+
+    Args:
+        tokenizer: what was trained on the text before it, if it is there.
 
     Raises:
         UserError: the run has begun, or was finished, on another text.
@@ -143,9 +146,10 @@ def check_text(folder: Path, text: str) -> None:
     if not file.is_file():
         write_json(file, {"text": text})
     elif read_json(file, "note of a run's text").get("text") != text:
+        beside = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
         raise UserError(
             f"the text has changed since {folder} was begun: a file was edited, added or removed\n"
-            "give the recipe another name, or restore the text; to start over, remove that folder"
+            f"give the recipe another name, or restore the text; to start over, remove that folder{beside}"
         )
 
 
