@@ -1,4 +1,6 @@
-"""Puts the commit into every wheel and source distribution, whose results then say what made them."""
+"""Puts into what is built: the commit, so that results say what made them, and the tested versions, whose text is a
+source.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,20 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class CommitHook(BuildHookInterface):
-    """Writes ``spkv_nas.base.version.COMMIT_FILE``, unless what is built is installed as it lies there, for editing."""
+class BuiltFilesHook(BuildHookInterface):
+    """Adds ``base.version.COMMIT_FILE``, and to a wheel the file of ``base.assets.constraints_file``; nothing to what
+    is installed as it lies there, for editing.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            return
         root = Path(self.root)
+        if self.target_name == "wheel":
+            build_data["force_include"][str(root / "constraints.txt")] = "spkv_nas/assets/constraints.txt"
         source = runpy.run_path(str(root / "spkv_nas" / "base" / "version.py"))
         file: Path = source["COMMIT_FILE"]
-        if version == "editable" or file.exists():  # in a source distribution it is there
+        if file.exists():  # in a source distribution it is there
             return
         self._folder = tempfile.TemporaryDirectory()
         written = Path(self._folder.name) / file.name

@@ -35,6 +35,7 @@ def test_a_build_knows_its_commit(tmp_path: Path) -> None:
     for number, root in enumerate((ROOT, unpacked)):
         with zipfile.ZipFile(build("wheel", root, tmp_path / str(number))) as wheel:
             assert wheel.read(NAME).decode().strip() == commit
+            assert wheel.read("spkv_nas/assets/constraints.txt") == (ROOT / "constraints.txt").read_bytes()
             names = set(wheel.namelist())
         assert {"spkv_nas/__init__.pyi", "spkv_nas/py.typed", "spkv_kernels/api.py"} <= names
         assert not any(name.startswith(("tests/", "reports/")) for name in names)

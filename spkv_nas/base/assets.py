@@ -8,3 +8,11 @@ ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_PREFIX = "embedded:"  # of a checkpoint's name: embedded:dense
 EMBEDDED = ASSETS / "stdlib-21x3"  # the embedded models, with the recipes that made them
 PAPER_TABLE = ASSETS / "ladder.csv"  # both tables of the SP-KV paper's appendix "Scaling analysis details"
+
+
+def constraints_file() -> Path:
+    """The versions that the package was tested with: of a wheel, into which hatch_build.py puts them, or else of the
+    checkout.
+    """
+    shipped = ASSETS / "constraints.txt"
+    return shipped if shipped.is_file() else ASSETS.parents[1] / shipped.name

@@ -1,4 +1,4 @@
-"""What text is read from: files and folders, the standard library, data sets; a class each.
+"""What text is read from: files and folders, what is installed anyway, data sets; a class each.
 
 A source is never in memory as a whole: a file of lines is read by lines, a table by batches of rows, and a text file
 too long to be one document in pieces.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import is_file, is_folder
-from spkv_nas.data import stdlib
+from spkv_nas.data import installed, stdlib
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.pieces import cut
 from spkv_nas.data.tokenizer import MOST_CHARACTERS
@@ -62,8 +62,8 @@ class Source(Protocol):
 
 def open_source(source: str | SourceConfig, base: Path) -> Source:
     """What a source names, paths from ``base``. Raises ``UserError`` if it is not there."""
-    if source == "stdlib":
-        return StandardLibrary()
+    if isinstance(source, str) and source in AT_HAND:
+        return AtHand(AT_HAND[source])
     options = {} if isinstance(source, str) else source.model_dump(exclude_none=True)
     if "dataset" in options:
         return HubDataset(options)
@@ -71,22 +71,38 @@ def open_source(source: str | SourceConfig, base: Path) -> Source:
     return Files.find(path if path.is_absolute() else base / path, options)
 
 
-class StandardLibrary:
-    """See ``stdlib.py``."""
+class _Texts(Protocol):
+    """A module that knows texts which are on every machine."""
+
+    def files(self) -> Iterator[Path]:
+        """The files that they are in."""
+
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """(text, domain, name) of each, none of more than ``stdlib.MAX_CHARACTERS``."""
+
+
+AT_HAND: Mapping[str, _Texts] = {"stdlib": stdlib, "installed": installed}  # sources by name
+
+
+@dataclass(frozen=True)
+class AtHand:
+    """The standard library, or the packages that are installed: see ``stdlib.py`` and ``installed.py``."""
+
+    module: _Texts
 
     @property
     def size(self) -> int:
         """Bytes of its files."""
-        return sum(min(file.stat().st_size, stdlib.MAX_CHARACTERS) for file in stdlib.files())
+        return sum(min(file.stat().st_size, stdlib.MAX_CHARACTERS) for file in self.module.files())
 
     @property
     def identity(self) -> str:
         """Of its files."""
-        return "\n".join(_state(file, str(file)) for file in stdlib.files())
+        return "\n".join(_state(file, str(file)) for file in self.module.files())
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
         """All of them whole: none is long."""
-        for text, domain, name in stdlib.texts():
+        for text, domain, name in self.module.texts():
             read(len(text))
             yield Text(text, domain, name)
 

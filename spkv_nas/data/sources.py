@@ -1,10 +1,10 @@
 """Documents from text sources, in a fixed order, without exact duplicates, split by content.
 
-A source is ``stdlib`` (see ``stdlib.py``), a file or folder (.txt .md .py .jsonl .parquet), or a data set that the
-``datasets`` library loads. Whether a document is held out depends on its text and a share alone, so that a document
-does not move between training and held-out text when others are added. Small texts are the exception: they are cut into
-pieces, which are documents too, until there are ``ENOUGH`` documents, and their share may be another
-(``heldout.heldout_share``).
+A source is ``stdlib`` or ``installed`` (see ``stdlib.py`` and ``installed.py``), a file or folder (.txt .md .py .jsonl
+.parquet), or a data set that the ``datasets`` library loads. Whether a document is held out depends on its text and a
+share alone, so that a document does not move between training and held-out text when others are added. Small texts are
+the exception: they are cut into pieces, which are documents too, until there are ``ENOUGH`` documents, and their share
+may be another (``heldout.heldout_share``).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def documents(
     """The documents of all sources in order; empty ones and exact duplicates are left out.
 
     Args:
-        sources: ``"stdlib"``, paths (relative ones from ``base``), or sources with options.
+        sources: ``"stdlib"``, ``"installed"``, paths (relative ones from ``base``), or sources with options.
         base: folder that relative paths start from.
         piece: characters of the pieces of long texts (``in_pieces``).
         progress: told (kilobytes read, in all), if they are known.

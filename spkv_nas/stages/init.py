@@ -19,6 +19,7 @@ from spkv_nas.base.files import write_atomic
 from spkv_nas.base.names import MOST_CHARACTERS
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
+from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import model_name, quiet_transformers
@@ -131,7 +132,7 @@ def _any_layout(planner: Planner) -> Variant:
 def _seen_from(base: Path, source: str) -> str:
     """A path as a recipe in ``base`` names it: as given where that is this folder, else absolute; others as given."""
     path = Path(source).expanduser()
-    if source == "stdlib" or not path.exists() or base.resolve() == Path.cwd():
+    if source in AT_HAND or not path.exists() or base.resolve() == Path.cwd():
         return source
     return os.path.abspath(path)
 
