@@ -21,7 +21,7 @@ from spkv_nas.base.assets import constraints_file
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.stdlib import MAX_CHARACTERS
 
-MOST_BYTES = 6_000_000  # of one package
+MOST_BYTES = 4_000_000  # of one package
 _PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 _SUFFIXES = {".py", ".md", ".rst"}
 _LEFT_OUT = {"_vendor", "_vendored", "vendor", "vendored", "third_party", "_distutils", "generated"}
