@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import installed
 from spkv_nas.data.installed import MAX_CHARACTERS
 from spkv_nas.data.sources import documents
+from spkv_nas.training.ablation import AblationPlan
+from spkv_nas.training.dense import dense_run
+from spkv_nas.training.recipe import Recipe
 
+PROBES = Path(__file__).parent.parent / "probes"
 Files = dict[str, str | bytes]
 LICENCE = "# Copyright 2026 the authors\n# under the Apache License\n\n"
 
@@ -158,3 +163,25 @@ def test_one_real_package() -> None:
     found = installed._files(package)
     assert "click/core.py" in map(str, found)
     assert {installed.domain(file) for file in found} == {"code"}
+
+
+class TestTheNextEmbeddedModel:
+    """The files that probes/README.md has in their order."""
+
+    def test_its_decay_starts_from_its_stable_phase(self) -> None:
+        stable = Recipe.read(PROBES / "embedded-next.yaml")
+        (decay,) = AblationPlan.read(PROBES / "embedded-next-decay.yaml").recipes.values()
+        folder = dense_run(stable, Path("runs") / stable.name)
+        assert folder is not None
+        assert str(folder / "final") == decay.model.path
+        assert stable.dense is not None
+        assert decay.branch.learning_rate == stable.dense.learning_rate
+
+    def test_it_has_the_shape_of_the_embedded_one_and_is_judged_against_it(self) -> None:
+        stable, embedded = Recipe.read(PROBES / "embedded-next.yaml"), Recipe.read(EMBEDDED / "recipe.yaml")
+        assert stable.model.config == {**(embedded.model.config or {}), "attn_implementation": "spkv"}
+        assert stable.tokenizer == embedded.tokenizer
+        judged = AblationPlan.read(PROBES / "embedded-next-judge.yaml").recipes
+        demo, reference = Recipe.read(EMBEDDED / "demo.yaml"), Recipe.read(PROBES / "embedded-next-reference.yaml")
+        assert [recipe.model.path for recipe in judged.values()] == ["embedded:dense", reference.model.path]
+        assert {recipe.branch for recipe in judged.values()} == {demo.branch}
