@@ -300,7 +300,7 @@ class TestCommand:
         main(["propose", "--probe", name, "--budget", "3", "--workspace", str(place)])
         layout = Layout.read(place / "layouts" / name / "densest.yaml")
         chosen = set(np.flatnonzero(layout.global_mask.ravel()))
-        assert chosen == set(np.argsort(-table.density.ravel(), kind="stable")[:3])
+        assert chosen == set(np.argsort(-table.values.ravel(), kind="stable")[:3])
         assert layout.provenance["signal"] == signal
         assert layout.provenance["source"] == str(tmp_path / "mine")
         main(["score", f"{place}/layouts/{name}/densest.yaml", *options, "--probe", name])

@@ -147,7 +147,7 @@ class TestCache:
         first = zero_shot(model, [None, *LAYOUTS[:3]], blocks, cache=tmp_path)
         assert {p.stem for p in tmp_path.iterdir()} == {"full-attention", *(x.content_hash for x in LAYOUTS[:3])}
         with monkeypatch.context() as patch:
-            patch.setattr("spkv_nas.evaluation.zero_shot._run", lambda *_: pytest.fail("computed again"))
+            patch.setattr("spkv_nas.evaluation.zero_shot.score_windows", lambda *_, **__: pytest.fail("computed again"))
             heard = Heard()
             layouts = [LAYOUTS[2], None, LAYOUTS[0]]
             again = zero_shot(model, layouts, blocks, cache=tmp_path, reporter=heard.reporter)

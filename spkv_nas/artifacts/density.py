@@ -19,6 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, field_validator
 
+from spkv_nas.artifacts.density_rows import COLUMNS, read_rows
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
@@ -35,17 +36,6 @@ from spkv_nas.base.tables import Column, csv_text, read_table, write_csv
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MOST_ERROR = 1e3  # of a density, which lies in [0, 1]
-_COLUMNS = (
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
-    Column("density", "number", high=1.0),
-    Column("domain", default="all"),
-    Column("num_tokens", "whole", low=1, default="1"),
-    Column("num_documents", "whole", default="0"),
-    Column("standard_error", "number", high=_MOST_ERROR, default="", gaps=True),
-)
-COLUMNS = tuple(column.name for column in _COLUMNS)
 _POSITION_COLUMNS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
@@ -69,6 +59,7 @@ class _ProbeFile(Section):
     window: int | None = Field(default=None, ge=1, le=MOST_WINDOW)
     head_dim: int | None = Field(default=None, ge=1, le=MOST_SIZE)
     dtype: str | None = None
+    unit: str | None = None
 
     @field_validator("name")
     @classmethod
@@ -163,9 +154,14 @@ class DensityTable:
         return tuple(sorted(self.rows["domain"].unique()))
 
     @cached_property
-    def density(self) -> NDArray[np.float64]:
-        """[L, Hkv], mean over domains weighted by their tokens."""
+    def values(self) -> NDArray[np.float64]:
+        """[L, Hkv], mean over domains weighted by their tokens; those of a signal in nats may be below 0."""
         return self._combine("density", lambda values, share: (values * share).sum(0))
+
+    @cached_property
+    def density(self) -> NDArray[np.float64]:
+        """[L, Hkv], ``values``, and 0 where they are below."""
+        return self.values.clip(0.0)
 
     @cached_property
     def standard_error(self) -> NDArray[np.float64]:
@@ -183,10 +179,10 @@ class DensityTable:
         return float(self.density.std())
 
     def domain_density(self, domain: str) -> NDArray[np.float64]:
-        """[L, Hkv] of one domain. Raises ``UserError`` for a domain the table does not have."""
+        """[L, Hkv] of one domain, at least 0. Raises ``UserError`` for a domain the table does not have."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
-        return self._on_grid(self.rows[self.rows["domain"] == domain], "density")
+        return self._on_grid(self.rows[self.rows["domain"] == domain], "density").clip(0.0)
 
     def at_tau(self, tau: float) -> DensityTable:
         """The same table at another threshold, from the histogram. Standard errors are not known there, and
@@ -276,12 +272,12 @@ class DensityTable:
         file = path / _TABLE if is_folder(path) else path
         folder = file.parent
         settle(folder)
-        rows = _read_rows(file)
         metadata: dict[str, Any] = {}
         if file.name == _TABLE and is_file(folder / _RECORD):
             metadata = read_record(folder / _RECORD, "probe")
         own = bool(metadata)
         record = validate(_ProbeFile, metadata, f"probe {folder / _RECORD}")
+        rows = read_rows(file, record.unit)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
             rows=rows,
@@ -310,8 +306,8 @@ class DensityTable:
             "window": self.window,
             "num_layers": self.num_layers,
             "num_kv_heads": self.num_kv_heads,
-            "mean_density": round(self.mean, 4),
-            "std_density": round(self.std, 4),
+            "mean_density": round(self.mean, 4 if self.is_density else 6),
+            "std_density": round(self.std, 4 if self.is_density else 6),
         }
         with replacing(folder, stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS)) as new:
             write_csv(new / _TABLE, self.rows[list(COLUMNS)])
@@ -368,31 +364,3 @@ def _read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
             "probe again, or remove it: only a figure needs it"
         )
     return rows.reset_index(drop=True)
-
-
-def _read_rows(file: Path) -> pd.DataFrame:
-    """The rows of a density CSV, complete with default columns. Raises ``UserError`` naming file and line."""
-    where = f"density table {file}"
-    rows = read_table(file, "density table", _COLUMNS)
-    duplicate = rows.duplicated(["layer", "kv_head", "domain"])
-    if duplicate.any():
-        line = rows.index[int(duplicate.to_numpy().argmax())]
-        raise UserError(
-            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} is there twice"
-        )
-    _check_complete(rows, where)
-    return rows.reset_index(drop=True)
-
-
-def _check_complete(rows: pd.DataFrame, where: str) -> None:
-    layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
-    for domain, part in rows.groupby("domain"):
-        there = set(zip(part["layer"], part["kv_head"], strict=True))
-        absent = layers * heads - len(there)
-        if absent:  # one mistyped layer can make the grid huge: look for the first hole only
-            grid = ((layer, head) for layer in range(layers) for head in range(heads))
-            first = next(place for place in grid if place not in there)
-            raise UserError(
-                f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', the first being "
-                f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
-            )

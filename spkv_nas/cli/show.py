@@ -40,11 +40,14 @@ def probe(table: DensityTable) -> None:
     """A probe's mean and its highest head; what it cautions against."""
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
+    exact = ".3f" if table.is_density else ".3g"
     out.print(
         f"[bold]{escape(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
-        f"{measure} mean {table.mean:.3f}, std {table.std:.3f}; highest is layer {densest[1]}, head {densest[2]} "
-        f"({densest[0]:.2f})"
+        f"{measure} mean {table.mean:{exact}}, std {table.std:{exact}}; "
+        f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else exact}})"
     )
+    if "passes" in table.metadata:
+        say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens")
     for line in table.diagnosis():
         caution(line)
 

@@ -95,7 +95,8 @@ def zero_shot(
 
             for start in range(0, len(missing), _GROUP):
                 group = missing[start : start + _GROUP]
-                for windows, score in zip(group, _run(model, states, group, blocks, batch_size, step), strict=True):
+                found, _ = score_windows(model, states, group, blocks, batch_size=batch_size, step=step)
+                for windows, score in zip(group, found, strict=True):
                     scores[windows] = score
                     if (file := files[windows]) is not None:
                         score.save(file)
@@ -151,15 +152,22 @@ def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:
     return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
 
 
-def _run(
+def score_windows(
     model: PreTrainedModel,
     states: Sequence[LayerState],
     ordered: Sequence[Windows],
     blocks: TokenBlocks,
+    *,
     batch_size: int,
     step: Callable[[int], None],
-) -> list[DocumentNLL]:
-    """The NLL under each of ``ordered``, which are sorted, so that neighbours share the most layers."""
+) -> tuple[list[DocumentNLL], float]:
+    """The NLL under each of ``ordered``, and the passes over the text that this took, parts counted as such.
+
+    Args:
+        model: inside ``full_attention``, which yields ``states``; their windows are set.
+        ordered: different from each other and sorted, so that neighbours share the most layers.
+        step: called with the number of blocks that were run under one of them.
+    """
     sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
@@ -170,7 +178,8 @@ def _run(
                     state.windows = own
                 sums[i].add(first, tokens, decoder.logits(tokens, starts[i], _falling(starts[i + 1 :])))
                 step(len(tokens))
-    return [each.result() for each in sums]
+        passes = sum(decoder.share(start) for start in starts)
+    return [each.result() for each in sums], passes
 
 
 def _falling(starts: Sequence[int]) -> set[int]:
@@ -217,6 +226,10 @@ class _Resumable:
         if not self._depth:
             return 0
         return next(depth for depth, *pair in zip(self._depth, one, other, strict=True) if pair[0] != pair[1])
+
+    def share(self, first: int) -> float:
+        """Share of the decoder layers that a pass from ``first`` on runs."""
+        return 1.0 - first / len(self._layers) if first else 1.0
 
     def logits(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
         """[B, T, V] of ``tokens`` [B, T]; layers before ``first`` are left out, on the state that was kept for it.

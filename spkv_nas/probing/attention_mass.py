@@ -60,7 +60,9 @@ def attention_mass(
             if progress is not None:
                 progress(start + len(tokens), blocks.num_blocks)
     facts = {**(metadata or {}), "sinks": sinks}
-    return signal_table("attention-mass", collected.means(), window, name=name, metadata=facts)
+    return signal_table(
+        "attention-mass", collected.means(), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts
+    )
 
 
 def _observer(collected: HeadSums, layer: int, state: LayerState, window: int, sinks: int) -> Any:

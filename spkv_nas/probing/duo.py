@@ -40,6 +40,7 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 DEFAULT_STEPS = 200
+_STEP_PASSES = 3  # of a step's tokens: the unchanged model, the mixture, and back through it
 
 
 class Mixture:
@@ -126,8 +127,9 @@ def duo(
     values = torch.stack([alpha.detach() for alpha in alphas]).double().cpu().numpy()
     facts = {**(metadata or {}), "sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
     facts |= {"distillation_loss": float(f"{error:.4g}")}
-    means = HeadMeans(values, "all", steps * min(batch_size, blocks.num_blocks) * blocks.block_size, 0)
-    return signal_table("duo", [means], window, name=name, metadata=facts)
+    size, seen = blocks.tokens.size, steps * min(batch_size, blocks.num_blocks) * blocks.block_size  # tokens
+    means, passes = HeadMeans(values, "all", seen, 0), _STEP_PASSES * seen / size
+    return signal_table("duo", [means], window, passes=passes, tokens=size, name=name, metadata=facts)
 
 
 def _finite(loss: float, step: int) -> float:

@@ -1,4 +1,9 @@
-"""What the signals share: attention weights by chunks of queries, means over documents, a table of them."""
+"""What the signals share: attention weights by chunks of queries, means over documents, a table of them.
+
+Every table says what it took: ``passes`` over ``tokens`` of text, each as much work as one forward pass of the whole
+model. A pass of some layers counts as its share of them; a backward pass through a frozen model as one, because it
+makes gradients of activations alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.density import COLUMNS, DensityTable
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.density_rows import COLUMNS, NATS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.blocks import TokenBlocks
@@ -50,7 +56,7 @@ def attention_weights(
 
 @dataclass(frozen=True)
 class HeadMeans:
-    """Values of one domain [L, Hkv], each in [0, 1] but for rounding, and of how much text; errors where known."""
+    """Values of one domain [L, Hkv], and of how much text; errors where known."""
 
     values: NDArray[np.float64]
     domain: str
@@ -83,30 +89,52 @@ class HeadSums:
         self.sums[layer].index_add_(1, self._owner, values.transpose(0, 1).flatten(1).to(torch.float64))
 
     def means(self, sums: NDArray[np.float64] | None = None) -> list[HeadMeans]:
-        """By domain, errors those of a ratio estimator by document; of other ``sums`` over the same tokens if given."""
-        sums = self.sums.cpu().numpy() if sums is None else sums
-        domain_of = np.array([document.domain for document in self._blocks.documents])
-        means = []
-        for domain in self._blocks.domains:
-            seen = (domain_of == domain) & (self.counts > 0)
-            tokens, clusters = int(self.counts[seen].sum()), int(seen.sum())
-            if not clusters:
-                continue
-            mean = sums[..., seen].sum(-1) / tokens
-            residual = sums[..., seen] - mean[..., None] * self.counts[seen]
-            error = clustered_error((residual**2).sum(-1), clusters, tokens)
-            means.append(HeadMeans(mean, domain, tokens, clusters, error))
-        return means
+        """``domain_means`` of what was added; of other ``sums`` over the same tokens if given."""
+        return domain_means(self._blocks, self.sums.cpu().numpy() if sums is None else sums, self.counts)
+
+
+def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray[np.int64]) -> list[HeadMeans]:
+    """Means over tokens by domain, errors those of a ratio estimator by document.
+
+    Args:
+        sums: [L, Hkv, documents], of the tokens of each document of ``blocks``.
+        counts: [documents], how many these are.
+    """
+    domain_of = np.array([document.domain for document in blocks.documents])
+    means = []
+    for domain in blocks.domains:
+        seen = (domain_of == domain) & (counts > 0)
+        tokens, clusters = int(counts[seen].sum()), int(seen.sum())
+        if not clusters:
+            continue
+        mean = sums[..., seen].sum(-1) / tokens
+        residual = sums[..., seen] - mean[..., None] * counts[seen]
+        error = clustered_error((residual**2).sum(-1), clusters, tokens)
+        means.append(HeadMeans(mean, domain, tokens, clusters, error))
+    return means
 
 
 def signal_table(
-    signal: str, means: Sequence[HeadMeans], window: int, *, name: str, metadata: Mapping[str, Any]
+    signal: str,
+    means: Sequence[HeadMeans],
+    window: int,
+    *,
+    passes: float,
+    tokens: int,
+    name: str,
+    metadata: Mapping[str, Any],
 ) -> DensityTable:
     """A signal in place of densities; ``metadata`` says what it is, and what its layouts give as their source.
+
+    Args:
+        means: those of a signal in nats are kept as they are, where ``metadata`` has it as ``unit``; those of others
+            lie in [0, 1] but for rounding.
+        passes: forward passes that it took, over ``tokens`` each.
 
     Raises:
         UserError: a value is not finite.
     """
+    low, high = (-np.inf, np.inf) if metadata.get("unit") == NATS else (0.0, 1.0)
     for part in means:
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
@@ -115,8 +143,8 @@ def signal_table(
     for part in means:
         layer, head = (axis.ravel() for axis in np.indices(part.values.shape))
         error = np.nan if part.standard_error is None else part.standard_error.ravel()
-        columns = (layer, head, part.values.ravel().clip(0.0, 1.0), part.domain, part.num_tokens, part.num_documents)
+        columns = (layer, head, part.values.ravel().clip(low, high), part.domain, part.num_tokens, part.num_documents)
         parts.append(pd.DataFrame(dict(zip(COLUMNS, (*columns, error), strict=True))))
     rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
-    facts = {"signal": signal, "source": metadata.get("model"), **metadata}
-    return DensityTable(name, rows, window=window, metadata=facts)
+    facts = {"signal": signal, "source": metadata.get("model"), "passes": round(passes, 2), "tokens": tokens}
+    return DensityTable(name, rows, window=window, metadata={**facts, **metadata})

@@ -94,7 +94,9 @@ def retrieval(
             stacklevel=3,
         )
     facts = {**(metadata or {}), "needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
-    return signal_table("retrieval", collected.means(sums), window, name=name, metadata=facts)
+    return signal_table(
+        "retrieval", collected.means(sums), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts
+    )
 
 
 def needles(

@@ -6,6 +6,7 @@ from it and retrained: density is judged and not assumed. They need a model, not
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -17,12 +18,24 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.section import gate_config
 from spkv_nas.probing.attention_mass import attention_mass
-from spkv_nas.probing.duo import DEFAULT_STEPS, duo
+from spkv_nas.probing.duo import duo
+from spkv_nas.probing.gains import closing, opening
 from spkv_nas.probing.retrieval import retrieval
 
-DENSITY, ATTENTION_MASS, DUO, RETRIEVAL = SIGNALS = ("density", "attention-mass", "duo", "retrieval")
+DENSITY, ATTENTION_MASS, DUO, RETRIEVAL, OPENING, CLOSING = SIGNALS = (
+    "density", "attention-mass", "duo", "retrieval", "opening", "closing",
+)  # fmt: skip
+SCORING = (OPENING, CLOSING)  # those that score many layouts: they make logits, and take fewer tokens by default
+SCORING_TOKENS = 12_288
 
-_OPTIONS = {"tau": (DENSITY,), "window": (ATTENTION_MASS, DUO, RETRIEVAL), "steps": (DUO,)}
+_MEASURES: dict[str, Callable[..., DensityTable]] = {
+    ATTENTION_MASS: attention_mass,
+    DUO: duo,
+    RETRIEVAL: retrieval,
+    OPENING: opening,
+    CLOSING: closing,
+}
+_OPTIONS = {"tau": (DENSITY,), "window": tuple(_MEASURES), "steps": (DUO,), "granularity": (OPENING, CLOSING)}
 
 
 def check_options(signal: str, **options: object) -> None:
@@ -40,32 +53,27 @@ def measure_signal(
     blocks: TokenBlocks,
     *,
     window: int | None = None,
-    steps: int | None = None,
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
+    **own: Any,
 ) -> DensityTable:
-    """A signal other than density, with its own defaults.
+    """A signal other than density.
 
     Args:
         window: of local heads, the query's own key included; that of the model's gates by default, or 128.
-        steps: of ``duo`` alone; its default if None.
         metadata: where the model and the text come from; the signal's own facts are added.
         progress: called with (blocks or steps done, in all).
+        own: options that not all signals have; the signal's default in place of None.
 
     Raises:
         UserError: the signal is unknown, the window below 1, there is no text, or its blocks are too short.
     """
-    check_options(signal)
+    check_options(signal, **own)
     window = (gate_config(model) or GateConfig()).window if window is None else window
     if window < 1:
         raise UserError(f"the window is {window}; it counts the query's own key: at least 1")
     if blocks.num_blocks == 0:
         raise UserError(f"there is no text to measure {signal} on")
-    options: dict[str, Any] = {"name": name, "metadata": metadata, "progress": progress}
-    if signal == ATTENTION_MASS:
-        return attention_mass(model, blocks, window, **options)
-    if signal == RETRIEVAL:
-        return retrieval(model, blocks, window, **options)
-    assert signal == DUO
-    return duo(model, blocks, window, steps=DEFAULT_STEPS if steps is None else steps, **options)
+    given = {option: value for option, value in own.items() if value is not None}
+    return _MEASURES[signal](model, blocks, window, name=name, metadata=metadata, progress=progress, **given)

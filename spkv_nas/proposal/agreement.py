@@ -86,8 +86,9 @@ def agreement(tables: Mapping[str, DensityTable], budget: int) -> pd.DataFrame:
             raise UserError(f"no head of '{label}' keeps anything at tau = {table.tau:g}: choose a smaller tau")
     share = budget / first.num_heads
     rows = []
-    for (one, a), (two, b) in combinations(((label, table.density) for label, table in tables.items()), 2):
-        chosen_a, chosen_b = densest(a, budget), densest(b, budget)
+    for (one, table_a), (two, table_b) in combinations(tables.items(), 2):
+        chosen_a, chosen_b = densest(table_a.values, budget), densest(table_b.values, budget)
+        a, b = table_a.density, table_b.density
         varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
         rows.append(
             {

@@ -39,7 +39,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import COLUMNS, DensityTable
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.density_rows import COLUMNS
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import is_file, is_folder, read_json, read_text

@@ -48,8 +48,8 @@ def propose(
         "interleaved-first": strategies.interleaved_first(*table.grid, heads),
         "interleaved-last": strategies.interleaved_last(*table.grid, heads),
         **{f"{RANDOM_PREFIX}{i}": strategies.random_heads(*table.grid, heads, seed + i) for i in range(num_random)},
-        "densest": strategies.densest(table.density, heads),
-        SPARSEST: strategies.sparsest(table.density, heads),
+        "densest": strategies.densest(table.values, heads),
+        SPARSEST: strategies.sparsest(table.values, heads),
     }
     layouts = {}
     for name, mask in masks.items():

@@ -98,11 +98,12 @@ class Subject:
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
 
-    def load(self, reporter: Reporter = SILENT, *, with_logits: bool = True) -> Measured:
+    def load(self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None) -> Measured:
         """The model and the blocks.
 
         Args:
             with_logits: whether the pass that follows makes logits of ``BATCH_SIZE`` blocks, which must fit.
+            tokens: how many to take where ``max_tokens`` does not say it, a block at least; None: all.
 
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
@@ -116,6 +117,8 @@ class Subject:
         limit = options.max_tokens
         if limit is not None and limit < length:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
+        if limit is None and tokens is not None:
+            limit = max(tokens, length)
         reporter.announce(f"loading {self.source}")
         device = choose_device(options.device)
         own = saved_dtype(self.source)

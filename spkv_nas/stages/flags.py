@@ -67,6 +67,9 @@ _BUDGETS = Flag(
 _MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1, high=MOST_WHOLE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)
+_GRANULARITY = Flag(
+    "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=_MEMORY
+)
 
 # where
 Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
@@ -99,8 +102,8 @@ Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 Signal = Annotated[
     str,
     Flag(
-        "density, or a rival of it: attention-mass, duo, retrieval; they need no gates.",
-        values=("density", "attention-mass", "duo", "retrieval"),
+        "density, or a rival of it, which needs no gates: opening, closing, duo, retrieval, attention-mass.",
+        values=("density", "opening", "closing", "duo", "retrieval", "attention-mass"),
     ),
 ]
 TauSweep = Annotated[
@@ -174,10 +177,8 @@ GlobalLayers = Annotated[
 LocalLayers = Annotated[
     str | None, Flag("Layers with local heads alone, such as 3-5.", metavar="LAYERS", panel=_MEMORY)
 ]
-Granularity = Annotated[
-    str,
-    Flag("head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=_MEMORY),
-]
+Granularity = Annotated[str, _GRANULARITY]
+OptionalGranularity = Annotated[str | None, _GRANULARITY]
 Uniform = Annotated[
     bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=_MEMORY)
 ]

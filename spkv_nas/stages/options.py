@@ -99,9 +99,11 @@ class ProbeOptions(SubjectOptions, Trains):
     """Of ``probe``."""
 
     recipe: flags.OptionalRecipeFile = None
+    max_tokens: flags.OptionalMaxTokens = default(None, "all; 12,288 for opening and closing")
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
     window: flags.OptionalWindow = default(None, "the gates', or 128", note="For the rival signals.")
+    granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
     steps: flags.Steps = default(None, "200", note="For duo.")
 
 

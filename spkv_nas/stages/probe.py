@@ -11,6 +11,7 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.probing import density, signals
+from spkv_nas.probing.gains import LAYER
 from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.train import train
@@ -19,17 +20,20 @@ from spkv_nas.stages.train import train
 def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
 
-    A signal other than density needs no gates; it is written under the name with the signal's behind it.
+    A signal other than density needs no gates; it is written under the name with the signal's behind it, one of whole
+    layers with "layer" behind that.
     """
     quiet_transformers(reporter)
-    signals.check_options(options.signal, tau=options.tau, window=options.window, steps=options.steps)
+    own: dict[str, Any] = {"steps": options.steps, "granularity": options.granularity}
+    signals.check_options(options.signal, tau=options.tau, window=options.window, **own)
     if options.recipe is not None and (options.model is not None or options.data):
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     check_tau(options.tau)
     if options.name is not None:
         check_name(options.name, "the name")  # before a recipe is trained
     subject = _subject(options, reporter)
-    measured = subject.load(reporter, with_logits=False)  # of a few tokens at most
+    scores = options.signal in signals.SCORING  # others make logits of a few tokens at most
+    measured = subject.load(reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None)
     source = subject.source if options.recipe is None else subject.recipe.name
     with reporter.bar("probing") as progress:
         told: dict[str, Any] = {
@@ -41,7 +45,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
             table = density.probe(measured.model, measured.blocks, options.tau, **told)
         else:
             table = signals.measure_signal(
-                options.signal, measured.model, measured.blocks, window=options.window, steps=options.steps, **told
+                options.signal, measured.model, measured.blocks, window=options.window, **own, **told
             )
     table.write(options.place.probe_dir(subject.name))
     return table
@@ -58,5 +62,6 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         )
         subject = Subject.of_recipe(options, options.recipe, trained.reference)
     if options.name is None and options.signal != signals.DENSITY:
-        return replace(subject, name=f"{subject.name}-{options.signal}")
+        what = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
+        return replace(subject, name=f"{subject.name}-{what}")
     return subject

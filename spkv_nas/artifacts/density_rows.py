@@ -1,0 +1,63 @@
+"""``density.csv``: its columns and its reader.
+
+Densities and scores such as DuoAttention's lie in [0, 1]. Scores in nats are signed: a head may do harm, or look so by
+chance. ``DensityTable.values`` has the sign, which orders heads; ``density``, of which coverage adds up shares, is 0
+there. It is cut after the mean over domains, because cut before, the noise of useless heads would add up to a gain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import Column, read_table
+
+NATS = "nats per token"  # as the unit of a signal
+_MOST_ERROR = _MOST_NATS = 1e3  # of a density, which lies in [0, 1]; of a signal in nats
+_COLUMNS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("density", "number", high=1.0),
+    Column("domain", default="all"),
+    Column("num_tokens", "whole", low=1, default="1"),
+    Column("num_documents", "whole", default="0"),
+    Column("standard_error", "number", high=_MOST_ERROR, default="", gaps=True),
+)
+_COLUMNS_IN_NATS = tuple(
+    replace(column, low=-_MOST_NATS, high=_MOST_NATS) if column.name == "density" else column for column in _COLUMNS
+)
+COLUMNS = tuple(column.name for column in _COLUMNS)
+
+
+def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
+    """The rows of ``density.csv``, complete with default columns; values are in ``unit``, None for those in [0, 1].
+
+    Raises ``UserError`` naming file and line.
+    """
+    where = f"density table {file}"
+    rows = read_table(file, "density table", _COLUMNS_IN_NATS if unit == NATS else _COLUMNS)
+    duplicate = rows.duplicated(["layer", "kv_head", "domain"])
+    if duplicate.any():
+        line = rows.index[int(duplicate.to_numpy().argmax())]
+        raise UserError(
+            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} is there twice"
+        )
+    _check_complete(rows, where)
+    return rows.reset_index(drop=True)
+
+
+def _check_complete(rows: pd.DataFrame, where: str) -> None:
+    layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
+    for domain, part in rows.groupby("domain"):
+        there = set(zip(part["layer"], part["kv_head"], strict=True))
+        absent = layers * heads - len(there)
+        if absent:  # one mistyped layer can make the grid huge: look for the first hole only
+            grid = ((layer, head) for layer in range(layers) for head in range(heads))
+            first = next(place for place in grid if place not in there)
+            raise UserError(
+                f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', the first being "
+                f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
+            )

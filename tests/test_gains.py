@@ -1,0 +1,212 @@
+"""Gains of heads and layers: each is the difference of two plain scores, and layouts follow it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import fails, gated, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.density_rows import NATS
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.model.attach import detach
+from spkv_nas.model.attention import attention_layers, layer_states
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.gains import closing, opening
+from spkv_nas.probing.signals import measure_signal
+
+WINDOW = 6
+Signal = Callable[..., DensityTable]
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """5 blocks of 40 tokens; 10 documents of 20 tokens in two domains."""
+    tokens = np.random.default_rng(0).integers(3, 290, size=(5, 40)).astype(np.int32)
+    owner = np.repeat(np.arange(10, dtype=np.int32), 20).reshape(5, 40)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
+
+
+def loud(family: str = "llama") -> PreTrainedModel:
+    """A model whose attention outside the window is heard."""
+    model = tiny_model(family, vocab_size=300)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 20.0
+    return model
+
+
+def plain(model: PreTrainedModel, windows: np.ndarray, blocks: TokenBlocks) -> DocumentNLL:
+    """With a window per KV head [L, Hkv], in whole passes."""
+    with full_attention(model) as states:
+        for state, row in zip(states, windows.tolist(), strict=True):
+            state.windows = tuple(row)
+        return document_nll(model, blocks, batch_size=2)
+
+
+def ends(model: PreTrainedModel, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """The windows [L, Hkv] of all-local and of full attention."""
+    with full_attention(model) as states:
+        own = np.array([[state.own_window] * state.num_kv_heads for state in states])
+    return np.minimum(own, window), own
+
+
+def by_hand(model: PreTrainedModel, blocks: TokenBlocks, places: Sequence[Any], *, opens: bool) -> list[float]:
+    """The gain of what lies at each of ``places`` in [L, Hkv]."""
+    local, own = ends(model, WINDOW)
+    before, after = (local, own) if opens else (own, local)
+    base, gains = plain(model, before, blocks).mean, []
+    for place in places:
+        windows = before.copy()
+        windows[place] = after[place]
+        gains.append((base - plain(model, windows, blocks).mean) * (1 if opens else -1))
+    return gains
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "granite"])
+@pytest.mark.parametrize("signal", [opening, closing])
+class TestGains:
+    def test_are_differences_of_plain_scores(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
+        """A Gemma's local layers have windows of 4 keys: they can be neither opened nor closed beyond 6."""
+        model = loud(family)
+        table = signal(model, blocks, WINDOW, batch_size=2)
+        places = [(layer, head) for layer in range(4) for head in range(2)]
+        expected = by_hand(model, blocks, places, opens=signal is opening)
+        assert table.values.ravel() == pytest.approx(expected, abs=1e-6)
+        assert np.abs(table.values).max() > 1e-4
+        assert not attention_layers(model)
+        if family == "gemma3_text":
+            local = ends(model, WINDOW)[1] < WINDOW
+            assert 0 < local.sum() < 8
+            assert not table.values[local].any()
+            assert table.values[~local].all()
+
+    def test_of_layers_are_their_own(self, signal: Signal, family: str, blocks: TokenBlocks) -> None:
+        model = loud(family)
+        table = signal(model, blocks, WINDOW, granularity="layer", batch_size=2)
+        expected = by_hand(model, blocks, [0, 1, 2, 3], opens=signal is opening)
+        assert table.values.sum(1) == pytest.approx(expected, abs=1e-6)
+        assert np.array_equal(table.values[:, 0], table.values[:, 1])
+        heads = signal(model, blocks, WINDOW, batch_size=2)
+        assert heads.values.sum(1) != pytest.approx(expected, abs=1e-6)
+        assert (table.metadata["granularity"], heads.metadata["granularity"]) == ("layer", "head")
+
+
+def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
+    model = loud()
+    table = opening(model, blocks, WINDOW)
+    local, own = ends(model, WINDOW)
+    base = plain(model, local, blocks)
+    local[2, 1] = own[2, 1]
+    change = paired_difference(plain(model, local, blocks), base)
+    row = table.rows.query("layer == 2 and kv_head == 1").set_index("domain")
+    assert table.values[2, 1] == pytest.approx(-change.percent / 100 * base.mean, abs=1e-7)
+    for parity, domain in enumerate("ab"):
+        mine = np.arange(10) % 2 == parity
+        part = DocumentNLL(np.where(mine, base.total, 0), np.where(mine, base.num_tokens, 0))
+        opened = plain(model, local, blocks)
+        other = DocumentNLL(np.where(mine, opened.total, 0), part.num_tokens)
+        error = paired_difference(other, part).standard_error / 100 * part.mean
+        assert row.loc[domain, "standard_error"] == pytest.approx(error, rel=1e-3)
+        assert row.loc[domain, ["num_tokens", "num_documents"]].tolist() == [part.num_tokens.sum(), 5]
+
+
+def test_passes_share_their_first_layers(blocks: TokenBlocks) -> None:
+    """One of the local model and, for the 2 heads of layer l of 4, (4 - l) / 4 each; counted in layers that ran."""
+    model = tiny_model(vocab_size=300)
+    runs = 0
+
+    def count(_module: object, _args: object, out: torch.Tensor) -> None:
+        nonlocal runs
+        runs += out.shape[1] == blocks.block_size  # and not a few tokens, to see what the model can do
+
+    hooks = [layer.mlp.register_forward_hook(count) for layer in model.model.layers]
+    seen: list[tuple[int, int]] = []
+    table = opening(model, blocks, WINDOW, batch_size=5, progress=lambda *step: seen.append(step))
+    for hook in hooks:
+        hook.remove()
+    assert runs / 4 == table.metadata["passes"] == 1 + 2 * (4 + 3 + 2 + 1) / 4
+    assert table.metadata["tokens"] == blocks.tokens.size
+    assert seen == [(5 * number, 45) for number in range(1, 10)]
+    assert closing(model, blocks, WINDOW).metadata["passes"] == 6.0
+    assert opening(model, blocks, WINDOW, granularity="layer").metadata["passes"] == 3.5
+
+
+def test_gates_and_windows_do_not_count(blocks: TokenBlocks) -> None:
+    model = gated()
+    states = copy.deepcopy(layer_states(model))
+    found = opening(model, blocks, WINDOW).values
+    assert layer_states(model) == states
+    detach(model)
+    assert np.array_equal(opening(model, blocks, WINDOW).values, found)
+
+
+def test_what_is_refused(blocks: TokenBlocks) -> None:
+    model = tiny_model(vocab_size=300)
+    with pytest.raises(UserError, match="nothing outside a window of 40 keys"):
+        opening(model, blocks, 40)
+    with pytest.raises(UserError, match="--granularity must be head or layer; found 'block'"):
+        closing(model, blocks, WINDOW, granularity="block")
+    with pytest.raises(UserError, match="--granularity is not for --signal duo; it goes with opening, closing"):
+        measure_signal("duo", model, blocks, window=WINDOW, granularity="layer")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="not a finite number"):
+        opening(model, blocks, WINDOW)
+
+
+def test_signed_values_order_heads_and_count_for_nothing(tmp_path: Path) -> None:
+    """Domain by domain cut at 0, a head of pure noise would have a gain of .01."""
+    rows = [(0, 0, 0.03, "a"), (0, 0, 0.05, "b"), (0, 1, 0.02, "a"), (0, 1, -0.03, "b")]
+    rows += [(1, 0, -0.2, "a"), (1, 0, 0.0, "b"), (1, 1, 1.5, "a"), (1, 1, 1.5, "b")]
+    (tmp_path / "density.csv").write_text(
+        "layer,kv_head,density,domain\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
+    )
+    with pytest.raises(UserError, match=r"column 'density' must be a number in \[0, 1\]; found '-0.03'"):
+        DensityTable.read(tmp_path)
+    (tmp_path / "probe.yaml").write_text(f"signal: opening\nunit: {NATS}\n")
+    table = DensityTable.read(tmp_path)
+    assert table.values == pytest.approx(np.array([[0.04, -0.005], [-0.1, 1.5]]))
+    assert table.density == pytest.approx(np.array([[0.04, 0.0], [0.0, 1.5]]))
+    assert table.domain_density("b") == pytest.approx(np.array([[0.05, 0.0], [0.0, 1.5]]))
+
+
+class TestCommand:
+    @pytest.fixture
+    def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        save(loud(), tiny_tokenizer, tmp_path / "mine")
+        (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+        options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
+        return [*map(str, options), "--workspace", str(tmp_path / "w"), "--signal", "opening", "--window", "8"]
+
+    def test_whole_layers_are_chosen_by_their_own_gains(
+        self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
+        assert "it took 3.5 forward passes over 256 tokens" in capsys.readouterr().out
+        name, place = "mine-opening-layer", tmp_path / "w"
+        table = DensityTable.read(place / "probes" / name)
+        arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(place)]
+        main(["propose", "--probe", name, *arguments])
+        layout = Layout.read(place / "layouts" / name / "constrained.yaml")
+        assert layout.global_layers == (int(table.values.sum(1).argmax()),)
+
+    def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "--steps is not for --signal opening" in fails(capsys, "probe", *options, "--steps", "3")
+        options[options.index("opening")] = "retrieval"
+        message = "--granularity is not for --signal retrieval; it goes with opening, closing"
+        assert message in fails(capsys, "probe", *options, "--granularity", "layer")
+        assert not list((tmp_path / "w").rglob("*.csv"))
