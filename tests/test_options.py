@@ -16,6 +16,7 @@ from spkv_nas.cli.app import COMMANDS, app
 from spkv_nas.cli.options import command
 from spkv_nas.evaluation.sweep import DEFAULT_POINTS
 from spkv_nas.probing.duo import DEFAULT_STEPS
+from spkv_nas.probing.regression import DEFAULT_LAYOUTS
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.flags import Flag
 from spkv_nas.training.first_recipe import STEPS
@@ -129,6 +130,8 @@ def test_defaults_that_the_help_names_are_those_that_are_used() -> None:
         ("EvaluateOptions", "points"): str(DEFAULT_POINTS),
         ("InitOptions", "steps"): str(STEPS),
         ("ProbeOptions", "steps"): str(DEFAULT_STEPS),
+        ("ProbeOptions", "num_layouts"): str(DEFAULT_LAYOUTS),
+        ("ProbeOptions", "seed"): "0",
         ("PalindromeOptions", "steps"): str(palindrome.steps),
         ("PalindromeOptions", "batch_size"): str(palindrome.batch_size),
     }

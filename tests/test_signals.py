@@ -262,6 +262,14 @@ class TestMeasure:
         assert (read.name, read.signal, read.metadata["source"]) == ("mine", signal, "somewhere")
         assert read.diagnosis() == []
 
+    @pytest.mark.filterwarnings("ignore:the model predicts:UserWarning")
+    def test_says_what_it_took(self, blocks: TokenBlocks) -> None:
+        """Duo's 5 steps of 2 of 6 blocks are 10 / 6 of the text, each token forward twice and back once."""
+        model = tiny_model(vocab_size=300)
+        tables = [attention_mass(model, blocks, WINDOW), retrieval(model, blocks, WINDOW, needle_length=8)]
+        assert [(t.metadata["passes"], t.metadata["tokens"]) for t in tables] == [(1.0, 240), (1.0, 240)]
+        assert duo(model, blocks, WINDOW, steps=5).metadata["passes"] == 5.0
+
     def test_refuses_what_it_cannot_measure(self, blocks: TokenBlocks) -> None:
         model = tiny_model(vocab_size=300)
         for signal in RIVALS:
@@ -309,7 +317,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("extra", "message"),
         [
-            (["--signal", "entropy"], "unknown signal 'entropy'; expected one of density, attention-mass"),
+            (["--signal", "entropy"], "unknown signal 'entropy'; expected one of density, opening, closing"),
             (["--signal", "duo", "--tau", "0.5"], "--tau is not for --signal duo; it goes with density"),
             (["--window", "8"], "--window is not for --signal density"),
             (["--signal", "attention-mass", "--steps", "3"], "it goes with duo"),

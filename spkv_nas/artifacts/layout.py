@@ -125,12 +125,17 @@ class Layout:
         return tuple(layer for layer, row in enumerate(self.heads) if "L" not in row)
 
     @property
+    def content(self) -> str:
+        """Window and grid as text: what changes the model, nothing else."""
+        return f"{self.window}\n{'/'.join(self.heads)}"
+
+    @property
     def content_hash(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of grid and window: what changes the model, nothing else.
+        """First 16 hexadecimal digits of the SHA-256 of ``content``.
 
         It names finished runs, so format 1 must keep it; a later format starts the hashed text with its own name.
         """
-        return hashlib.sha256(f"{self.window}\n{'/'.join(self.heads)}".encode()).hexdigest()[:16]
+        return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     @property
     def hash(self) -> str:

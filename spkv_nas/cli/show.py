@@ -47,7 +47,8 @@ def probe(table: DensityTable) -> None:
         f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else exact}})"
     )
     if "passes" in table.metadata:
-        say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens")
+        reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
+        say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
     for line in table.diagnosis():
         caution(line)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +34,9 @@ class DocumentNLL:
         """NLL in nats per token over all documents."""
         return float(self.total.sum() / self.num_tokens.sum())
 
-    def save(self, path: Path) -> None:
-        """Write both arrays as ``.npz``, atomically."""
-        write_npz(path, {"total": self.total, "num_tokens": self.num_tokens})
+    def save(self, path: Path, **others: NDArray[Any]) -> None:
+        """Write both arrays as ``.npz``, atomically, and ``others`` with them, which ``read`` leaves out."""
+        write_npz(path, {"total": self.total, "num_tokens": self.num_tokens, **others})
 
     @classmethod
     def read(cls, path: Path) -> DocumentNLL:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
@@ -48,7 +50,17 @@ COLUMNS = (
 )
 _GROUP = 64  # layouts that run together; a killed run loses at most these
 
+_LAYOUT = Array("layout", "text")  # in a finished score's file: what its hash is of
+
 Windows = tuple[tuple[int, ...], ...]  # of every KV head, by layer
+
+
+@dataclass
+class Work:
+    """What scoring took, added up: passes over the text, parts of one counted as such, and scores that were there."""
+
+    passes: float = 0.0
+    reused: int = 0
 
 
 @torch.inference_mode()
@@ -60,6 +72,7 @@ def zero_shot(
     batch_size: int = 8,
     cache: Path | None = None,
     reporter: Reporter = SILENT,
+    work: Work | None = None,
 ) -> list[DocumentNLL]:
     """NLL by document of ``blocks`` under ``model`` with each layout on its weights, in the order of ``layouts``.
 
@@ -70,21 +83,23 @@ def zero_shot(
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
         cache: folder of the finished scores of this model on this text (``cache_folder``); read and added to.
         reporter: told how many scores the cache has, and shows the others.
+        work: added to.
 
     Raises:
         UserError: there is no text, or a layout is for another number of layers or KV heads.
     """
     if blocks.num_blocks == 0:
         raise UserError("there is no text to score layouts on")
+    work = work or Work()
     with full_attention(model) as states:
         full = tuple(state.head_windows(gated=False) for state in states)
         wanted = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
-        names = [FULL_ATTENTION if x is None else x.content_hash for x in layouts]
-        files = {windows: cache / f"{name}.npz" if cache else None for windows, name in zip(wanted, names, strict=True)}
-        kept = {windows: _read(file, len(blocks.documents)) for windows, file in files.items()}
+        layout_of = dict(zip(wanted, layouts, strict=True))
+        kept = {windows: _read(_file(cache, x), len(blocks.documents)) for windows, x in layout_of.items()}
         scores = {windows: score for windows, score in kept.items() if score is not None}
-        missing = sorted(files.keys() - scores.keys())
-        reporter.reused(len(scores), len(files), "zero-shot scores")
+        missing = sorted(layout_of.keys() - scores.keys())
+        reporter.reused(len(scores), len(layout_of), "zero-shot scores")
+        work.reused += len(scores)
         done = 0
         with reporter.bar("scoring without training") as progress:
 
@@ -95,11 +110,11 @@ def zero_shot(
 
             for start in range(0, len(missing), _GROUP):
                 group = missing[start : start + _GROUP]
-                found, _ = score_windows(model, states, group, blocks, batch_size=batch_size, step=step)
+                found, passes = score_windows(model, states, group, blocks, batch_size=batch_size, step=step)
+                work.passes += passes
                 for windows, score in zip(group, found, strict=True):
                     scores[windows] = score
-                    if (file := files[windows]) is not None:
-                        score.save(file)
+                    _keep(cache, layout_of[windows], score)
     return [scores[windows] for windows in wanted]
 
 
@@ -134,6 +149,30 @@ def write_scores(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) ->
     with replacing(folder) as new:
         write_csv(new / "zero-shot.csv", rows)
         write_record(new / "zero-shot.yaml", origin)
+
+
+def kept_layouts(cache: Path) -> list[Layout]:
+    """The layouts whose finished scores a cache has; files of an older version do not say theirs."""
+    layouts = []
+    for file in sorted(cache.glob("*.npz")):
+        try:
+            window, _, heads = str(read_arrays(file, (_LAYOUT,), "")["layout"]).partition("\n")
+            layout = Layout(tuple(heads.split("/")), int(window))
+        except (UserError, ValueError):
+            continue
+        if file.stem == layout.content_hash:
+            layouts.append(layout)
+    return layouts
+
+
+def _file(cache: Path | None, layout: Layout | None) -> Path | None:
+    return cache and cache / f"{FULL_ATTENTION if layout is None else layout.content_hash}.npz"
+
+
+def _keep(cache: Path | None, layout: Layout | None, score: DocumentNLL) -> None:
+    """Write a finished score, and which layout it is of."""
+    if (file := _file(cache, layout)) is not None:
+        score.save(file, **({} if layout is None else {_LAYOUT.name: np.array(layout.content)}))
 
 
 def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:

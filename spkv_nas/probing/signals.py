@@ -20,22 +20,33 @@ from spkv_nas.model.section import gate_config
 from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.gains import closing, opening
+from spkv_nas.probing.regression import regression
 from spkv_nas.probing.retrieval import retrieval
 
-DENSITY, ATTENTION_MASS, DUO, RETRIEVAL, OPENING, CLOSING = SIGNALS = (
-    "density", "attention-mass", "duo", "retrieval", "opening", "closing",
+DENSITY, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS = SIGNALS = (
+    "density", "opening", "closing", "regression", "duo", "retrieval", "attention-mass",
 )  # fmt: skip
-SCORING = (OPENING, CLOSING)  # those that score many layouts: they make logits, and take fewer tokens by default
+SCORING = (OPENING, CLOSING, REGRESSION)  # those that score layouts: they make logits, and take fewer tokens by default
 SCORING_TOKENS = 12_288
 
 _MEASURES: dict[str, Callable[..., DensityTable]] = {
-    ATTENTION_MASS: attention_mass,
-    DUO: duo,
-    RETRIEVAL: retrieval,
     OPENING: opening,
     CLOSING: closing,
+    REGRESSION: regression,
+    DUO: duo,
+    RETRIEVAL: retrieval,
+    ATTENTION_MASS: attention_mass,
 }
-_OPTIONS = {"tau": (DENSITY,), "window": tuple(_MEASURES), "steps": (DUO,), "granularity": (OPENING, CLOSING)}
+_OPTIONS = {
+    "tau": (DENSITY,),
+    "window": tuple(_MEASURES),
+    "steps": (DUO,),
+    "granularity": (OPENING, CLOSING),
+    "budget": (REGRESSION,),
+    "num_layouts": (REGRESSION,),
+    "seed": (DUO, RETRIEVAL, REGRESSION),
+    "cache": (REGRESSION,),
+}
 
 
 def check_options(signal: str, **options: object) -> None:
@@ -44,7 +55,8 @@ def check_options(signal: str, **options: object) -> None:
         raise UserError(f"unknown signal '{signal}'; expected one of {', '.join(SIGNALS)}")
     for name, value in options.items():
         if value is not None and signal not in _OPTIONS[name]:
-            raise UserError(f"--{name} is not for --signal {signal}; it goes with {', '.join(_OPTIONS[name])}")
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} is not for --signal {signal}; it goes with {', '.join(_OPTIONS[name])}")
 
 
 def measure_signal(

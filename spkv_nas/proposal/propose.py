@@ -93,6 +93,13 @@ def unmatched(table: DensityTable, budget: int | str | None) -> str | None:
     )
 
 
+def layer_advice(table: DensityTable, granularity: str) -> str | None:
+    """Says that the heads of a layer tie, where whole layers were measured and single heads are chosen."""
+    if table.metadata.get("granularity") != "layer" or granularity == "layer":
+        return None
+    return f"'{table.name}' was measured by whole layers, whose heads tie: choose whole ones by --granularity layer"
+
+
 def tau_advice(table: DensityTable, budget: int | str | None) -> str | None:
     """Says when the densest heads tie: the reference keeps far more than the budget allows, so tau cuts too low."""
     share = parse_budget(budget, table.num_heads) / table.num_heads

@@ -67,6 +67,7 @@ _BUDGETS = Flag(
 _MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1, high=MOST_WHOLE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)
+_SEED = Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)
 _GRANULARITY = Flag(
     "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=_MEMORY
 )
@@ -89,7 +90,9 @@ RecipeFile = Annotated[Path, _RECIPE_FILE]
 OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
 RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewer keys.")]
-Seed = Annotated[int, Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)]
+Seed = Annotated[int, _SEED]
+OptionalSeed = Annotated[int | None, _SEED]
+NumLayouts = Annotated[int | None, Flag("Random layouts to score.", low=1, high=MOST_REPEATS)]
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
 Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
 Minutes = Annotated[float | None, Flag("In place of steps: what everything may take together.", low=0.1, high=1e6)]
@@ -102,8 +105,8 @@ Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 Signal = Annotated[
     str,
     Flag(
-        "density, or a rival of it, which needs no gates: opening, closing, duo, retrieval, attention-mass.",
-        values=("density", "opening", "closing", "duo", "retrieval", "attention-mass"),
+        "density, or what needs no gates: opening, closing, regression, duo, retrieval, attention-mass.",
+        values=("density", "opening", "closing", "regression", "duo", "retrieval", "attention-mass"),
     ),
 ]
 TauSweep = Annotated[

@@ -99,12 +99,15 @@ class ProbeOptions(SubjectOptions, Trains):
     """Of ``probe``."""
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(None, "all; 12,288 for opening and closing")
+    max_tokens: flags.OptionalMaxTokens = default(None, "all; 12,288 for opening, closing, regression")
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
     window: flags.OptionalWindow = default(None, "the gates', or 128", note="For the rival signals.")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
     steps: flags.Steps = default(None, "200", note="For duo.")
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET, note="For regression.")
+    num_layouts: flags.NumLayouts = default(None, "200", note="For regression.")
+    seed: flags.OptionalSeed = default(None, "0", note="For duo, retrieval and regression.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.probing import density, signals
 from spkv_nas.probing.gains import LAYER
 from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
@@ -24,7 +25,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     layers with "layer" behind that.
     """
     quiet_transformers(reporter)
-    own: dict[str, Any] = {"steps": options.steps, "granularity": options.granularity}
+    given = ("steps", "granularity", "budget", "num_layouts", "seed")
+    own: dict[str, Any] = {name: getattr(options, name) for name in given}
     signals.check_options(options.signal, tau=options.tau, window=options.window, **own)
     if options.recipe is not None and (options.model is not None or options.data):
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
@@ -34,6 +36,9 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     subject = _subject(options, reporter)
     scores = options.signal in signals.SCORING  # others make logits of a few tokens at most
     measured = subject.load(reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None)
+    if options.signal == signals.REGRESSION:
+        root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
+        own["cache"] = cache_folder(root, measured.model, subject.source, measured.blocks)
     source = subject.source if options.recipe is None else subject.recipe.name
     with reporter.bar("probing") as progress:
         told: dict[str, Any] = {

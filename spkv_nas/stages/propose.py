@@ -14,7 +14,7 @@ from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
-from spkv_nas.proposal.propose import MATCH_BUDGET, tau_advice, unmatched
+from spkv_nas.proposal.propose import MATCH_BUDGET, layer_advice, tau_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
@@ -29,8 +29,8 @@ class ProposalResult:
     Attributes:
         answer: the layouts, their coverage and how sure it is.
         sentences: what else was asked: memory, the worst domain, certainty.
-        advice: why another threshold would order the heads better, or how far the nearest one is from what was asked;
-            None where there is nothing to say.
+        advice: why another threshold or granularity would order the heads better, or how far the nearest threshold is
+            from what was asked; None where there is nothing to say.
         folder: of the layouts.
     """
 
@@ -69,12 +69,15 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
     write_proposal(folder, answer)
-    return ProposalResult(answer, _sentences(answer, requirements, options), _advice(answer, options.tau), folder)
+    return ProposalResult(answer, _sentences(answer, requirements, options), _advice(answer, options), folder)
 
 
-def _advice(answer: Answer, tau: str | None) -> str | None:
-    advise = {None: tau_advice, MATCH_BUDGET: unmatched}.get(tau)
-    return None if advise is None else advise(answer.table, answer.layouts["densest"].num_global)
+def _advice(answer: Answer, options: ProposeOptions) -> str | None:
+    layers = layer_advice(answer.table, options.granularity)
+    advise = {None: tau_advice, MATCH_BUDGET: unmatched}.get(options.tau)
+    if layers is not None or advise is None:
+        return layers
+    return advise(answer.table, answer.layouts["densest"].num_global)
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:

@@ -1,0 +1,187 @@
+"""Regression: planted gains are found, with honest errors; scores that are there count; layouts follow it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
+from spkv_nas.model.checkpoint import save
+from spkv_nas.probing import regression as module
+from spkv_nas.probing.regression import regression
+from spkv_nas.probing.ridge import Ridge
+
+WINDOW = 6
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """5 blocks of 40 tokens; 10 documents of 20 tokens in two domains."""
+    tokens = np.random.default_rng(0).integers(3, 290, size=(5, 40)).astype(np.int32)
+    owner = np.repeat(np.arange(10, dtype=np.int32), 20).reshape(5, 40)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
+
+
+def loud() -> PreTrainedModel:
+    """A model whose attention outside the window is heard."""
+    model = tiny_model(vocab_size=300)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 20.0
+    return model
+
+
+def design(number: int, seed: int) -> np.ndarray:
+    """Random layouts of 18 of 63 heads, 0 or 1 [number, 63]."""
+    return (np.random.default_rng(seed).random((number, 63)).argsort(1) < 18).astype(float)
+
+
+class TestRidge:
+    def test_leave_one_out_in_closed_form_is_that_of_fits_without_each(self) -> None:
+        rng = np.random.default_rng(1)
+        letters = design(30, 0)  # fewer than heads
+        responses = letters @ rng.normal(size=63) + rng.normal(size=30)
+        found = Ridge.fit(letters, responses)
+        missed = []
+        for out in range(30):
+            kept = np.arange(30) != out
+            x, y = letters[kept], responses[kept]
+            centred = x - x.mean(0)
+            slope = np.linalg.solve(centred.T @ centred + found.penalty * np.eye(63), centred.T @ (y - y.mean()))
+            missed.append((responses[out] - y.mean() - (letters[out] - x.mean(0)) @ slope, responses[out] - y.mean()))
+        own, mean = np.square(missed).sum(0)
+        assert found.explained == pytest.approx(1 - own / mean, abs=1e-9)
+
+    def test_planted_gains_and_their_errors(self) -> None:
+        """Of 40 sets of 200 layouts: coefficients within two of their errors in about 19 of 20 cases."""
+        gains = np.random.default_rng(2).exponential(0.01, size=63)
+        inside = []
+        for seed in range(40):
+            letters = design(200, seed)
+            responses = 4.0 - letters @ gains + np.random.default_rng(100 + seed).normal(scale=0.01, size=200)
+            found = Ridge.fit(letters, responses)
+            wrong = -found.operator @ responses - (gains - gains.mean())
+            inside.append(np.abs(wrong) < 2 * found.error(responses))
+            assert found.explained > 0.4
+        assert 0.93 < np.mean(inside) < 0.98
+
+    def test_without_noise_they_are_exact(self) -> None:
+        gains = np.random.default_rng(3).exponential(0.01, size=63)
+        letters = design(200, 0)
+        found = Ridge.fit(letters, 4.0 - letters @ gains)
+        assert -found.operator @ (4.0 - letters @ gains) == pytest.approx(gains - gains.mean(), abs=1e-6)
+        assert found.explained == pytest.approx(1.0)
+
+    def test_responses_that_are_all_the_same(self) -> None:
+        found = Ridge.fit(design(20, 0), np.full(20, 3.0))
+        assert not (found.operator @ np.full(20, 3.0)).round(12).any()
+
+
+class Judge:
+    """In place of ``zero_shot``: NLL by document that falls by a planted gain for every global head."""
+
+    def __init__(self, gains: np.ndarray, num_documents: int) -> None:
+        rng = np.random.default_rng(4)
+        self.gains = gains * rng.uniform(0.5, 1.5, size=(num_documents, 1, 1))  # [documents, L, Hkv]
+        self.counts = np.arange(10, 10 + num_documents)
+        self.seen: list[Layout] = []
+
+    def __call__(self, _model: object, layouts: list[Layout], *_: object, **__: object) -> list[DocumentNLL]:
+        self.seen = layouts
+        saved = np.stack([self.gains[:, layout.global_mask].sum(1) for layout in layouts])
+        return [DocumentNLL((4.0 - row) * self.counts, self.counts) for row in saved]
+
+
+class TestTable:
+    def test_planted_gains_by_domain(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+        judge = Judge(np.random.default_rng(5).uniform(0, 0.1, size=(4, 2)), 10)
+        monkeypatch.setattr(module, "zero_shot", judge)
+        table = regression(tiny_model(vocab_size=300), blocks, WINDOW, budget=3, num_layouts=200)
+        assert all(layout.num_global == 3 and layout.window == WINDOW for layout in judge.seen)
+        assert 40 < len(judge.seen) == len(set(judge.seen)) == table.metadata["layouts"] <= 56
+        share = judge.counts / judge.counts.sum()
+        gains = np.tensordot(share, judge.gains, 1)
+        assert table.values == pytest.approx(gains - gains.min(), abs=1e-4)
+        odd = np.arange(10) % 2 == 1
+        own = np.tensordot(judge.counts[odd] / judge.counts[odd].sum(), judge.gains[odd], 1)
+        found = table.rows.query("domain == 'b'")["density"].to_numpy().reshape(4, 2)
+        assert found - found.mean() == pytest.approx(own - own.mean(), abs=1e-4)
+        assert np.isfinite(table.standard_error).all()
+
+    def test_scores_that_are_there_count(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        """Those of the same window and budget, whoever asked for them; the second time there is nothing to run."""
+        model = loud()
+        masks = [np.arange(8).reshape(4, 2) % 8 < 3, np.arange(8).reshape(4, 2) > 4, np.arange(8).reshape(4, 2) > 5]
+        others = [Layout.from_mask(mask, window=WINDOW) for mask in masks]
+        others.append(Layout.from_mask(masks[0], window=WINDOW + 1))
+        zero_shot(model, [None, *others], blocks, cache=tmp_path)
+        (tmp_path / "0123456789abcdef.npz").write_bytes(b"PK torn")
+        assert sorted(x.content for x in kept_layouts(tmp_path)) == sorted(x.content for x in others)
+        options = {"budget": 3, "num_layouts": 15, "seed": 1}
+        table = regression(model, blocks, WINDOW, cache=tmp_path, **options)
+        alone = regression(model, blocks, WINDOW, **options)
+        drawn = {x.content for x in kept_layouts(tmp_path)} - {x.content for x in others[2:]}
+        assert table.metadata["layouts"] == len(drawn)
+        assert table.metadata["reused_scores"] == 2
+        assert alone.metadata["reused_scores"] == 0
+        assert 0 < table.metadata["passes"] <= alone.metadata["passes"]
+        again = regression(model, blocks, WINDOW, cache=tmp_path, **options)
+        assert (again.metadata["passes"], again.metadata["reused_scores"]) == (0, len(drawn))
+        assert np.array_equal(again.values, table.values)
+
+    def test_passes_are_what_zero_shot_ran(self, blocks: TokenBlocks) -> None:
+        work = Work()
+        layouts = [Layout(tuple(grid.split()), WINDOW) for grid in ("GL LL LG LL", "GL LL LG GG", "LL LL LL LL")]
+        zero_shot(loud(), layouts, blocks, work=work)
+        assert work == Work(passes=1 + 1 + 1 / 4, reused=0)
+        zero_shot(loud(), [None], blocks, work=work)
+        assert work.passes == 3.25
+
+    def test_what_is_refused(self, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match="1 distinct layouts with 8 of 8 heads global are too few"):
+            regression(loud(), blocks, WINDOW, budget=8)
+        with pytest.raises(UserError, match="nothing outside a window of 40 keys"):
+            regression(loud(), blocks, 40)
+
+    def test_scores_that_no_head_explains_are_called_out(
+        self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def noise(_model: object, layouts: list[Layout], *_: object, **__: object) -> list[DocumentNLL]:
+            totals = np.random.default_rng(0).uniform(3, 4, size=(len(layouts), 10))
+            return [DocumentNLL(row, np.ones(10, dtype=int)) for row in totals]
+
+        monkeypatch.setattr(module, "zero_shot", noise)
+        with pytest.warns(UserWarning, match="is hardly the sum of what their heads do"):
+            regression(tiny_model(vocab_size=300), blocks, WINDOW)
+
+
+@pytest.mark.filterwarnings("ignore:what .* layouts lose:UserWarning")
+def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scores of ``score`` on the same text count."""
+    save(loud(), tiny_tokenizer, tmp_path / "mine")
+    (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+    options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
+    options += ["--workspace", tmp_path / "w", "--max-tokens", 256]
+    Layout(("GG", "LL", "GL", "LL"), 8).write(tmp_path / "one.yaml")
+    main(["score", str(tmp_path / "one.yaml"), *map(str, options)])
+    command = ["probe", *map(str, options), "--signal", "regression", "--window", "8"]
+    main([*command, "--budget", "3", "--num-layouts", "12", "--seed", "5"])
+    assert "forward passes over 256 tokens; scores reused: 1" in capsys.readouterr().out
+    table = DensityTable.read(tmp_path / "w" / "probes" / "mine-regression")
+    assert {key: table.metadata[key] for key in ("budget", "seed", "signal")} == {
+        "budget": 3, "seed": 5, "signal": "regression",
+    }  # fmt: skip
+    main(["propose", "--probe", "mine-regression", "--budget", "3", "--workspace", str(tmp_path / "w")])
+    layout = Layout.read(tmp_path / "w" / "layouts" / "mine-regression" / "densest.yaml")
+    assert set(np.flatnonzero(layout.global_mask)) == set(np.argsort(-table.values.ravel(), kind="stable")[:3])
