@@ -18,13 +18,14 @@ from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.attach import detach
 from spkv_nas.model.attention import attention_layers, layer_states
-from spkv_nas.model.checkpoint import save
+from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing import signals
 from spkv_nas.probing.gains import closing, opening
 from spkv_nas.probing.signals import measure_signal
 
@@ -181,6 +182,8 @@ def test_signed_values_order_heads_and_count_for_nothing(tmp_path: Path) -> None
     table = DensityTable.read(tmp_path)
     assert table.values == pytest.approx(np.array([[0.04, -0.005], [-0.1, 1.5]]))
     assert table.density == pytest.approx(np.array([[0.04, 0.0], [0.0, 1.5]]))
+    assert ">1500<" in table._repr_html_()
+    assert ">-100<" in table._repr_html_()
     assert table.domain_density("b") == pytest.approx(np.array([[0.05, 0.0], [0.0, 1.5]]))
 
 
@@ -203,6 +206,24 @@ class TestCommand:
         main(["propose", "--probe", name, *arguments])
         layout = Layout.read(place / "layouts" / name / "constrained.yaml")
         assert layout.global_layers == (int(table.values.sum(1).argmax()),)
+        capsys.readouterr()
+        main(["propose", "--probe", name, *arguments[2:]])
+        assert "was measured by whole layers, whose heads tie" in capsys.readouterr().err
+
+    def test_by_default_the_text_is_a_few_blocks_of_all_of_it(
+        self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(signals, "SCORING_TOKENS", 200)
+        main(["probe", *options])
+        table = DensityTable.read(tmp_path / "w" / "probes" / "mine-opening")
+        model, tokenizer = load(tmp_path / "mine")
+        whole = build_blocks([(tmp_path / "text.txt").read_text()], tokenizer, 64)
+        assert whole.num_blocks > 9
+        chosen = whole.spread(3)
+        assert np.array_equal(chosen.tokens, whole.tokens[[0, whole.num_blocks // 3, 2 * whole.num_blocks // 3]])
+        assert np.array_equal(whole.spread(99).tokens, whole.tokens)
+        assert table.metadata["tokens"] == 192
+        assert table.values == pytest.approx(opening(model, chosen, 8).values, abs=1e-6)
 
     def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "--steps is not for --signal opening" in fails(capsys, "probe", *options, "--steps", "3")

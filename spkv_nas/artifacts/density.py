@@ -19,7 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, field_validator
 
-from spkv_nas.artifacts.density_rows import COLUMNS, read_rows
+from spkv_nas.artifacts.density_rows import COLUMNS, NATS, read_rows
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
@@ -248,10 +248,13 @@ class DensityTable:
         ]
 
     def _repr_html_(self) -> str:
-        """In a notebook: every KV head's density in percent."""
+        """In a notebook: every KV head's density in percent, or its gain in thousandths of a nat."""
         measure = f"density, %, at tau {self.tau:g}" if self.is_density else f"{self.signal}, %"
-        texts = [[f"{100 * value:.0f}" for value in row] for row in self.density]
-        return grid_html(f"{self.name}: {measure}; mean {100 * self.mean:.1f}", self.density, texts)
+        shades, scale = self.density, 100
+        if self.metadata.get("unit") == NATS:
+            measure, scale, shades = f"{self.signal}, {NATS} / 1000", 1000, self.density / max(self.density.max(), 1e-9)
+        texts = [[f"{scale * value:.0f}" for value in row] for row in self.values]
+        return grid_html(f"{self.name}: {measure}; mean {scale * self.mean:.1f}", shades, texts)
 
     def plot(self) -> Figure:
         """The same as a matplotlib figure, as in the report. Raises ``UserError`` where matplotlib is not installed."""

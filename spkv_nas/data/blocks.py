@@ -89,6 +89,12 @@ class TokenBlocks:
         """The first ``num_blocks`` blocks."""
         return TokenBlocks(self.tokens[:num_blocks], self.document[:num_blocks], self.documents)
 
+    def spread(self, num_blocks: int) -> TokenBlocks:
+        """``num_blocks`` blocks, or all, evenly spread, so that they are of as many documents as may be."""
+        num_blocks = min(num_blocks, self.num_blocks)
+        chosen = np.arange(num_blocks) * self.num_blocks // max(num_blocks, 1)
+        return TokenBlocks(self.tokens[chosen], self.document[chosen], self.documents)
+
     def every(self, step: int, start: int) -> TokenBlocks:
         """Every ``step``-th block, from ``start``."""
         return TokenBlocks(self.tokens[start::step], self.document[start::step], self.documents)

@@ -103,7 +103,7 @@ class Subject:
 
         Args:
             with_logits: whether the pass that follows makes logits of ``BATCH_SIZE`` blocks, which must fit.
-            tokens: how many to take where ``max_tokens`` does not say it, a block at least; None: all.
+            tokens: how many to take, spread over the text, where ``max_tokens`` does not say it; None: all.
 
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
@@ -117,8 +117,6 @@ class Subject:
         limit = options.max_tokens
         if limit is not None and limit < length:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
-        if limit is None and tokens is not None:
-            limit = max(tokens, length)
         reporter.announce(f"loading {self.source}")
         device = choose_device(options.device)
         own = saved_dtype(self.source)
@@ -139,7 +137,10 @@ class Subject:
             cache = options.place.run_dir(recipe.name) / "blocks"
             blocks = load_heldout(recipe.data, tokenizer, cache, self.base, reporter)
             text = recipe.data.model_dump(mode="json")
-        blocks = blocks if limit is None else blocks.take(limit // length)
+        if limit is not None:
+            blocks = blocks.take(limit // length)
+        elif tokens is not None:
+            blocks = blocks.spread(max(1, tokens // length))
         check_tokens(model, blocks.largest_token)
         if with_logits:
             taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)

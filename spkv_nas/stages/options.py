@@ -99,7 +99,7 @@ class ProbeOptions(SubjectOptions, Trains):
     """Of ``probe``."""
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(None, "all; 12,288 for opening, closing, regression")
+    max_tokens: flags.OptionalMaxTokens = default(None, "all; for opening, closing, regression 12,288, spread")
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
     window: flags.OptionalWindow = default(None, "the gates', or 128", note="For the rival signals.")
