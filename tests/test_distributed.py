@@ -75,7 +75,7 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
         train(name, recipe, corpus, one)
         if name == "sampled":
             continue
-        for key in ("loss", "density", "density_weight", "heldout_soft_nll", "heldout_hard_nll", "heldout_density"):
+        for key in ("loss", "density", "price", "heldout_soft_nll", "heldout_hard_nll", "heldout_density"):
             expected = logged(one / f"{name}-0.json", key)
             for rank in (0, 1):
                 assert logged(two / f"{name}-{rank}.json", key) == pytest.approx(expected, rel=1e-5), (name, key)

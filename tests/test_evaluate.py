@@ -20,12 +20,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
-from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.sweep import COLUMNS, evaluate, parse_taus, sweep_table, tau_sweep
 from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe

@@ -26,7 +26,7 @@ from spkv_nas.model.attention import LayerState, layer_states
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.generation import generate
-from spkv_nas.model.modes import gate_mode, gate_settings, set_density_weight, set_gate_mode
+from spkv_nas.model.modes import gate_mode, gate_settings, set_gate_mode, set_price
 from spkv_nas.model.section import checkpoint_layout, gate_config
 from spkv_nas.model.watch import watch_logits
 from spkv_nas.model.windows import apply_layout, full_attention
@@ -54,7 +54,7 @@ class TestThreshold:
     def test_one_that_is_borrowed_is_given_back(self) -> None:
         model = gated()
         set_gate_mode(model, "sampled", 0.3, anneal=0.25, p_min=0.1)
-        set_density_weight(model, 0.5)
+        set_price(model, 0.5)
         before, section = copy.copy(gate_settings(model)), copy.deepcopy(model.config.spkv)
 
         def borrow() -> None:

@@ -74,10 +74,10 @@ class TestRuns:
         with pytest.raises(ValidationError, match=r"dense\.learning_rate and branch\.learning_rate must be equal"):
             train("other", training="from-scratch", top=top)
 
-    def test_the_regulariser_moves_density(self, train: Train) -> None:
+    def test_a_price_moves_density(self, train: Train) -> None:
         found = [
-            train(f"weight{weight}", density_weight=weight, learning_rate_multiplier=20.0, bias=0.0).density
-            for weight in (-50.0, 50.0)
+            train(f"price{price}", price=price, learning_rate_multiplier=20.0, bias=0.0).density
+            for price in (50.0, -50.0)
         ]
         assert found[0] < 0.3 < 0.7 < found[1]
 

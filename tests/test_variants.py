@@ -20,8 +20,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.gates import gate_from_logits, predictors, regularised
-from spkv_nas.model.modes import set_density_weight, set_gate_mode
+from spkv_nas.model.gates import gate_from_logits, predictors, priced
+from spkv_nas.model.modes import set_gate_mode, set_price
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 
@@ -232,20 +232,20 @@ class TestHeads:
             GateConfig(heads=rows)
 
 
-class TestRegulariser:
+class TestPrice:
     def test_its_gradient_is_that_of_the_loss(self) -> None:
         one = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
         two = one.detach().clone().requires_grad_()
-        (regularised(one, 0.7) ** 2).sum().backward()
-        ((two**2).sum() - 0.7 * torch.sigmoid(two).mean()).backward()
+        (priced(one, 0.7) ** 2).sum().backward()
+        ((two**2).sum() + 0.7 * torch.sigmoid(two).mean()).backward()
         assert torch.allclose(one.grad, two.grad)
 
     def test_a_model_adds_its_layers_up(self, tokens: Tensor) -> None:
         gradients = []
-        for weight in (0.0, 2.0):
+        for price in (0.0, 2.0):
             model = gated(init_scale=0.0, bias=0.0)
-            set_density_weight(model, weight)
+            set_price(model, price)
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
             gradients.append(torch.stack([m.down.bias.grad for m in predictors(model).values()]))
-        # u = 1/2 everywhere: d(-2 mean u)/d bias of one head of the eight is -2 * 1/4 / 8
-        assert torch.allclose(gradients[1] - gradients[0], torch.tensor(-2 / 4 / 8), atol=1e-6)
+        # u = 1/2 everywhere: d(2 mean u)/d bias of one head of the eight is 2 * 1/4 / 8
+        assert torch.allclose(gradients[1] - gradients[0], torch.tensor(2 / 4 / 8), atol=1e-6)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from spkv_nas.artifacts.histogram import threshold_logit
 from spkv_nas.base.limits import MOST_WINDOW
+
+_WINDOWS, _BLOCK_PER_WINDOW = (8, 128), 16
 
 GATED, GLOBAL, LOCAL = "SGL"  # letters of a grid of heads: self-pruned, or one of the two kinds without a gate
 
 
 class GateConfig(BaseModel):
-    """What the gates of a model are made of; saved in ``config.json`` under ``spkv.gates``."""
+    """What the gates of a model are made of, and what they were priced at; in ``config.json`` under ``spkv.gates``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -23,12 +26,28 @@ class GateConfig(BaseModel):
     predictor: Literal["mlp", "linear", "bidirectional"] = Field("mlp", description="2 layers, 1, or a look-ahead")
     hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; None: half the model's")
     kernel_size: int = Field(65, ge=1, description="tokens that a bidirectional predictor sees (paper: 65)")
-    bias: float = Field(5.0, description="initial logit of every gate (paper: 5, so that u = 0.993)")
+    bias: float = Field(
+        5.0, description="initial logit of every gate (paper: 5, so that u = 0.993; of priced gates: that of tau)"
+    )
     init_scale: float = Field(1.0, ge=0.0, description="factor on the predictor's initial weights")
+    price: float = Field(0.0, description="of a key: the loss gains price * mean(u); the paper's lambda_aux is -price")
+    target_density: float | None = Field(
+        None, gt=0.0, lt=1.0, description="share of the keys that the price is to keep; it is moved until it does"
+    )
     sinks: int = Field(0, ge=0, description="first tokens of a sequence that are always kept")
     heads: list[str] | None = Field(
         None, description="one row per attention layer: S self-pruned, G global, L local; None: all S"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _at_the_threshold(cls, data: Any) -> Any:
+        """Priced gates start at tau, where the price decides at once, unless a bias is given."""
+        if not isinstance(data, dict) or not (data.get("price") or data.get("target_density")):
+            return data
+        tau = data.get("tau", cls.model_fields["tau"].default)
+        usable = isinstance(tau, int | float) and 0.0 < tau < 1.0
+        return {"bias": threshold_logit(tau), **data} if usable else data
 
     @model_validator(mode="after")
     def _sound(self) -> GateConfig:
@@ -39,9 +58,20 @@ class GateConfig(BaseModel):
                 f"a kernel of {self.kernel_size} looks {self.kernel_size // 2} tokens ahead, which must be less than "
                 f"the window of {self.window}: a key is decided on before it leaves the window"
             )
+        if self.price and self.target_density is not None:
+            raise ValueError("give one of 'price' and 'target_density': the price that keeps that share is found")
         letters = set("".join(self.heads or []))
         if not letters <= {GATED, GLOBAL, LOCAL}:
             raise ValueError(f"heads: expected the letters S, G and L; found {''.join(sorted(letters))}")
         if self.heads is not None and GATED not in letters:
             raise ValueError("heads: no head has a gate (S)")
         return self
+
+
+def suitable_window(block_size: int) -> int:
+    """A window that leaves something outside it in blocks of so many tokens: a sixteenth, at most the paper's 128.
+
+    The embedded model has 32 of 512; with 128 of 512 it misses nothing, so its heads cannot be told apart
+    (``reports/LOG.md``).
+    """
+    return min(_WINDOWS[1], max(_WINDOWS[0], block_size // _BLOCK_PER_WINDOW))

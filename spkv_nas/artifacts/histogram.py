@@ -28,6 +28,15 @@ def sigmoid(logit: float) -> float:
     return 1.0 / (1.0 + math.exp(-logit))
 
 
+def threshold_logit(tau: float) -> float:
+    """Logit of ``tau``: ``u >= tau`` exactly when ``logit >= threshold_logit(tau)``."""
+    if tau <= 0.0:
+        return -math.inf
+    if tau >= 1.0:
+        return math.inf
+    return math.log(tau) - math.log1p(-tau)
+
+
 def rounded_tau(tau: float) -> float:
     """A threshold as files keep it: four decimals, and near 0 and 1 three digits of its distance from them."""
     distance = min(tau, 1.0 - tau)

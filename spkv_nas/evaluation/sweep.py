@@ -24,9 +24,9 @@ from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.modes import gate_mode
 from spkv_nas.model.section import gate_config
 

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from spkv_nas.artifacts.gate_config import LOCAL
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, regularised
+from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 
 GLOBAL_WINDOW = 1 << 30  # a window no sequence outgrows
 
@@ -44,14 +44,14 @@ class GateSettings:
     """How the gates of a model work now: one object for all its layers, which ``spkv_nas.model.modes`` changes.
 
     Attributes:
-        density_weight: of each layer's mean utility in the loss.
+        price: of each layer's mean utility in the loss.
     """
 
     mode: str = "soft"
     tau: float = 0.5
     anneal: float = 0.0
     p_min: float = 0.0
-    density_weight: float = 0.0
+    price: float = 0.0
 
 
 @dataclass
@@ -184,8 +184,8 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             raise UserError("a bidirectional predictor waits for tokens to come: generate with use_cache=False")
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         logits = predictor(hidden_states, sinks=cache is None)  # with a cache, the first token is not that of the text
-        if settings.density_weight and isinstance(predictor, UtilityPredictor):
-            logits = regularised(logits, settings.density_weight)
+        if settings.price and isinstance(predictor, UtilityPredictor):
+            logits = priced(logits, settings.price)
         if state.windows is None:
             extra["spkv_gate"] = gate_from_logits(logits, settings.mode, settings.tau, settings.anneal, settings.p_min)
     return args, {**kwargs, **extra}

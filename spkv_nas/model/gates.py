@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spkv_nas.artifacts.gate_config import GLOBAL, LOCAL, GateConfig
+from spkv_nas.artifacts.histogram import threshold_logit
 
 MODES = ("open", "soft", "sampled", "hard")
 _FIXED = {GLOBAL: math.inf, LOCAL: -math.inf}
@@ -105,15 +106,6 @@ def keeps(logits: Tensor, tau: float) -> Tensor:
     return logits >= threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
-def threshold_logit(tau: float) -> float:
-    """Logit of ``tau``: ``u >= tau`` exactly when ``logit >= threshold_logit(tau)``."""
-    if tau <= 0.0:
-        return -math.inf
-    if tau >= 1.0:
-        return math.inf
-    return math.log(tau) - math.log1p(-tau)
-
-
 def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:
     """The gate of one layer.
 
@@ -147,29 +139,29 @@ def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0,
     return Gate(torch.where(above, torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits)), below), None)
 
 
-class _Regulariser(torch.autograd.Function):
-    """Identity on logits; the backward pass adds the gradient of ``-weight * mean(sigmoid(logits))``.
+class _Priced(torch.autograd.Function):
+    """Identity on logits; the backward pass adds the gradient of ``price * mean(sigmoid(logits))``.
 
     As a gradient, not a term of the loss: the loss that is logged stays the language model's, and activation
     checkpointing, of any kind, recomputes it.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, weight: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, price: float) -> Tensor:
         ctx.save_for_backward(logits)
-        ctx.weight = weight
+        ctx.price = price
         return logits.view_as(logits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (logits,) = ctx.saved_tensors
         u = torch.sigmoid(logits)
-        return grad - ctx.weight / logits.numel() * u * (1.0 - u), None
+        return grad + ctx.price / logits.numel() * u * (1.0 - u), None
 
 
-def regularised(logits: Tensor, weight: float) -> Tensor:
-    """``logits`` whose gradient holds that of ``-weight * mean(u)``."""
-    result: Tensor = _Regulariser.apply(logits, weight)  # type: ignore[no-untyped-call]
+def priced(logits: Tensor, price: float) -> Tensor:
+    """``logits`` whose gradient holds that of ``price * mean(u)``."""
+    result: Tensor = _Priced.apply(logits, price)  # type: ignore[no-untyped-call]
     return result
 
 

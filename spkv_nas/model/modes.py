@@ -51,14 +51,14 @@ def set_gate_mode(
     _put(model, settings, replace(settings, mode=mode, tau=tau, anneal=anneal, p_min=p_min))
 
 
-def set_density_weight(model: nn.Module, weight: float) -> None:
-    """Set lambda of the density regulariser, ``-lambda * mean(u)`` over all gated layers, heads and tokens.
+def set_price(model: nn.Module, price: float) -> None:
+    """Set the price of keys: the loss gains ``price * mean(u)``, over all gated layers, heads and tokens.
 
-    SP-KV paper, appendix "Controlling sparsity at train time", "Regularization". A negative lambda makes sparser.
+    SP-KV paper, appendix "Controlling sparsity at train time", "Regularization", where lambda_aux is -price.
     """
     num_layers = len(predictors(model))
     if num_layers:
-        gate_settings(model).density_weight = weight / num_layers
+        gate_settings(model).price = price / num_layers
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
@@ -86,7 +87,7 @@ def probe(
         positions=_positions(counter, blocks.block_size),
         histogram=_histogram(counter, blocks.domains, present),
         documents=_documents(counter, blocks.domains, present),
-        metadata={**_cache_format(model), **(metadata or {})},
+        metadata={**_cache_format(model), **_price(config), **(metadata or {})},
     )
 
 
@@ -95,6 +96,12 @@ def _own_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrai
         raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return build_blocks(texts, tokenizer, min(BLOCK_SIZE, positions or BLOCK_SIZE))
+
+
+def _price(config: GateConfig) -> dict[str, Any]:
+    """What the gates learned at."""
+    known = {"target_density": config.target_density, "price": config.price or None}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _cache_format(model: PreTrainedModel) -> dict[str, Any]:

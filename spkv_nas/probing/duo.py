@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from spkv_kernels import attention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -34,6 +33,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
+from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
@@ -111,7 +111,7 @@ def duo(
         optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, steps))
         error = 0.0
-        for step, chosen in enumerate(_batches(blocks.num_blocks, batch_size, steps, seed), 1):
+        for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
             tokens = torch.from_numpy(blocks.tokens[chosen].astype(np.int64)).to(model.device)
             distance = distillation_loss(model, mixtures, tokens)
             torch.autograd.backward(distance + regularisation * torch.cat(alphas).mean())
@@ -155,18 +155,6 @@ def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: T
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
     relative: Tensor = F.mse_loss(hidden, target) / target.square().mean()
     return relative
-
-
-def _batches(num_blocks: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Numbers of the blocks of every step; each block comes once before any comes again."""
-    rng = np.random.default_rng(seed)
-    queue = np.empty(0, dtype=np.int64)
-    size = min(batch_size, num_blocks)
-    for _ in range(steps):
-        if len(queue) < size:
-            queue = np.concatenate([queue, rng.permutation(num_blocks)])
-        yield queue[:size]
-        queue = queue[size:]
 
 
 def _factor(step: int, steps: int) -> float:

@@ -24,7 +24,7 @@ from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.options import SubjectOptions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from spkv_nas.data.blocks import TokenBlocks
     from spkv_nas.training.recipe import Recipe
@@ -38,12 +38,16 @@ _BEYOND = 16  # times a model's own length up to which blocks may be longer
 
 @dataclass(frozen=True)
 class Measured:
-    """A loaded subject: the model on its device, the blocks, what text they are of, and the checkpoint's own dtype."""
+    """A loaded subject: the model on its device, the blocks, what text they are of, and the checkpoint's own dtype.
+
+    ``train`` has other documents of the text, for gates to learn on, if the model is to learn them.
+    """
 
     model: PreTrainedModel
     blocks: TokenBlocks
     text: Any
     saved_dtype: str
+    train: TokenBlocks | None = None
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -98,18 +102,22 @@ class Subject:
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
 
-    def load(self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None) -> Measured:
+    def load(
+        self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None, learns: bool = False
+    ) -> Measured:
         """The model and the blocks.
 
         Args:
             with_logits: whether the pass that follows makes logits of ``BATCH_SIZE`` blocks, which must fit.
             tokens: how many to take, spread over the text, where ``max_tokens`` does not say it; None: all.
+            learns: whether a model without gates is to learn them: its text is then parted by document.
 
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
         """
         from spkv_nas.data.splits import load_heldout, load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
+        from spkv_nas.model.section import gate_config
         from spkv_nas.model.shape import check_tokens
 
         options, recipe = self.options, self.recipe
@@ -128,7 +136,11 @@ class Subject:
         if with_logits:
             _check_logits(model, 1, length, device)  # before the text is tokenised, which may take long
         text: Any = options.data
-        if options.data:
+        train = None
+        if learns and gate_config(model) is None:
+            train, blocks = self._parted(tokenizer, length, reporter)
+            text = text or recipe.data.model_dump(mode="json")
+        elif options.data:
             cache = options.place.run_dir(self.name) / "blocks"
             blocks = load_text(
                 options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit, reporter=reporter
@@ -147,7 +159,20 @@ class Subject:
             if taken > _ANNOUNCED:
                 reporter.announce(f"the logits of a batch take {format_bytes(taken)}; less with a smaller --block-size")
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
-        return Measured(model, blocks, text, saved)
+        return Measured(model, blocks, text, saved, train)
+
+    def _parted(
+        self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter
+    ) -> tuple[TokenBlocks, TokenBlocks]:
+        """(training, held-out) blocks of the text of one's own, or of the recipe's."""
+        from spkv_nas.data.config import DataConfig
+        from spkv_nas.data.splits import cache_split, read_split
+
+        data, base, name = self.recipe.data, self.base, self.recipe.name
+        if self.options.data:
+            data, base, name = DataConfig(sources=self.options.data, block_size=length), Path(), self.name
+        folder = cache_split(data, tokenizer, self.options.place.run_dir(name) / "blocks", base, reporter)
+        return read_split(folder, data)
 
 
 def _check_positions(model: PreTrainedModel, block_size: int) -> None:

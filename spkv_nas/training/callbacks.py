@@ -14,17 +14,15 @@ from spkv_nas.base.distributed import num_processes, sum_over_processes
 from spkv_nas.base.interrupt import Pending
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.density import DensityWatch
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
+from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.modes import gate_mode, set_density_weight, set_gate_mode
+from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
+from spkv_nas.model.price import BenefitWatch, Price
 from spkv_nas.training.phases import GateSchedule
 from spkv_nas.training.recipe import GatesConfig
-
-# Of the density controller: lambda is a multiple of the error, and of its sum over steps.
-PROPORTIONAL, INTEGRAL = 1.0, 0.05
 
 
 class InterruptCallback(TrainerCallback):
@@ -72,25 +70,30 @@ class LogCallback(TrainerCallback, ExportableState):
 
 
 class GatePhaseCallback(TrainerCallback, ExportableState):
-    """Sets the gate mode of each step, measures its density, and moves the regulariser's weight toward a target.
+    """Sets the gate mode of each step, measures its density, and moves the price of keys toward a target density.
 
-    A frozen predictor takes part in no update. The weight is saved with the trainer's state, so a resumed run agrees.
-    Processes sample their gates independently, and agree on the density.
+    A frozen predictor takes part in no update. The price is saved with the trainer's state, so a resumed run agrees.
+    Processes sample their gates independently, and agree on density and price.
 
     Attributes:
         density: [layers, KV heads] of the last measured step, None before.
-        weight: lambda of the density regulariser, of the recipe or as the target has moved it.
     """
 
     def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
         self._schedule, self._options = schedule, options
         self._watch: DensityWatch | None = None
         self.density: NDArray[np.float64] | None = None
-        self.weight = self._sum = options.density_weight
+        self._moved = None if options.target_density is None else Price(options.target_density)
+        self._benefits: BenefitWatch | None = None
+
+    @property
+    def price(self) -> float:
+        """Of the next step: the recipe's, or as the target density has moved it."""
+        return self._options.price if self._moved is None else self._moved.value
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of this."""
-        return {"args": {}, "attributes": {"weight": self.weight, "_sum": self._sum}}
+        return {"args": {}, "attributes": {"price": None if self._moved is None else self._moved.state()}}
 
     def frozen(self, step: int) -> bool:
         """Whether predictors are frozen in a step."""
@@ -103,8 +106,8 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if args.process_index:  # all were seeded alike, and the data's order is drawn; a checkpoint restores its own
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
-        for name, value in (saved["attributes"] if saved else {}).items():
-            setattr(self, name, value)
+        if saved and self._moved is not None and (known := saved["attributes"].get("price")):
+            self._moved.restore(known)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,9 +115,11 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         assert self._watch is not None
         phase, options = self._schedule.at(state.global_step), self._options
         set_gate_mode(kwargs["model"], phase.mode, options.tau, anneal=phase.anneal, p_min=options.p_min)
-        set_density_weight(kwargs["model"], 0.0 if phase.frozen else self.weight / args.gradient_accumulation_steps)
-        if options.target_density is not None or (state.global_step + 1) % args.logging_steps == 0:
+        set_price(kwargs["model"], 0.0 if phase.frozen else self.price / args.gradient_accumulation_steps)
+        if self._moved is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._watch.start()
+        if self._moved is not None and not self._moved.is_measured and not phase.frozen:
+            self._benefits = BenefitWatch(kwargs["model"])
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,15 +127,20 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         assert self._watch is not None
         measured = self._watch.stop()
         if measured is not None:
-            measured = (sum_over_processes(torch.from_numpy(measured)) / num_processes()).cpu().numpy()
-            self.density = measured
+            self.density = measured = _mean_over_processes(measured)
+        if self._benefits is not None and self._moved is not None:
+            self._moved.begin(_mean_over_processes(self._benefits.stop()))
+            self._benefits = None
         if self.frozen(state.global_step):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
-        elif self._options.target_density is not None and measured is not None:
-            error = self._options.target_density - float(np.nanmean(measured))
-            self._sum += INTEGRAL * error
-            self.weight = self._sum + PROPORTIONAL * error
+        elif self._moved is not None and measured is not None:
+            self._moved.move(float(np.nanmean(measured)))
+
+
+def _mean_over_processes(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    mean: NDArray[np.float64] = (sum_over_processes(torch.from_numpy(values)) / num_processes()).cpu().numpy()
+    return mean
 
 
 class HeldoutCallback(TrainerCallback):

@@ -19,9 +19,10 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_yaml, yaml_line
-from spkv_nas.cost.ladder import peak_learning_rate
+from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
 from spkv_nas.model.shape import ModelSize
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.recipe import Recipe, logit_reach
@@ -31,10 +32,8 @@ STEPS, SOFT_FRACTION = 160, 0.8
 FEWEST_STEPS = 20
 _STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
 _SMALLEST_BLOCK, _FEWEST_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
-_WINDOWS, _BLOCK_PER_WINDOW = (8, 128), 16
 _HELDOUT_TOKENS, _MOST_HELDOUT = 20_000, 60_000
 _MODEL_SHARE, _MOST_MODEL_RATE = 0.1, 1e-3
-_PREDICTOR_MULTIPLE, _MOST_PREDICTOR_RATE = 5, 9e-3
 _BIAS_SHARE, _MOST_BIAS = 0.7, 1.0
 
 _TEMPLATE = """\
@@ -119,8 +118,7 @@ class Draft:
         """The YAML file, which says why its numbers are as they are."""
         peak = peak_learning_rate(self.size.without_embeddings)
         rate = _digits(min(_MODEL_SHARE * peak, _MOST_MODEL_RATE), 2)
-        multiplier = _digits(min(_PREDICTOR_MULTIPLE * peak, _MOST_PREDICTOR_RATE) / rate, 2)
-        window = min(_WINDOWS[1], max(_WINDOWS[0], self.block_size // _BLOCK_PER_WINDOW))
+        multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
         reach = logit_reach(multiplier * rate, SOFT_FRACTION * self.steps)
         micro = (
             "" if self.micro_batch_size is None else f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
@@ -132,7 +130,7 @@ class Draft:
             parameters=f"{self.size.num_parameters:,}", block_size=self.block_size, heldout=self.heldout,
             most_heldout=_MOST_HELDOUT, steps=self.steps, batch_size=self.batch_size,
             step_tokens=self.batch_size * self.block_size, learning_rate=rate, micro=micro,
-            window=window, reach=reach, soft=SOFT_FRACTION,
+            window=suitable_window(self.block_size), reach=reach, soft=SOFT_FRACTION,
             bias=_digits(min(_BIAS_SHARE * reach, _MOST_BIAS), 1), multiplier=multiplier, density=float(DEFAULT_SHARE),
         )  # fmt: skip
 

@@ -89,9 +89,16 @@ class GatesConfig(GateConfig):
     weight_decay: float = Field(0.1, ge=0.0)
     soft_fraction: float = Field(0.75, ge=0.0, le=1.0, description="share of the branch before gates are hard")
     anneal_steps: int = Field(0, ge=0, le=MOST_STEPS)
-    density_weight: float = Field(0.0, description="lambda of the regulariser -lambda * mean(u); below 0: sparser")
-    target_density: float | None = Field(None, ge=0.0, le=1.0, description="moves lambda to reach this density")
     start_from: str | None = Field(None, description="a checkpoint whose predictors to start from")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_weight(cls, data: Any) -> Any:
+        """``density_weight`` was once the price with the opposite sign, as the paper has it."""
+        if not isinstance(data, dict) or not isinstance(data.get("density_weight"), int | float) or "price" in data:
+            return data
+        rest = {key: value for key, value in data.items() if key != "density_weight"}
+        return {**rest, "price": -data["density_weight"]}
 
     @model_validator(mode="after")
     def _one_grid(self) -> GatesConfig:

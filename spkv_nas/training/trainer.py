@@ -193,7 +193,7 @@ class SPKVTrainer(Trainer):
         if heads is not None and self._phases is not None:
             logs["density"] = float(np.nanmean(heads))
             if self._gate_options.target_density is not None:
-                logs["density_weight"] = self._phases.weight
+                logs["price"] = self._phases.price
         super().log(logs, start_time)
         if heads is not None:
             self.state.log_history[-1]["head_density"] = heads.round(4).tolist()

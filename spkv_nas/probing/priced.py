@@ -1,0 +1,255 @@
+"""Priced gates on a frozen model: a density for any decoder, at a fraction of what training a reference takes.
+
+No weight of the model moves. New predictors alone learn, from next-token loss at a price of keys (``model.price``) that
+keeps a target share of them. The choice of heads that follows is as good as that of a reference whose weights learn too
+(reports/LOG.md), and takes a few hundred thousand tokens.
+
+Adam without decay of vectors, betas 0.9 and 0.95, and a cosine to a hundredth of the rate, as in the paper ("Scaling
+analysis details"). Memory is that of inference, the predictors with their moments, and the activations of a pass; where
+those of a single block would not fit, each layer's are computed again (activation checkpointing).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import available_bytes
+from spkv_nas.base.progress import Bar, no_progress
+from spkv_nas.cost.ladder import predictor_learning_rate
+from spkv_nas.data.batches import shuffled_batches
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.modes import evaluation_mode, set_price
+from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.model.shape import vocabulary_size
+from spkv_nas.probing.gate_state import GateState
+
+DEFAULT_STEPS = 160
+STEP_TOKENS = 2048
+_WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
+_SAVE_EVERY = 20  # steps
+_ROOM = 0.5  # share of the free memory that a pass may take
+_PER_CHANNEL = 34  # activations of a layer that its backward pass keeps, by channel of a token
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What learning took, and where it ended.
+
+    Attributes:
+        steps, tokens: of the training.
+        density: mean over heads in the last step.
+        price: of a key in the last step.
+        resumed_at: step from which this call went on; ``steps`` if all was done before.
+    """
+
+    steps: int
+    tokens: int
+    density: float
+    price: float
+    resumed_at: int
+
+    def as_mapping(self) -> dict[str, Any]:
+        """As ``probe.yaml`` has it."""
+        return {
+            "training": "frozen-model", "training_steps": self.steps, "training_tokens": self.tokens,
+            "price": float(f"{self.price:.4g}"),
+        }  # fmt: skip
+
+
+def learn_gates(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    config: GateConfig,
+    *,
+    steps: int = DEFAULT_STEPS,
+    step_tokens: int = STEP_TOKENS,
+    learning_rate: float | None = None,
+    seed: int = 0,
+    state: Path | None = None,
+    progress: Bar = no_progress,
+) -> Learned:
+    """Put gates on ``model`` and have them learn on ``blocks`` at the price of ``config.target_density``.
+
+    Args:
+        model: a decoder without gates; its own weights are left as they are. The gates are left soft.
+        blocks: training text; each block comes once before any comes again, in an order drawn by ``seed``.
+        config: of the gates, with a target density (or a fixed price).
+        steps, step_tokens: how long, and the tokens of a step.
+        learning_rate: of the predictors, at first; by default what suits the model's size.
+        state: folder in which the gates are kept meanwhile, and from which this goes on.
+        progress: called with (steps done, in all, density).
+
+    Raises:
+        UserError: the model has gates, or cannot have them; no price; too little text; a loss that is not finite.
+    """
+    if config.target_density is None and not config.price:
+        raise UserError("gates on a frozen model need a price: give a target density")
+    size = max(1, step_tokens // blocks.block_size)
+    if blocks.num_blocks < size:
+        raise UserError(f"{blocks.num_blocks} blocks of training text are fewer than one step's {size}\ngive more text")
+    attach_gates(model, config, seed=seed)
+    rate = learning_rate or predictor_learning_rate(_without_embeddings(model))
+    learning = _Learning(model, config, rate, steps)
+    with _only_predictors_learn(model), evaluation_mode(model):
+        together, recomputes = _passes(model, blocks.block_size, size)
+        first = learning.restore(state)
+        batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
+        with _recomputed(model) if recomputes else nullcontext():
+            for step, chosen in enumerate(batches):
+                if step < first:
+                    continue
+                tokens = torch.from_numpy(blocks.tokens[np.sort(chosen)].astype(np.int64)).to(model.device)
+                learning.step(step, tokens.split(together))
+                progress(step + 1, steps, f"density {learning.density:.2f}")
+                if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
+                    learning.save(state, step + 1)
+    set_price(model, 0.0)
+    return Learned(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
+
+
+class _Learning:
+    """Predictors that learn: one ``step`` after the other.
+
+    Attributes:
+        density: mean over heads in the last step.
+        last_price: in the last step.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: GateConfig, learning_rate: float, steps: int) -> None:
+        self._model, self._config = model, config
+        named = dict(model.named_parameters())
+        own = predictor_parameters(model)
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter in own}
+        groups = [
+            {"params": [p for p in self._parameters.values() if p.ndim >= 2], "weight_decay": _WEIGHT_DECAY},
+            {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
+        self._rates = [learning_rate * _cosine(step, steps) for step in range(steps)]
+        self._price = None if config.target_density is None else Price(config.target_density)
+        self._watch = DensityWatch(model)
+        self.density = self.last_price = math.nan
+
+    def step(self, number: int, parts: tuple[Tensor, ...]) -> None:
+        """Update ``number``, from 0, from int64 [B, T] tokens in parts."""
+        moved = self._price
+        benefits = BenefitWatch(self._model) if moved is not None and not moved.is_measured else None
+        self.last_price = self._config.price if moved is None else moved.value
+        set_price(self._model, self.last_price / len(parts))
+        self._watch.start()
+        for tokens in parts:
+            loss = _loss(self._model, tokens) / len(parts)
+            if not torch.isfinite(loss):
+                raise UserError(
+                    f"the loss is {float(loss.detach())}\nthe model's weights are damaged or diverged, or its "
+                    "activations overflow in its dtype: --dtype float32"
+                )
+            torch.autograd.backward(loss)
+        measured = self._watch.stop()
+        assert measured is not None
+        self.density = float(np.nanmean(measured))
+        if moved is not None:
+            if benefits is not None:
+                moved.begin(benefits.stop())
+            moved.move(self.density)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._rates[number]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write the gates after ``step`` steps, and all that going on takes."""
+        numbers = {"density": self.density, "last_price": self.last_price}
+        if self._price is not None:
+            numbers |= {f"price.{key}": value for key, value in self._price.state().items()}
+        GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
+
+    def restore(self, folder: Path | None) -> int:
+        """Go on from what ``save`` wrote; the steps that are done."""
+        saved = None if folder is None else GateState.read(folder)
+        if saved is None:
+            return 0
+        saved.restore(self._parameters, self._optimizer)
+        self.density, self.last_price = saved.numbers["density"], saved.numbers["last_price"]
+        if self._price is not None:
+            self._price.restore({key: saved.numbers[f"price.{key}"] for key in self._price.state()})
+        return saved.step
+
+
+def _loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Mean NLL of int64 [B, T] tokens, in float32."""
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def _cosine(step: int, steps: int) -> float:
+    return _FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def _without_embeddings(model: PreTrainedModel) -> int:
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
+    outside |= predictor_parameters(model)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter not in outside)
+
+
+def _passes(model: PreTrainedModel, length: int, wanted: int) -> tuple[int, bool]:
+    """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
+    config, item = model.config.get_text_config(), int(model.dtype.itemsize)
+    logits = length * vocabulary_size(model) * (2 * item + 8)  # and their gradient, and both in float32
+    layer = length * config.hidden_size * _PER_CHANNEL * item
+    room = _ROOM * available_bytes(str(model.device))
+    fitting = int(room / (logits + config.num_hidden_layers * layer))
+    if fitting >= 1:
+        return min(wanted, fitting), False
+    again = logits + layer + config.num_hidden_layers * length * config.hidden_size * item
+    return min(wanted, max(1, int(room / again))), True
+
+
+@contextmanager
+def _only_predictors_learn(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the ``with`` block no other parameter takes a gradient."""
+    own = predictor_parameters(model)
+    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in own]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the ``with`` block the backward pass computes the activations of decoder layers again, one at a time."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True  # of the layer itself: what is below it stays in evaluation mode
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = layer.training = False
+            del layer._gradient_checkpointing_func

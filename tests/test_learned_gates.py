@@ -1,0 +1,134 @@
+"""Priced gates on a frozen model: only predictors learn, at a target density, and a killed run goes on bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_model
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.gates import predictors
+from spkv_nas.probing import priced
+from spkv_nas.probing.density import probe
+from spkv_nas.probing.priced import Learned, learn_gates
+
+GATES = GateConfig(window=4, hidden_size=8, target_density=0.3)
+
+
+def learn(blocks: TokenBlocks, model: PreTrainedModel | None = None, **options: Any) -> tuple[PreTrainedModel, Learned]:
+    model = model or tiny_model()
+    return model, learn_gates(model, blocks, GATES, **{"steps": 6, "step_tokens": 64, **options})
+
+
+def learned(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": p for name, m in predictors(model).items() for key, p in m.state_dict().items()}
+
+
+def equal(one: PreTrainedModel, other: PreTrainedModel) -> bool:
+    mine, theirs = learned(one), learned(other)
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+class TestLearning:
+    def test_no_weight_of_the_model_moves(self, blocks: TokenBlocks) -> None:
+        before = {name: p.clone() for name, p in tiny_model().named_parameters()}
+        model, result = learn(blocks)
+        after = dict(model.named_parameters())
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert all(p.requires_grad for p in model.parameters())
+        assert not model.training
+        assert result.tokens == 6 * 64
+        assert probe(model, blocks, 0.5).mean > 0
+
+    def test_it_is_the_same_every_time(self, blocks: TokenBlocks) -> None:
+        assert equal(learn(blocks)[0], learn(blocks)[0])
+        assert not equal(learn(blocks)[0], learn(blocks, seed=1)[0])
+
+    @pytest.mark.parametrize("target", [0.1, 0.3])
+    def test_it_reaches_the_target(self, target: float, blocks: TokenBlocks) -> None:
+        model = tiny_model()
+        gates = GATES.model_copy(update={"target_density": target})
+        result = learn_gates(model, blocks, gates, steps=150, step_tokens=96, learning_rate=0.01)
+        assert abs(result.density - target) < 0.15
+        assert result.price != 0
+
+    def test_passes_do_not_change_it(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole, _ = learn(blocks)
+        for together, recomputes in ((1, False), (2, True)):
+            monkeypatch.setattr(priced, "_passes", lambda *_, made=(together, recomputes): made)
+            parts, _ = learn(blocks)
+            mine, theirs = learned(whole), learned(parts)
+            assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
+            assert not any(getattr(m, "gradient_checkpointing", False) for m in parts.modules())
+
+    def test_less_memory_means_smaller_passes(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model()
+        found = []
+        for free in (1 << 40, 3_000_000, 1):
+            monkeypatch.setattr(priced, "available_bytes", lambda _, free=free: free)
+            found.append(priced._passes(model, 32, 8))
+        assert found[0] == (8, False)
+        assert 1 <= found[1][0] < 8
+        assert found[2] == (1, True)
+
+    def test_it_needs_a_price_and_text(self, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match="need a price"):
+            learn_gates(tiny_model(), blocks, GateConfig(window=4))
+        with pytest.raises(UserError, match="fewer than one step"):
+            learn(blocks.take(1))
+
+    def test_a_loss_that_is_no_number_stops(self, blocks: TokenBlocks) -> None:
+        model = tiny_model()
+        with torch.no_grad():
+            model.get_output_embeddings().weight.fill_(float("nan"))
+        with pytest.raises(UserError, match="the loss is nan"):
+            learn(blocks, model)
+
+
+class TestGoingOn:
+    def test_a_killed_run_goes_on_bit_for_bit(
+        self, blocks: TokenBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(priced, "_SAVE_EVERY", 2)
+        whole, first = learn(blocks)
+
+        def die(done: int, *_: object) -> None:
+            if done == 5:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            learn(blocks, state=tmp_path / "gates", progress=die)
+        again, result = learn(blocks, state=tmp_path / "gates")
+        assert (first.resumed_at, result.resumed_at) == (0, 4)
+        assert equal(whole, again)
+        assert (first.density, first.price) == (result.density, result.price)
+        finished, result = learn(blocks, state=tmp_path / "gates")
+        assert result.resumed_at == 6
+        assert equal(whole, finished)
+
+    def test_damage_is_noticed(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        learn(blocks, state=tmp_path / "gates")
+        file = tmp_path / "gates" / "gates.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(UserError, match="gates"):
+            learn(blocks, state=tmp_path / "gates")
+
+
+def test_windows_leave_something_outside() -> None:
+    assert [suitable_window(size) for size in (32, 512, 2048, 131072)] == [8, 32, 128, 128]
+
+
+def test_the_order_of_blocks_is_drawn(blocks: TokenBlocks) -> None:
+    from spkv_nas.data.batches import shuffled_batches
+
+    seen = np.concatenate(list(shuffled_batches(9, 3, 3, 0)))
+    assert sorted(seen) == list(range(9))

@@ -1,0 +1,134 @@
+"""The price of keys: how the first one is found, how it moves, and what recipes say of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.gates import predictors
+from spkv_nas.model.modes import set_gate_mode, set_price
+from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.training.recipe import GatesConfig
+
+
+def gated(**options: Any) -> PreTrainedModel:
+    model = tiny_model()
+    attach_gates(model, GateConfig(window=2, hidden_size=8, **options), seed=0)
+    return model
+
+
+class TestBenefits:
+    def test_a_price_of_the_benefit_stops_a_gate(self, tokens: Tensor) -> None:
+        """At a price that is a head's benefit, the gradient of its bias is zero: the definition of the unit."""
+        model = gated(init_scale=0.0, bias=0.3)
+        set_gate_mode(model, "soft")
+        watch = BenefitWatch(model)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        benefits = watch.stop()
+        assert benefits.shape == (4, 2)
+        for layer, predictor in enumerate(predictors(model).values()):
+            for head in range(2):
+                model.zero_grad()
+                set_price(model, float(benefits[layer, head]))
+                model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+                gradients = predictor.down.bias.grad
+                assert abs(float(gradients[head])) < 1e-6 < float(gradients.abs().max())
+
+    def test_accumulated_steps_add_up(self, tokens: Tensor) -> None:
+        model = gated(init_scale=0.0, bias=0.3)
+        set_gate_mode(model, "soft")
+        found = []
+        for parts in ([tokens], list(tokens.split(1))):
+            watch = BenefitWatch(model)
+            for part in parts:
+                (model(input_ids=part, labels=part, use_cache=False).loss / len(parts)).backward()
+            found.append(watch.stop())
+        assert np.allclose(*found, rtol=1e-4)
+
+    def test_heads_without_a_gate_have_none(self, tokens: Tensor) -> None:
+        model = gated(heads=["SG", "SL", "SS", "LG"])
+        watch = BenefitWatch(model)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        benefits = watch.stop()
+        assert np.isfinite(benefits).tolist() == [[True, False], [True, False], [True, True]]
+        price = Price(0.5)
+        price.begin(benefits)
+        assert price.is_measured
+
+
+class TestPrice:
+    def test_the_first_is_the_benefit_of_the_marginal_head(self) -> None:
+        price = Price(0.25)
+        price.begin(np.arange(1.0, 6.0).reshape(1, 5))
+        price.move(0.25)
+        assert price.value == pytest.approx(4.0)
+
+    def test_no_benefit_still_has_a_price(self) -> None:
+        price = Price(0.25)
+        price.begin(np.full((2, 2), -1.0))
+        price.move(1.0)
+        assert price.value > 0
+
+    def test_it_rises_with_what_is_kept_and_falls_below_zero_where_too_little_is(self) -> None:
+        price = Price(0.5)
+        price.begin(np.ones((2, 2)))
+        values = []
+        for density in (1.0, 1.0, 0.5, 0.0):
+            price.move(density)
+            values.append(price.value)
+        assert values[0] < values[1] > values[2] > values[3] > -1
+        for _ in range(40):
+            price.move(0.0)
+        assert price.value < 0
+
+    def test_it_settles_where_gates_answer_slowly(self) -> None:
+        """A share of keys that falls with the logarithm of the price, and follows it with a lag."""
+        for target in (0.1, 0.286, 0.5):
+            price, density = Price(target), 0.5
+            price.begin(np.full((1, 1), 0.05))
+            seen = []
+            for _ in range(160):
+                price.move(density)
+                wanted = 1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03)))
+                density += 0.1 * (wanted - density)
+                seen.append(density)
+            assert abs(seen[-1] - target) < 0.02
+            assert max(abs(value - target) for value in seen[32:]) < 0.15
+
+    def test_it_goes_on_from_its_state(self) -> None:
+        one, other = Price(0.3), Price(0.3)
+        one.begin(np.ones((2, 2)))
+        one.move(0.7)
+        other.restore(one.state())
+        one.move(0.6)
+        other.move(0.6)
+        assert one.value == other.value
+
+
+class TestRecipe:
+    @pytest.mark.parametrize(
+        ("gates", "expected"),
+        [
+            ({}, 5.0),
+            ({"target_density": 0.3}, 0.0),
+            ({"price": 0.02, "tau": 0.3}, math.log(0.3 / 0.7)),
+            ({"price": 0.02, "bias": 1.0}, 1.0),
+        ],
+    )
+    def test_priced_gates_start_at_the_threshold(self, gates: dict[str, Any], expected: float) -> None:
+        assert GatesConfig.model_validate(gates).bias == pytest.approx(expected)
+
+    def test_the_paper_s_weight_is_read_as_a_price(self) -> None:
+        assert GatesConfig.model_validate({"density_weight": -0.5}).price == 0.5
+
+    def test_one_of_both(self) -> None:
+        with pytest.raises(ValueError, match="give one of 'price' and 'target_density'"):
+            GatesConfig.model_validate({"price": 0.5, "target_density": 0.3})
