@@ -118,7 +118,7 @@ def learn_gates(
                 if step < first:
                     continue
                 tokens = torch.from_numpy(blocks.tokens[np.sort(chosen)].astype(np.int64)).to(model.device)
-                learning.step(step, tokens.split(together))
+                learning.step(step, torch.split(tokens, together))
                 progress(step + 1, steps, f"density {learning.density:.2f}")
                 if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
                     learning.save(state, step + 1)

@@ -170,7 +170,7 @@ class Subject:
 
         data, base, name = self.recipe.data, self.base, self.recipe.name
         if self.options.data:
-            data, base, name = DataConfig(sources=self.options.data, block_size=length), Path(), self.name
+            data, base, name = DataConfig(sources=[*self.options.data], block_size=length), Path(), self.name
         folder = cache_split(data, tokenizer, self.options.place.run_dir(name) / "blocks", base, reporter)
         return read_split(folder, data)
 
