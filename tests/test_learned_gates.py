@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_model
-from transformers import PreTrainedModel
+from helpers import make_table, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Reporter
+from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.checkpoint import load_tokenizer, save
 from spkv_nas.model.gates import predictors
 from spkv_nas.probing import priced
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.priced import Learned, learn_gates
+from spkv_nas.proposal.propose import price_advice
+from spkv_nas.stages import probe as stage
+from spkv_nas.stages.options import ProbeOptions
 
 GATES = GateConfig(window=4, hidden_size=8, target_density=0.3)
 
@@ -81,8 +90,8 @@ class TestLearning:
     def test_it_needs_a_price_and_text(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="need a price"):
             learn_gates(tiny_model(), blocks, GateConfig(window=4))
-        with pytest.raises(UserError, match="fewer than one step"):
-            learn(blocks.take(1))
+        with pytest.raises(UserError, match="no text"):
+            learn(blocks.take(0))
 
     def test_a_loss_that_is_no_number_stops(self, blocks: TokenBlocks) -> None:
         model = tiny_model()
@@ -128,7 +137,56 @@ def test_windows_leave_something_outside() -> None:
 
 
 def test_the_order_of_blocks_is_drawn(blocks: TokenBlocks) -> None:
-    from spkv_nas.data.batches import shuffled_batches
-
     seen = np.concatenate(list(shuffled_batches(9, 3, 3, 0)))
     assert sorted(seen) == list(range(9))
+
+
+class TestProbe:
+    """``probe`` on a checkpoint without gates."""
+
+    @pytest.fixture
+    def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> ProbeOptions:
+        save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
+        return ProbeOptions(
+            workspace=tmp_path, model=str(tmp_path / "mine"), data=[str(text)], block_size=32, steps=3, budget="25%"
+        )
+
+    def test_it_learns_gates_and_measures_other_documents(self, options: ProbeOptions) -> None:
+        said: list[str] = []
+        table = stage.probe(options, Reporter(announce=said.append))
+        assert table.is_density
+        assert table.window == 8
+        facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
+        assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
+        assert DensityTable.read(options.place.probe_dir("mine")).priced_at == 0.25
+        assert any("gates learned on" in line for line in said)
+        again: list[str] = []
+        assert stage.probe(options, Reporter(announce=again.append)).content_hash == table.content_hash
+        assert "reused 3 of 3 steps of the gates" in again
+
+    def test_other_options_learn_anew(self, options: ProbeOptions) -> None:
+        others: list[dict[str, Any]] = [{}, {"budget": "50%"}, {"seed": 1}, {"window": 4}]
+        hashes = {stage.probe(replace(options, **other)).content_hash for other in others}
+        assert len(hashes) == 4
+
+    def test_gates_that_are_there_are_not_learned(self, options: ProbeOptions, tmp_path: Path) -> None:
+        model = tiny_model(vocab_size=300)
+        attach_gates(model, GATES)
+        save(model, load_tokenizer(tmp_path / "mine"), tmp_path / "gated")
+        with pytest.raises(UserError, match="--budget is for a model that has yet to learn gates"):
+            stage.probe(replace(options, model=str(tmp_path / "gated")))
+
+
+class TestPricedTables:
+    def test_a_budget_far_from_the_price_is_said(self) -> None:
+        table = replace(make_table(np.full((4, 5), 0.25)), metadata={"target_density": 0.25})
+        assert price_advice(table, 5) is None
+        advice = price_advice(table, 16)
+        assert advice is not None
+        assert "was to keep 25% of the keys, and the budget is 80% of the heads" in advice
+        assert price_advice(make_table(np.full((4, 5), 0.25)), 16) is None
+
+    def test_closed_heads_are_what_a_price_is_for(self) -> None:
+        table = make_table(np.where(np.arange(20).reshape(4, 5) < 1, 0.9, 0.01))
+        assert "nothing" in table.diagnosis()[0]
+        assert replace(table, metadata={"target_density": 0.05}).diagnosis() == []

@@ -60,6 +60,8 @@ class _ProbeFile(Section):
     head_dim: int | None = Field(default=None, ge=1, le=MOST_SIZE)
     dtype: str | None = None
     unit: str | None = None
+    target_density: float | None = Field(default=None, gt=0, lt=1)
+    price: float | None = None
 
     @field_validator("name")
     @classmethod
@@ -129,6 +131,17 @@ class DensityTable:
     def is_density(self) -> bool:
         """Whether the values are densities, which a threshold cuts."""
         return self.signal == "density"
+
+    @property
+    def priced_at(self) -> float | None:
+        """Share of the keys that the gates' price was to keep, in (0, 1); None where there was no such target."""
+        target = self.metadata.get("target_density")
+        return None if target is None else float(target)
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether keys had a price while the gates learned: density then tells need, not the number of useful keys."""
+        return bool(self.metadata.get("price")) or self.priced_at is not None
 
     @property
     def tau_of_positions(self) -> float:
@@ -230,15 +243,16 @@ class DensityTable:
     def diagnosis(self) -> list[str]:
         """Plain sentences when the gates have not differentiated; empty when they have, and for other signals.
 
-        Of heads of which most keep nothing, those that keep much stand out: a budget takes them.
+        Of heads of which most keep nothing, those that keep much stand out: a budget takes them. Where keys have a
+        price most heads are to keep nothing.
         """
         if not self.is_density:
             return []
         closed = self.density < 1 - _NEARLY_OPEN
-        stand_out = (self.density > 0.5).mean() >= _STANDING_OUT
+        expected = self.is_priced or (self.density > 0.5).mean() >= _STANDING_OUT
         sides = [
             (self.density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
-            (closed & (not stand_out), f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
+            (closed & (not expected), f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
         ]
         return [
             f"{near.mean():.0%} of the KV heads kept nearly {what}: the gates have not differentiated, so their order "

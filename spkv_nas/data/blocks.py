@@ -21,6 +21,8 @@ from spkv_nas.data.sources import Document, in_pieces
 from spkv_nas.data.tokenizer import MOST_CHARACTERS, encode
 
 if TYPE_CHECKING:
+    from hashlib import _Hash as Digest
+
     from transformers import PreTrainedTokenizerBase
 
 TOKENIZE_BATCH = 64  # documents
@@ -84,6 +86,12 @@ class TokenBlocks:
     def domains(self) -> tuple[str, ...]:
         """The domains of the documents, sorted."""
         return tuple(sorted({document.domain for document in self.documents}))
+
+    def feed(self, key: Digest) -> None:
+        """Give a hash what tells this text from others: any document, and the number of tokens."""
+        key.update(str(self.tokens.shape).encode())
+        for document in self.documents:  # of which there may be millions
+            key.update(f" {document.id}".encode())
 
     def take(self, num_blocks: int) -> TokenBlocks:
         """The first ``num_blocks`` blocks."""

@@ -93,19 +93,19 @@ def learn_gates(
         model: a decoder without gates; its own weights are left as they are. The gates are left soft.
         blocks: training text; each block comes once before any comes again, in an order drawn by ``seed``.
         config: of the gates, with a target density (or a fixed price).
-        steps, step_tokens: how long, and the tokens of a step.
+        steps, step_tokens: how long, and the tokens of a step; fewer if there are not so many.
         learning_rate: of the predictors, at first; by default what suits the model's size.
         state: folder in which the gates are kept meanwhile, and from which this goes on.
         progress: called with (steps done, in all, density).
 
     Raises:
-        UserError: the model has gates, or cannot have them; no price; too little text; a loss that is not finite.
+        UserError: the model has gates, or cannot have them; no price; no text; a loss that is not finite.
     """
     if config.target_density is None and not config.price:
         raise UserError("gates on a frozen model need a price: give a target density")
-    size = max(1, step_tokens // blocks.block_size)
-    if blocks.num_blocks < size:
-        raise UserError(f"{blocks.num_blocks} blocks of training text are fewer than one step's {size}\ngive more text")
+    if blocks.num_blocks == 0:
+        raise UserError("there is no text for gates to learn on")
+    size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(_without_embeddings(model))
     learning = _Learning(model, config, rate, steps)

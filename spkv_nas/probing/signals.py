@@ -39,12 +39,12 @@ _MEASURES: dict[str, Callable[..., DensityTable]] = {
 }
 _OPTIONS = {
     "tau": (DENSITY,),
-    "window": tuple(_MEASURES),
-    "steps": (DUO,),
+    "window": (DENSITY, *_MEASURES),
+    "steps": (DENSITY, DUO),
     "granularity": (OPENING, CLOSING),
-    "budget": (REGRESSION,),
+    "budget": (DENSITY, REGRESSION),
     "num_layouts": (REGRESSION,),
-    "seed": (DUO, RETRIEVAL, REGRESSION),
+    "seed": (DENSITY, DUO, RETRIEVAL, REGRESSION),
     "cache": (REGRESSION,),
 }
 

@@ -15,6 +15,7 @@ SPARSEST = "sparsest"  # the strategy that takes the least dense heads, to show 
 MATCH_BUDGET = "match-budget"  # as a threshold: the one at which the mean density is the budget's share of the heads
 
 _MATCHED = 0.01  # by how much the mean density may miss the budget's share of the heads
+_FAR = 1.75  # ratio of the budget's share to that of the price, or its inverse, from which they are far apart
 _TIED = 1.5  # mean density over the budget's share from which the densest heads are called tied (reports/LOG.md)
 
 
@@ -98,6 +99,18 @@ def layer_advice(table: DensityTable, granularity: str) -> str | None:
     if table.metadata.get("granularity") != "layer" or granularity == "layer":
         return None
     return f"'{table.name}' was measured by whole layers, whose heads tie: choose whole ones by --granularity layer"
+
+
+def price_advice(table: DensityTable, budget: int | str | None) -> str | None:
+    """Says when the gates were priced for quite another budget: a head's density then tells of another choice."""
+    share = parse_budget(budget, table.num_heads) / table.num_heads
+    priced = table.priced_at
+    if priced is None or 1 / _FAR <= share / priced <= _FAR:
+        return None
+    return (
+        f"the gates' price was to keep {priced:.0%} of the keys, and the budget is {share:.0%} of the heads: probe "
+        f"again with --budget {share:.0%}, or gates.target_density: {share:.2g} in the recipe"
+    )
 
 
 def tau_advice(table: DensityTable, budget: int | str | None) -> str | None:

@@ -102,12 +102,14 @@ class ProbeOptions(SubjectOptions, Trains):
     max_tokens: flags.OptionalMaxTokens = default(None, "all; for opening, closing, regression 12,288, spread")
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
-    window: flags.OptionalWindow = default(None, "the gates', or 128", note="For the rival signals.")
+    window: flags.OptionalWindow = default(None, "the gates', a sixteenth of a block, or 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
-    steps: flags.Steps = default(None, "200", note="For duo.")
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET, note="For regression.")
+    steps: flags.Steps = default(None, "160; of duo 200", note="Of gates on a model without, and of duo.")
+    budget: flags.OptionalBudget = default(
+        None, PAPER_BUDGET, note="The price of gates on a model without, and for regression."
+    )
     num_layouts: flags.NumLayouts = default(None, "200", note="For regression.")
-    seed: flags.OptionalSeed = default(None, "0", note="For duo, retrieval and regression.")
+    seed: flags.OptionalSeed = default(None, "0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import time
 from dataclasses import replace
 from typing import Any
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.zero_shot import cache_folder
+from spkv_nas.model.checkpoint import checkpoint_hash
+from spkv_nas.model.shape import config_shape
 from spkv_nas.probing import density, signals
 from spkv_nas.probing.gains import LAYER
-from spkv_nas.stages.common import Subject, check_tau, quiet_transformers
+from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS, learn_gates
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.common import Measured, Subject, check_tau, quiet_transformers
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.train import train
+from spkv_nas.training.run_files import run_lock
+
+_LEARNING = ("budget", "steps", "window", "seed")
+_MOST_TARGET = 0.99  # of the density that a price keeps
 
 
 def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
 
+    A checkpoint without gates learns them first, at the price of the budget: of the model no weight moves.
     A signal other than density needs no gates; it is written under the name with the signal's behind it, one of whole
     layers with "layer" behind that.
     """
@@ -35,18 +50,33 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
         check_name(options.name, "the name")  # before a recipe is trained
     subject = _subject(options, reporter)
     scores = options.signal in signals.SCORING  # others make logits of a few tokens at most
-    measured = subject.load(reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None)
+    measures_density = options.signal == signals.DENSITY
+    measured = subject.load(
+        reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None, learns=measures_density
+    )
     if options.signal == signals.REGRESSION:
         root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
         own["cache"] = cache_folder(root, measured.model, subject.source, measured.blocks)
+    learned: dict[str, Any] = {}
+    if measured.train is not None:
+        subject = _renamed(subject, options)
+        learned = _learn(subject, measured, options, reporter)
+    elif measures_density and (given_for := [name for name in _LEARNING if getattr(options, name) is not None]):
+        raise UserError(f"--{given_for[0]} is for a model that has yet to learn gates; {subject.source} has its own")
     source = subject.source if options.recipe is None else subject.recipe.name
     with reporter.bar("probing") as progress:
         told: dict[str, Any] = {
             "name": subject.name,
-            "metadata": {"model": source, "data": measured.text, **measured.dtypes, "environment": environment()},
+            "metadata": {
+                "model": source,
+                "data": measured.text,
+                **measured.dtypes,
+                **learned,
+                "environment": environment(),
+            },
             "progress": progress,
         }
-        if options.signal == signals.DENSITY:
+        if measures_density:
             table = density.probe(measured.model, measured.blocks, options.tau, **told)
         else:
             table = signals.measure_signal(
@@ -54,6 +84,36 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
             )
     table.write(options.place.probe_dir(subject.name))
     return table
+
+
+def _renamed(subject: Subject, options: ProbeOptions) -> Subject:
+    """Of embedded models under a name that is not the reference's."""
+    own = options.name is not None or subject.name != subject.family or not subject.source.startswith(EMBEDDED_PREFIX)
+    return subject if own else replace(subject, name=f"{subject.name}-frozen")
+
+
+def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
+    """Put gates on a model without, and have them learn or read what they learned before; what it took."""
+    model, blocks = measured.model, measured.train
+    assert blocks is not None
+    num_heads = math.prod(config_shape(model.config).grid)
+    config = GateConfig(
+        window=options.window or suitable_window(blocks.block_size),
+        tau=GateConfig().tau if options.tau is None else options.tau,
+        target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
+    )
+    how = {"steps": options.steps or DEFAULT_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
+    parts = [checkpoint_hash(model, subject.source), str(model.dtype), config.model_dump(), how]
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    blocks.feed(key)
+    folder = options.place.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
+    start = time.perf_counter()
+    with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
+        learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **how)
+    reporter.reused(learned.resumed_at, learned.steps, "steps of the gates")
+    if learned.resumed_at < learned.steps:
+        reporter.announce(f"gates learned on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
+    return learned.as_mapping()
 
 
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:

@@ -14,7 +14,7 @@ from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
-from spkv_nas.proposal.propose import MATCH_BUDGET, layer_advice, tau_advice, unmatched
+from spkv_nas.proposal.propose import MATCH_BUDGET, layer_advice, price_advice, tau_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
@@ -74,10 +74,10 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
 
 def _advice(answer: Answer, options: ProposeOptions) -> str | None:
     layers = layer_advice(answer.table, options.granularity)
+    taken = answer.layouts["densest"].num_global
     advise = {None: tau_advice, MATCH_BUDGET: unmatched}.get(options.tau)
-    if layers is not None or advise is None:
-        return layers
-    return advise(answer.table, answer.layouts["densest"].num_global)
+    by_tau = None if advise is None else advise(answer.table, taken)
+    return layers or price_advice(answer.table, taken) or by_tau
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
