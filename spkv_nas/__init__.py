@@ -5,8 +5,9 @@ The public functions (see ``__init__.pyi``) are imported on first use, so that `
     import spkv_nas
 
     model, tokenizer = spkv_nas.load("checkpoint")
-    spkv_nas.attach_gates(model, spkv_nas.GateConfig(window=128))
-    table = spkv_nas.probe(model, spkv_nas.build_blocks(texts, tokenizer))
+    blocks = spkv_nas.build_blocks(texts, tokenizer)
+    spkv_nas.learn_gates(model, blocks, spkv_nas.GateConfig(window=128, target_density=0.25))
+    table = spkv_nas.probe(model, spkv_nas.build_blocks(other_texts, tokenizer))
     layouts = spkv_nas.propose(table, budget=18)
     spkv_nas.apply_layout(model, layouts["densest"])
 

@@ -9,8 +9,7 @@ The rules, and where they come from:
 - The model's rate is a tenth of the paper's peak for its size (``cost.ladder``), at most 1e-3: a finished model is not
   trained on at the rate that it began with.
 - The predictors are new. They learn at the paper's 5 times that peak, at most at 9e-3, which the embedded model took.
-- Gates start at a bias of 0.7 of what a logit can travel meanwhile, at most at 1, so that they can close; a target
-  density, the paper's share of global heads, gives every key a price.
+- A target density, the paper's share of global heads, gives every key a price. Priced gates start at their threshold.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from spkv_nas.base.files import parse_yaml, yaml_line
 from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
 from spkv_nas.model.shape import ModelSize
 from spkv_nas.proposal.budget import DEFAULT_SHARE
-from spkv_nas.training.recipe import Recipe, logit_reach
+from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.text_size import TextSize
 
 STEPS, SOFT_FRACTION = 160, 0.8
@@ -34,7 +33,6 @@ _STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2
 _SMALLEST_BLOCK, _FEWEST_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
 _HELDOUT_TOKENS, _MOST_HELDOUT = 20_000, 60_000
 _MODEL_SHARE, _MOST_MODEL_RATE = 0.1, 1e-3
-_BIAS_SHARE, _MOST_BIAS = 0.7, 1.0
 
 _TEMPLATE = """\
 # For a model of {layers} layers x {kv_heads} KV heads, {parameters} parameters, and a text of {tokens} tokens.
@@ -52,10 +50,9 @@ branch:                        # every variant is trained like this, from the mo
   learning_rate: {learning_rate:g}
 {micro}gates:
   window: {window}                  # recent keys that every head sees
-  bias: {bias:g}                    # gates start open, and can travel {reach:.2f} before they are fixed
   learning_rate_multiplier: {multiplier:g}
   soft_fraction: {soft}
-  target_density: {density:.3f}        # the price of keys: about as much as 2 of 7 heads that are global
+  target_density: {density:.3f}        # keys get the price that keeps as much as 2 of 7 heads that are global
 """
 
 
@@ -119,7 +116,6 @@ class Draft:
         peak = peak_learning_rate(self.size.without_embeddings)
         rate = _digits(min(_MODEL_SHARE * peak, _MOST_MODEL_RATE), 2)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
-        reach = logit_reach(multiplier * rate, SOFT_FRACTION * self.steps)
         micro = (
             "" if self.micro_batch_size is None else f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         )
@@ -130,8 +126,8 @@ class Draft:
             parameters=f"{self.size.num_parameters:,}", block_size=self.block_size, heldout=self.heldout,
             most_heldout=_MOST_HELDOUT, steps=self.steps, batch_size=self.batch_size,
             step_tokens=self.batch_size * self.block_size, learning_rate=rate, micro=micro,
-            window=suitable_window(self.block_size), reach=reach, soft=SOFT_FRACTION,
-            bias=_digits(min(_BIAS_SHARE * reach, _MOST_BIAS), 1), multiplier=multiplier, density=float(DEFAULT_SHARE),
+            window=suitable_window(self.block_size), soft=SOFT_FRACTION,
+            multiplier=multiplier, density=float(DEFAULT_SHARE),
         )  # fmt: skip
 
     def recipe(self, base: Path) -> Recipe:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from spkv_nas.artifacts.gate_config import GATED, GLOBAL, GateConfig
+from spkv_nas.artifacts.histogram import threshold_logit
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.device import training_precision
 from spkv_nas.base.errors import UserError
@@ -222,8 +224,13 @@ class Recipe(Section):
         return validate(cls, data, where)
 
     def content_hash(self, *sections: str) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections."""
+        """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections.
+
+        It names finished runs, so what trains as before is hashed as before: with the price as the paper's weight.
+        """
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
+        if (gates := data.get("gates")) is not None and gates["target_density"] is None:
+            gates["density_weight"] = 0.0 - gates.pop("price")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_precision(self, dtype: str | None) -> Recipe:
@@ -243,11 +250,12 @@ class Recipe(Section):
         gates, branch = self.gates, self.branch
         soft_steps = gates.soft_fraction * branch.steps
         reach = logit_reach(gates.learning_rate_multiplier * branch.learning_rate, soft_steps)
-        if gates.start_from is None and gates.soft_fraction > 0 and reach < gates.bias:
+        distance = gates.bias - threshold_logit(gates.tau)
+        if gates.start_from is None and gates.soft_fraction > 0 and reach < distance < math.inf:
             return [
                 f"gates can hardly close: over {soft_steps:.0f} soft steps a logit travels about {reach:.2f}, less "
-                f"than the bias of {gates.bias}\nmore branch.steps, a larger gates.learning_rate_multiplier or a "
-                "smaller gates.bias would help"
+                f"than the {distance:.2f} from the bias to tau\nmore branch.steps, a larger "
+                "gates.learning_rate_multiplier or a smaller gates.bias would help"
             ]
         return []
 
