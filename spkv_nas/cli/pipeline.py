@@ -28,7 +28,8 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
     Without arguments: the embedded reference on held-out standard library text.
-    With --model and --data: your own checkpoint. With a recipe: train the reference, then probe it.
+    With --model and --data: your own checkpoint. One without gates learns them first, at the price of the budget, while
+    no weight of it moves: minutes. With a recipe: train the reference, then probe it.
     """
     from spkv_nas.stages import probe as stage
 

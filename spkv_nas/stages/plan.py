@@ -55,7 +55,7 @@ def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
 def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan:
     """Of ``probe RECIPE``: what ``train`` trains, and the probe."""
     if options.recipe is None:
-        raise UserError("--dry-run says what a recipe would train; without a recipe probe trains nothing")
+        raise UserError("--dry-run says what a recipe would train; without one, gates at most (--steps)")
     planner = _planner(options, options.recipe, reporter)
     return planner.plan([*reference_runs(planner), planner.heldout_pass("probe", Variant.sp_kv())])
 
