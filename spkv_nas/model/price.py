@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.watch import watch_logits
 
-PROPORTIONAL, INTEGRAL = 3.0, 0.3  # of the controller, per unit of density and, of the second, per step
-_MOST = 4.0  # of the controller's sum: a price of e^4 times the first
+PROPORTIONAL, INTEGRAL = 6.0, 0.15  # of the controller, per unit of density and, of the second, per step
+_MOST_PROPORTIONAL = 1.0  # of its first part: gates that start together answer late, and all at once
+_MOST = 4.0  # of all of it: a price of e^4 times the first
 _LEAST_SHARE = 0.1  # of the mean benefit in size, the least first price
 
 
@@ -59,7 +60,8 @@ class Price:
         """Go on to the next step's price after a step of mean density ``density``."""
         error = density - self.target
         self._sum = min(self._sum + INTEGRAL * error, _MOST)
-        exponent = min(self._sum + PROPORTIONAL * error, _MOST)
+        now = max(-_MOST_PROPORTIONAL, min(PROPORTIONAL * error, _MOST_PROPORTIONAL))
+        exponent = min(self._sum + now, _MOST)
         # a ratio upward; downward linear, so that a density above what gates have by themselves is reached too
         self.value = self._first * (math.exp(exponent) if exponent > 0.0 else 1.0 + exponent)
 

@@ -153,7 +153,9 @@ class Subject:
             blocks = blocks.take(limit // length)
         elif tokens is not None:
             blocks = blocks.spread(max(1, tokens // length))
-        check_tokens(model, blocks.largest_token)
+        for part in (blocks, train):
+            if part is not None:
+                check_tokens(model, part.largest_token)
         if with_logits:
             taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)
             if taken > _ANNOUNCED:
