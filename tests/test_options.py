@@ -15,7 +15,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, app
 from spkv_nas.cli.options import command
 from spkv_nas.evaluation.sweep import DEFAULT_POINTS
-from spkv_nas.probing.duo import DEFAULT_STEPS
+from spkv_nas.probing.priced import DEFAULT_STEPS
 from spkv_nas.probing.regression import DEFAULT_LAYOUTS
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.flags import Flag

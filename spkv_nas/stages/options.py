@@ -104,7 +104,7 @@ class ProbeOptions(SubjectOptions, Trains):
     signal: flags.Signal = "density"
     window: flags.OptionalWindow = default(None, "the gates', a sixteenth of a block, or 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
-    steps: flags.Steps = default(None, "160; of duo 200", note="Of gates on a model without, and of duo.")
+    steps: flags.Steps = default(None, "160", note="Of gates on a model without; of duo, 200.")
     budget: flags.OptionalBudget = default(
         None, PAPER_BUDGET, note="The price of gates on a model without, and for regression."
     )
