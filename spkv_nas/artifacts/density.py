@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.density_rows import COLUMNS, NATS, read_rows
 from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.views import grid_html, picture
@@ -44,8 +45,8 @@ _POSITION_COLUMNS = (
     Column("density", "number", high=1.0),
     Column("num_tokens", "whole"),
 )
-_TABLE, _RECORD = "density.csv", "probe.yaml"
-_POSITIONS, _HISTOGRAM, _DOCUMENTS = "positions.csv", "histogram.npz", "documents.npz"
+_TABLE, RECORD = "density.csv", "probe.yaml"
+_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
 _NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
 _STANDING_OUT = 0.1  # share of the heads that keep more than half
 _UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
@@ -87,6 +88,7 @@ class DensityTable:
         documents: counts per document at ``tau``; None for a table made by hand or by an older version.
         metadata: where the table comes from (``probe.yaml``).
         probe_hash: ``content_hash`` of the table at the probe's threshold; None: its own.
+        gains: what each head saves by itself, to judge the table by; None where that was not measured.
     """
 
     name: str
@@ -99,6 +101,7 @@ class DensityTable:
     documents: DocumentCounts | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     probe_hash: str | None = None
+    gains: Gains | None = None
 
     @cached_property
     def num_layers(self) -> int:
@@ -233,11 +236,18 @@ class DensityTable:
         """
         if not 0.0 <= rho <= 1.0:
             raise UserError(f"the density to match must lie in [0, 1]; found {rho}")
-        low, high = self._need_histogram().logit_range
+        histogram = self._need_histogram()
+        tokens = self.rows.groupby("domain")["num_tokens"].first()
+        share = [float(tokens.get(domain, 0)) / tokens.sum() for domain in histogram.domains]
+
+        def mean(tau: float) -> float:
+            return float(np.tensordot(share, histogram.density(tau), 1).mean())
+
+        low, high = histogram.logit_range
         for _ in range(60):  # the mean density falls as tau rises
             middle = (low + high) / 2
-            low, high = (middle, high) if self.at_tau(sigmoid(middle)).mean > rho else (low, middle)
-        means = {tau: self.at_tau(tau).mean for tau in (sigmoid(low), sigmoid(high), 0.0)}
+            low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
+        means = {tau: mean(tau) for tau in (sigmoid(low), sigmoid(high), 0.0)}
         return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
 
     def diagnosis(self) -> list[str]:
@@ -277,7 +287,7 @@ class DensityTable:
     @classmethod
     def read(cls, path: Path) -> DensityTable:
         """Read ``density.csv`` (or its folder) and what lies beside it: ``probe.yaml``, ``positions.csv``,
-        ``histogram.npz``, ``documents.npz``.
+        ``histogram.npz``, ``documents.npz``, ``gains.csv``.
 
         Raises:
             UserError: naming the file, and the line where there is one; a file beside the table that is damaged or not
@@ -290,10 +300,10 @@ class DensityTable:
         folder = file.parent
         settle(folder)
         metadata: dict[str, Any] = {}
-        if file.name == _TABLE and is_file(folder / _RECORD):
-            metadata = read_record(folder / _RECORD, "probe")
+        if file.name == _TABLE and is_file(folder / RECORD):
+            metadata = read_record(folder / RECORD, "probe")
         own = bool(metadata)
-        record = validate(_ProbeFile, metadata, f"probe {folder / _RECORD}")
+        record = validate(_ProbeFile, metadata, f"probe {folder / RECORD}")
         rows = read_rows(file, record.unit)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
@@ -309,10 +319,11 @@ class DensityTable:
             positions=_read_positions(folder / _POSITIONS, table.grid),
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
             documents=_read_documents(folder / _DOCUMENTS, table),
+            gains=Gains.read(folder / _GAINS, table.grid),
         )
 
     def write(self, folder: Path) -> None:
-        """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram and counts per document.
+        """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram, counts per document, gains.
 
         All together take the place of an earlier probe's; one that this table does not have is removed, so that an
         earlier probe's does not pass for this one's.
@@ -326,7 +337,7 @@ class DensityTable:
             "mean_density": round(self.mean, 4 if self.is_density else 6),
             "std_density": round(self.std, 4 if self.is_density else 6),
         }
-        with replacing(folder, stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS)) as new:
+        with replacing(folder, stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS)) as new:
             write_csv(new / _TABLE, self.rows[list(COLUMNS)])
             if self.positions is not None and self.tau_of_positions == self.tau:
                 write_csv(new / _POSITIONS, self.positions)
@@ -334,7 +345,9 @@ class DensityTable:
                 self.histogram.write(new / _HISTOGRAM)
             if self.documents is not None:
                 self.documents.write(new / _DOCUMENTS)
-            write_record(new / _RECORD, {**self.metadata, **own})
+            if self.gains is not None:
+                self.gains.write(new / _GAINS)
+            write_record(new / RECORD, {**self.metadata, **own})
 
     def _need_histogram(self) -> LogitHistogram:
         if self.histogram is None:

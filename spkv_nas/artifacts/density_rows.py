@@ -16,7 +16,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 
 NATS = "nats per token"  # as the unit of a signal
-_MOST_ERROR = _MOST_NATS = 1e3  # of a density, which lies in [0, 1]; of a signal in nats
+_MOST_ERROR = MOST_NATS = 1e3  # of a density, which lies in [0, 1]; of a signal in nats
 _COLUMNS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
@@ -27,7 +27,7 @@ _COLUMNS = (
     Column("standard_error", "number", high=_MOST_ERROR, default="", gaps=True),
 )
 _COLUMNS_IN_NATS = tuple(
-    replace(column, low=-_MOST_NATS, high=_MOST_NATS) if column.name == "density" else column for column in _COLUMNS
+    replace(column, low=-MOST_NATS, high=MOST_NATS) if column.name == "density" else column for column in _COLUMNS
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -64,19 +65,24 @@ class LogitHistogram:
 
     def density(self, tau: float) -> NDArray[np.float64]:
         """[domains, L, Hkv] share of logits at or above logit(tau); linear within a bin."""
-        total = np.maximum(self.counts.sum(-1), 1)
         if tau <= 0.0:
-            return np.ones(total.shape)
+            return np.ones(self.counts.shape[:-1])
         if tau >= 1.0:
-            return np.zeros(total.shape)
-        above = np.concatenate([self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1)
-        at_edge = above[..., : len(self.edges)] / total[..., None]  # share at or above each edge
+            return np.zeros(self.counts.shape[:-1])
+        at_edge = self._at_edge
         limit = min(max(math.log(tau / (1.0 - tau)), self.edges[0]), self.edges[-1])
         right = int(np.searchsorted(self.edges, limit))
         if right == 0:
             return np.asarray(at_edge[..., 0])
         share = (limit - self.edges[right - 1]) / (self.edges[right] - self.edges[right - 1])
         return np.asarray((1.0 - share) * at_edge[..., right - 1] + share * at_edge[..., right])
+
+    @cached_property
+    def _at_edge(self) -> NDArray[np.float64]:
+        """[domains, L, Hkv, n + 1] share of logits at or above each edge."""
+        total = np.maximum(self.counts.sum(-1), 1)
+        above = np.concatenate([self.counts[..., :0:-1].cumsum(-1)[..., ::-1], 0 * total[..., None]], -1)
+        return np.asarray(above[..., : len(self.edges)] / total[..., None])
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> LogitHistogram | None:

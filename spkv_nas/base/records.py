@@ -62,6 +62,15 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
     return content
 
 
+def read_unchecked(path: Path, what: str) -> dict[str, Any]:
+    """A record's content, its hashes unchecked, to see whether a result is of interest; empty where there is none.
+
+    Raises:
+        UserError: the record cannot be read.
+    """
+    return parse_yaml(read_text(path, what), f"{what} {path}") if is_file(path) else {}
+
+
 def _hash(record: Path, name: str, text: str) -> str | None:
     """Of a file beside the record, None where there is none; of the record itself, its lines below the hashes."""
     if name == record.name:

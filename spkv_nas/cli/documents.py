@@ -46,6 +46,7 @@ def proposal(result: ProposalResult) -> Document:
         "certainty": None if answer.certainty is None else answer.certainty.intervals,
         "sentences": result.sentences,
         "advice": result.advice,
+        "trust": result.trust,
         "folder": result.folder,
     }
 

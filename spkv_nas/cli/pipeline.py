@@ -21,6 +21,7 @@ from spkv_nas.stages.options import (
     TrainHybridOptions,
 )
 
+DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; on a tenth the 18 densest heads lack a needed one: reports/LOG.md
 
 
@@ -77,7 +78,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     start = time.perf_counter()
     where: dict[str, Any] = {"workspace": options.workspace}
     how: dict[str, Any] = {**where, "device": options.device, "dtype": options.dtype}
-    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, **how), reporter)
+    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **how), reporter)
     yield propose(ProposeOptions(budget=options.budget, tau=MATCH_BUDGET, num_random=1, **where), reporter)
     yield train_hybrid(TrainHybridOptions(probe=DEFAULT_PROBE, **how), reporter)
     yield report(ReportOptions(probe=DEFAULT_PROBE, **where), reporter)

@@ -15,20 +15,23 @@ most: their heads gain nothing where the window is as long.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_rows import NATS
+from spkv_nas.artifacts.gains import Gains
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import domain_means, signal_table
+from spkv_nas.probing.heads import domain_means, signal_table, token_mean
 
 HEAD, LAYER = GRANULARITIES = ("head", "layer")
 
@@ -45,7 +48,6 @@ def closing(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options:
     return gains("closing", model, blocks, window, opens=False, **options)
 
 
-@torch.inference_mode()
 def gains(
     signal: str,
     model: PreTrainedModel,
@@ -53,17 +55,67 @@ def gains(
     window: int,
     *,
     opens: bool,
-    granularity: str = HEAD,
-    batch_size: int = 8,
     name: str | None = None,
     metadata: dict[str, Any] | None = None,
-    progress: Progress | None = None,
+    **options: Any,
 ) -> DensityTable:
     """The gain of every KV head, by domain. The model is left as it was.
 
     Args:
         window: recent keys that a local head sees, the query's own included.
         opens: whether heads are opened in a local model, or closed in a global one.
+        options: granularity, batch_size and progress, as ``_measure`` takes them.
+
+    Raises:
+        UserError: as ``_measure``.
+    """
+    found = _measure(model, blocks, window, opens=opens, **options)
+    facts = {**(metadata or {}), "unit": NATS, "granularity": found.granularity, "nll_before": found.nll_before}
+    return signal_table(
+        signal, domain_means(blocks, found.sums, found.num_tokens), window,
+        passes=found.passes, tokens=blocks.tokens.size, name=name or signal, metadata=facts,
+    )  # fmt: skip
+
+
+def opening_gains(
+    model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any
+) -> tuple[Gains, dict[str, Any]]:
+    """The same opening gains over all domains, to judge a table by, and what they took: passes, tokens, documents.
+
+    Raises:
+        UserError: as ``_measure``.
+    """
+    found = _measure(model, blocks, window, opens=True, **options)
+    documents = int((found.num_tokens > 0).sum())
+    took = {"passes": round(found.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
+    return Gains(*token_mean(found.sums, found.num_tokens)), took
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Sums of what is saved [L, Hkv, documents], in nats, over how many tokens [documents], and what it took."""
+
+    sums: NDArray[np.float64]
+    num_tokens: NDArray[np.int64]
+    nll_before: float
+    passes: float
+    granularity: str
+
+
+@torch.inference_mode()
+def _measure(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int,
+    *,
+    opens: bool,
+    granularity: str = HEAD,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> _Found:
+    """The gain of every head, by document.
+
+    Args:
         granularity: "head", or "layer": every head of a layer then has the layer's gain divided by its heads, so that
             the sum over them is the layer's own.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
@@ -94,11 +146,7 @@ def gains(
     for (layer, heads), windows in changed.items():
         saved = scores[before].total - scores[windows].total
         sums[layer, heads] = (saved if opens else -saved) / len(heads)
-    facts = {**(metadata or {}), "unit": NATS, "granularity": granularity, "nll_before": round(scores[before].mean, 6)}
-    return signal_table(
-        signal, domain_means(blocks, sums, scores[before].num_tokens), window,
-        passes=passes, tokens=blocks.tokens.size, name=name or signal, metadata=facts,
-    )  # fmt: skip
+    return _Found(sums, scores[before].num_tokens, round(scores[before].mean, 6), passes, granularity)
 
 
 def _units(windows: Windows, granularity: str) -> list[Unit]:

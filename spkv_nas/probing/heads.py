@@ -104,14 +104,18 @@ def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray
     means = []
     for domain in blocks.domains:
         seen = (domain_of == domain) & (counts > 0)
-        tokens, clusters = int(counts[seen].sum()), int(seen.sum())
-        if not clusters:
-            continue
-        mean = sums[..., seen].sum(-1) / tokens
-        residual = sums[..., seen] - mean[..., None] * counts[seen]
-        error = clustered_error((residual**2).sum(-1), clusters, tokens)
-        means.append(HeadMeans(mean, domain, tokens, clusters, error))
+        if seen.any():
+            mean, error = token_mean(sums[..., seen], counts[seen])
+            means.append(HeadMeans(mean, domain, int(counts[seen].sum()), int(seen.sum()), error))
     return means
+
+
+def token_mean(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Mean over tokens [...] of sums [..., documents] over ``counts`` [documents] tokens, and its standard error."""
+    tokens, clusters = int(counts.sum()), int((counts > 0).sum())
+    mean = sums.sum(-1) / tokens
+    residual = sums - mean[..., None] * counts
+    return mean, clustered_error((residual**2).sum(-1), clusters, tokens)
 
 
 def signal_table(

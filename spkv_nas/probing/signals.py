@@ -40,6 +40,7 @@ _MEASURES: dict[str, Callable[..., DensityTable]] = {
 _OPTIONS = {
     "tau": (DENSITY,),
     "window": (DENSITY, *_MEASURES),
+    "gain_tokens": (DENSITY,),
     "steps": (DENSITY, DUO),
     "granularity": (OPENING, CLOSING),
     "budget": (DENSITY, REGRESSION),

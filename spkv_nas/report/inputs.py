@@ -12,6 +12,7 @@ import pandas as pd
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, complete
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
 
@@ -22,7 +23,8 @@ class Inputs:
 
     ``comparison`` is None where nothing has been trained yet; ``covered`` holds each layout's density coverage,
     in [0, 1]; ``record`` is the content of ``comparison.yaml``; ``agreement`` and ``search`` are the tables of a
-    comparison of probes and of a search, None where there was none.
+    comparison of probes and of a search, None where there was none; ``trust`` is that of the layout ``densest``, None
+    where it was not measured.
     """
 
     table: DensityTable
@@ -32,6 +34,7 @@ class Inputs:
     record: Mapping[str, Any]
     agreement: pd.DataFrame | None
     search: pd.DataFrame | None
+    trust: Trust | None
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -53,11 +56,12 @@ class Inputs:
         record: Mapping[str, Any] | None = None,
         agreement: pd.DataFrame | None = None,
         search: pd.DataFrame | None = None,
+        trust: Trust | None = None,
     ) -> Inputs:
         """Raises ``UserError`` for a layout of another shape than the table, or a comparison that cannot be read."""
         covered = {name: coverage(table, layout) for name, layout in layouts.items()}
         checked = None if comparison is None or comparison.empty else complete(comparison)
-        return cls(table, layouts, covered, checked, record or {}, agreement, search)
+        return cls(table, layouts, covered, checked, record or {}, agreement, search, trust)
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:

@@ -22,6 +22,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
+from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
@@ -56,6 +57,7 @@ def write_report(
     record: Mapping[str, Any] | None = None,
     agreement: pd.DataFrame | None = None,
     search: pd.DataFrame | None = None,
+    trust: Trust | None = None,
     progress: Progress = no_progress,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
@@ -68,13 +70,16 @@ def write_report(
         record: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
         agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
         search: of ``spkv_nas.artifacts.search_table``; None where no layouts have been searched for.
+        trust: how well the table orders the heads, of the layout ``densest``; None where that was not measured.
         progress: called with (figures drawn, figures in all).
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
             cannot be written.
     """
-    inputs = Inputs.check(table, layouts, comparison=comparison, record=record, agreement=agreement, search=search)
+    inputs = Inputs.check(
+        table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust
+    )
     groups = _charts(inputs)
     written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
     for number, chart in enumerate(written, 1):
@@ -135,6 +140,8 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
         domains=tables.domain_rows(table),
         certainty=inputs.certainty,
         caution=caution(table),
+        trust=inputs.trust,
+        missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         search=None if search is None else tables.search_rows(search),
         search_has_cost=search is not None and bool(search["cost"].notna().all()),

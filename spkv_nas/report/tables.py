@@ -18,6 +18,8 @@ from spkv_nas.report.inputs import Inputs, contenders, is_layout, widest_layout
 from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.words import change, number, signed
 
+_MOST_MISSED = 5
+
 
 @dataclass(frozen=True)
 class ComparisonRow:
@@ -46,6 +48,22 @@ def facts(inputs: Inputs) -> list[tuple[str, str]]:
                 (f"{signed(winner['delta_nll_percent'])} %", f"NLL against full attention: {winner['strategy']}")
             )
     return shown
+
+
+def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
+    """The heads that the layout ``densest`` leaves out and that save most, alone: head, gain, density, its rank."""
+    if inputs.trust is None:
+        return []
+    density = inputs.table.values
+    return [
+        (
+            f"layer {head.layer}, KV head {head.kv_head}",
+            f"{number(1000 * head.gain, 1)} ± {number(1000 * head.standard_error, 1)}",
+            number(density[head.layer, head.kv_head], 3),
+            str(1 + int((density > density[head.layer, head.kv_head]).sum())),
+        )
+        for head in inputs.trust.missed[:_MOST_MISSED]
+    ]
 
 
 def comparison_rows(inputs: Inputs) -> list[ComparisonRow]:

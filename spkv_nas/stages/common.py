@@ -40,11 +40,13 @@ _BEYOND = 16  # times a model's own length up to which blocks may be longer
 class Measured:
     """A loaded subject: the model on its device, the blocks, what text they are of, and the checkpoint's own dtype.
 
-    ``train`` has other documents of the text, for gates to learn on, if the model is to learn them.
+    ``whole`` has all blocks that were read, also those beyond what is measured; ``train`` has other documents of the
+    text, for gates to learn on, if the model is to learn them.
     """
 
     model: PreTrainedModel
     blocks: TokenBlocks
+    whole: TokenBlocks
     text: Any
     saved_dtype: str
     train: TokenBlocks | None = None
@@ -134,34 +136,33 @@ class Subject:
             reporter.announce(f"computing in {used}: there are no instructions for {saved} here")
         _check_positions(model, length)
         if with_logits:
-            _check_logits(model, 1, length, device)  # before the text is tokenised, which may take long
+            require_logits(model, 1, length)  # before the text is tokenised, which may take long
         text: Any = options.data
         train = None
         if learns and gate_config(model) is None:
-            train, blocks = self._parted(tokenizer, length, reporter)
+            train, whole = self._parted(tokenizer, length, reporter)
             text = text or recipe.data.model_dump(mode="json")
         elif options.data:
             cache = options.place.run_dir(self.name) / "blocks"
-            blocks = load_text(
+            whole = load_text(
                 options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit, reporter=reporter
             )
         else:
             cache = options.place.run_dir(recipe.name) / "blocks"
-            blocks = load_heldout(recipe.data, tokenizer, cache, self.base, reporter)
+            whole = load_heldout(recipe.data, tokenizer, cache, self.base, reporter)
             text = recipe.data.model_dump(mode="json")
-        if limit is not None:
-            blocks = blocks.take(limit // length)
-        elif tokens is not None:
-            blocks = blocks.spread(max(1, tokens // length))
+        blocks = whole if limit is None else whole.take(limit // length)
+        if limit is None and tokens is not None:
+            blocks = whole.spread(max(1, tokens // length))
         for part in (blocks, train):
             if part is not None:
                 check_tokens(model, part.largest_token)
         if with_logits:
-            taken = _check_logits(model, min(BATCH_SIZE, blocks.num_blocks), length, device)
+            taken = require_logits(model, min(BATCH_SIZE, blocks.num_blocks), length)
             if taken > _ANNOUNCED:
                 reporter.announce(f"the logits of a batch take {format_bytes(taken)}; less with a smaller --block-size")
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
-        return Measured(model, blocks, text, saved, train)
+        return Measured(model, blocks, whole, text, saved, train)
 
     def _parted(
         self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter
@@ -190,7 +191,7 @@ def _check_positions(model: PreTrainedModel, block_size: int) -> None:
         )
 
 
-def _check_logits(model: PreTrainedModel, num_blocks: int, block_size: int, device: str) -> int:
+def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> int:
     """Bytes of the logits of a batch, and of two float32 copies of one block's, of which the NLL is computed.
 
     Raises:
@@ -201,7 +202,7 @@ def _check_logits(model: PreTrainedModel, num_blocks: int, block_size: int, devi
     one = block_size * vocabulary_size(model)
     size = one * (num_blocks * int(model.dtype.itemsize) + 2 * 4)
     what = f"logits of {num_blocks} x {block_size} tokens, {vocabulary_size(model)} for each"
-    require(size, what, "give a smaller --block-size", device=device)
+    require(size, what, "give a smaller --block-size", device=model.device.type)
     return size
 
 

@@ -109,6 +109,10 @@ Signal = Annotated[
         values=("density", "opening", "closing", "regression", "duo", "retrieval", "attention-mass"),
     ),
 ]
+GainTokens = Annotated[
+    int | None,
+    Flag("Judge the table by what each head saves alone, on so many tokens; 0: not at all.", low=0, high=MOST_WHOLE),
+]
 TauSweep = Annotated[
     str | None,
     Flag(

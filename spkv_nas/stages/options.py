@@ -102,6 +102,7 @@ class ProbeOptions(SubjectOptions, Trains):
     max_tokens: flags.OptionalMaxTokens = default(None, "all; for opening, closing, regression 12,288, spread")
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
+    gain_tokens: flags.GainTokens = default(None, "4,096", note="Of density.")
     window: flags.OptionalWindow = default(None, "the gates', a sixteenth of a block, or 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
     steps: flags.Steps = default(None, "160", note="Of gates on a model without; of duo, 200.")

@@ -12,23 +12,24 @@ from typing import Any
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base.assets import EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
+from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash
-from spkv_nas.model.shape import config_shape
+from spkv_nas.model.shape import check_tokens, config_shape
 from spkv_nas.probing import density, signals
-from spkv_nas.probing.gains import LAYER
+from spkv_nas.probing.gains import LAYER, opening_gains
 from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS, learn_gates
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages.common import Measured, Subject, check_tau, quiet_transformers
+from spkv_nas.stages.common import BATCH_SIZE, Measured, Subject, check_tau, quiet_transformers, require_logits
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.train import train
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")
+GAIN_TOKENS = 4096  # that judge a table; how sure that is: reports/LOG.md
 _MOST_TARGET = 0.99  # of the density that a price keeps
 
 
@@ -42,7 +43,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     quiet_transformers(reporter)
     given = ("steps", "granularity", "budget", "num_layouts", "seed")
     own: dict[str, Any] = {name: getattr(options, name) for name in given}
-    signals.check_options(options.signal, tau=options.tau, window=options.window, **own)
+    others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
+    signals.check_options(options.signal, **others, **own)
     if options.recipe is not None and (options.model is not None or options.data):
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     check_tau(options.tau)
@@ -82,8 +84,31 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
             table = signals.measure_signal(
                 options.signal, measured.model, measured.blocks, window=options.window, **own, **told
             )
-    table.write(options.place.probe_dir(subject.name))
+    folder = options.place.probe_dir(subject.name)
+    table.write(folder)
+    if measures_density and (judged := _with_gains(table, measured, options, reporter)) is not table:
+        judged.write(folder)
+        return judged
     return table
+
+
+def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, reporter: Reporter) -> DensityTable:
+    """The table with the gains that it is judged by; as it is where they are not wanted, or cannot be measured."""
+    model, length = measured.model, measured.whole.block_size
+    tokens = GAIN_TOKENS if options.gain_tokens is None else options.gain_tokens
+    blocks = measured.whole.spread(max(1, tokens // length))
+    if not tokens:
+        return table
+    assert table.window is not None
+    try:
+        check_tokens(model, blocks.largest_token)
+        require_logits(model, min(BATCH_SIZE, blocks.num_blocks), length)
+        with reporter.bar("judging the table") as progress:
+            gains, took = opening_gains(model, blocks, table.window, batch_size=BATCH_SIZE, progress=progress)
+    except UserError as error:
+        reporter.caution(f"how far the table can be trusted was not measured: {first_line(error)}")
+        return table
+    return replace(table, gains=gains, metadata={**table.metadata, "gains": took})
 
 
 def _renamed(subject: Subject, options: ProbeOptions) -> Subject:

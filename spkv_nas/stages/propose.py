@@ -10,6 +10,7 @@ import pandas as pd
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
 from spkv_nas.proposal.budget import parse_budget
@@ -20,6 +21,7 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
+from spkv_nas.stages.trust import trust, trust_advice, unknown_trust
 
 
 @dataclass(frozen=True)
@@ -28,15 +30,17 @@ class ProposalResult:
 
     Attributes:
         answer: the layouts, their coverage and how sure it is.
-        sentences: what else was asked: memory, the worst domain, certainty.
+        sentences: what else was asked: memory, the worst domain, certainty, trust.
         advice: why another threshold or granularity would order the heads better, or how far the nearest threshold is
             from what was asked; None where there is nothing to say.
+        trust: how well the table orders the heads; None where that was not measured.
         folder: of the layouts.
     """
 
     answer: Answer
     sentences: list[str]
     advice: str | None
+    trust: Trust | None
     folder: Path
 
 
@@ -69,15 +73,19 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
     write_proposal(folder, answer)
-    return ProposalResult(answer, _sentences(answer, requirements, options), _advice(answer, options), folder)
+    judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask, options.tau)
+    said = unknown_trust(answer.table) if judged is None else judged.sentence()
+    sentences = [*_sentences(answer, requirements, options), *([] if said is None else [said])]
+    return ProposalResult(answer, sentences, _advice(answer, judged, options), judged, folder)
 
 
-def _advice(answer: Answer, options: ProposeOptions) -> str | None:
+def _advice(answer: Answer, judged: Trust | None, options: ProposeOptions) -> str | None:
     layers = layer_advice(answer.table, options.granularity)
     taken = answer.layouts["densest"].num_global
     advise = {None: tau_advice, MATCH_BUDGET: unmatched}.get(options.tau)
     by_tau = None if advise is None else advise(answer.table, taken)
-    return layers or price_advice(answer.table, taken) or by_tau
+    measured = None if judged is None else trust_advice(judged, answer.table)
+    return layers or measured or price_advice(answer.table, taken) or by_tau
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:

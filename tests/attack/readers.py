@@ -17,6 +17,7 @@ from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -30,9 +31,11 @@ from spkv_nas.cost.scaling_law import fit_runs, predictions, read_runs
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import read_weights
 from spkv_nas.proposal.foreign_formats import read_scores
+from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.training.ablation import Ablations
 from spkv_nas.training.recipe import Recipe
@@ -65,7 +68,8 @@ def make_probe() -> DensityTable:
         ]
     ).assign(start=lambda rows: 8 * rows["start"], end=lambda rows: rows["start"] + 8)
     metadata = {"model": "m", "data": {"sources": ["text"]}, "head_dim": 8, "dtype": "float32"}
-    return DensityTable("p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata)
+    gains = Gains(density[0] / 100, density[1] / 500)
+    return DensityTable("p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata, gains=gains)
 
 
 def _write_probe(name: str) -> Callable[[Path], Path]:
@@ -87,6 +91,8 @@ def _use_table(file: Path) -> None:
         assert part.density.shape == part.standard_error.shape == part.grid
         if part.documents is not None:
             part.documents.density()
+        if part.gains is not None:
+            Trust.of(part.values, densest(part.values, 3), part.gains).sentence()
 
 
 def _write(name: str, text: str) -> Callable[[Path], Path]:
@@ -251,6 +257,7 @@ READERS = (
     Reader("positions", _write_probe("positions.csv"), _use_table),
     Reader("histogram", _write_probe("histogram.npz"), _use_table),
     Reader("counts by document", _write_probe("documents.npz"), _use_table),
+    Reader("gains", _write_probe("gains.csv"), _use_table),
     Reader("comparison", _make_comparison, read_comparison),
     Reader("record", _make_record, lambda file: read_record(file, "comparison")),
     Reader("search", _make_search, read_search),

@@ -1,0 +1,68 @@
+"""What every head saves by itself, beside the table whose order it judges: ``probes/<name>/gains.csv``.
+
+The NLL, in nats per token, that a head's global attention saves in a model whose other heads are all local
+(``probing.gains``, opening), measured on a few thousand tokens. Such gains are noisy, and know nothing of what two
+heads do together: they judge a table as a whole, and name what it clearly misses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.density_rows import MOST_NATS
+from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import is_file
+from spkv_nas.base.tables import Column, read_table, write_csv
+
+_COLUMNS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("gain", "number", low=-MOST_NATS, high=MOST_NATS),
+    Column("standard_error", "number", high=MOST_NATS, gaps=True),
+)
+_REMEDY = "probe again, or remove it: only what propose says of trust needs it"
+
+
+@dataclass(frozen=True, eq=False)
+class Gains:
+    """What opening each head alone saves, in nats per token.
+
+    Attributes:
+        values: [L, Hkv]; below 0 where a head does harm, or looks so by chance.
+        standard_error: [L, Hkv], by document; NaN of a single document.
+    """
+
+    values: NDArray[np.float64]
+    standard_error: NDArray[np.float64]
+
+    @classmethod
+    def read(cls, path: Path, grid: Grid) -> Gains | None:
+        """The gains in a file, None where there is none.
+
+        Raises:
+            UserError: naming file and line; not such a table, or not one row for every head of ``grid``.
+        """
+        if not is_file(path):
+            return None
+        rows = read_table(path, "gains", _COLUMNS)
+        heads = rows[["layer", "kv_head"]]
+        outside = ((heads >= list(grid)).any(axis=1) | heads.duplicated()).to_numpy()
+        if outside.any():
+            where = f", line {rows.index[int(outside.argmax())]}"
+            raise UserError(f"gains {path}{where}: expected each head of {grid_words(grid)} once\n{_REMEDY}")
+        if len(rows) != grid[0] * grid[1]:
+            raise UserError(f"gains {path}: {len(rows)} heads, where the table has {grid_words(grid)}\n{_REMEDY}")
+        rows = rows.sort_values(["layer", "kv_head"])
+        return cls(rows["gain"].to_numpy().reshape(grid), rows["standard_error"].to_numpy().reshape(grid))
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically."""
+        layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
+        columns = (layer, head, self.values.ravel(), self.standard_error.ravel())
+        write_csv(path, pd.DataFrame(dict(zip((column.name for column in _COLUMNS), columns, strict=True))))

@@ -1,0 +1,292 @@
+"""Trust: how well a table orders what single heads save, on tables and gains where the answer is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import fails, gated, make_layouts, make_table, tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.gains import Gains
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.ranking import spearman
+from spkv_nas.evaluation.trust import Missed, Trust
+from spkv_nas.model.checkpoint import save
+from spkv_nas.probing.gains import opening, opening_gains
+from spkv_nas.proposal.strategies import densest
+from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.page import write_report
+from spkv_nas.stages.options import SHOWN, ProbeOptions
+from spkv_nas.stages.probe import GAIN_TOKENS
+from spkv_nas.stages.trust import trust, trust_advice, unknown_trust
+
+GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
+ERRORS = np.full((4, 2), 0.002)
+LEFT = 0.6 + 0.1 * np.arange(8).reshape(4, 2) / 8  # densities that have nothing to do with the gains
+
+
+def gains(values: object = GAINS, errors: object = ERRORS) -> Gains:
+    return Gains(np.asarray(values, dtype=float), np.asarray(errors, dtype=float))
+
+
+def judge(values: np.ndarray, budget: int = 3, found: Gains | None = None, **rivals: np.ndarray) -> Trust:
+    chosen = {name: densest(each, budget) for name, each in rivals.items()}
+    return Trust.of(values, densest(values, budget), found or gains(), chosen)
+
+
+class TestTrust:
+    def test_a_table_that_orders_as_the_gains_do(self) -> None:
+        found = judge(GAINS * 10)
+        assert found.rho == pytest.approx(1.0)
+        assert found.interval == pytest.approx((1.0, 1.0))
+        assert (found.left_out, found.least) == pytest.approx((0.013 / 0.103, 0.013 / 0.103))
+        assert found.missed == (Missed(2, 1, 0.010, 0.002),)
+        assert not found.is_poor
+        assert found.sentence() == (
+            "the table orders what opening single heads saves with Spearman +1.00 (95 % interval +1.00 to +1.00); "
+            "its 3 heads leave out 13 ± 3 % of the gains, most in layer 2, head 1 (0.010 ± 0.002 nats)"
+        )
+
+    def test_a_table_that_misses_the_largest(self) -> None:
+        """It takes .013 of .103; heads are named whose gains stand out of their noise."""
+        table = np.zeros((4, 2))
+        table[[0, 2, 3], [1, 1, 1]] = 1.0
+        found = judge(table)
+        expected = spearman(table.ravel(), GAINS.ravel())
+        assert expected is not None
+        assert (found.rho, found.interval) == expected
+        left = 0.09 / 0.103
+        assert found.left_out == pytest.approx(left)
+        assert found.left_out_nats == pytest.approx(0.09)
+        assert found.left_out_error == pytest.approx(0.002 / 0.103 * np.sqrt(3 * (1 - left) ** 2 + 3 * left**2))
+        assert [(head.layer, head.kv_head, head.gain) for head in found.missed] == [
+            (0, 0, 0.04),
+            (3, 0, 0.03),
+            (1, 0, 0.02),
+        ]
+        assert found.is_poor
+
+    @pytest.mark.parametrize(("times", "is_better"), [(5, True), (7, False), (30, False)])
+    def test_noise_makes_no_difference(self, times: int, is_better: bool) -> None:
+        """The same choices, their gains less and less sure: .09 against 3 errors of .002 sqrt(6)."""
+        found = judge(-GAINS, found=gains(GAINS, times * ERRORS), other=GAINS)
+        assert found.rivals[0].saved == pytest.approx(0.09)
+        assert found.rivals[0].standard_error == pytest.approx(times * 0.002 * np.sqrt(6))
+        assert (found.better is not None) == is_better
+        if times == 30:
+            assert np.isnan(found.left_out)
+            assert (found.missed, found.is_poor) == ((), False)
+            assert found.sentence().startswith("no head's gain, opened alone, stands out of the noise")
+
+    def test_rivals_are_compared_by_the_heads_that_differ(self) -> None:
+        table = np.where(GAINS > 0.035, 1.0, np.where(GAINS == 0.0, 0.9, np.where(GAINS == 0.002, 0.8, 0.1)))
+        found = judge(table, same=table, level=table + (GAINS == 0.001) * 0.75, better=GAINS)
+        saved = {rival.name: (rival.saved, rival.standard_error) for rival in found.rivals}
+        assert [rival.name for rival in found.rivals] == ["better", "same", "level"]
+        assert saved["better"] == pytest.approx((0.09 - 0.042, 0.002 * 2))
+        assert saved["same"] == (0.0, 0.0)
+        assert saved["level"] == pytest.approx((-0.001, 0.002 * np.sqrt(2)))
+        assert [rival.is_better for rival in found.rivals] == [True, False, False]
+
+    def test_errors_that_are_not_known(self) -> None:
+        found = judge(-GAINS, found=gains(GAINS, np.full((4, 2), np.nan)), other=GAINS)
+        assert found.better is None
+        assert not found.is_poor
+        assert "leave out 99 % of the gains, most in layer 0, head 0 (0.040 nats)" in found.sentence()
+
+
+class TestFiles:
+    def test_they_travel_with_the_table(self, tmp_path: Path) -> None:
+        table = replace(make_table(LEFT), gains=gains(GAINS, np.where(GAINS > 0.03, np.nan, 0.002)))
+        table.write(tmp_path)
+        read = DensityTable.read(tmp_path)
+        assert read.gains is not None
+        assert table.gains is not None
+        assert np.array_equal(read.gains.values, GAINS)
+        assert np.array_equal(read.gains.standard_error, table.gains.standard_error, equal_nan=True)
+        assert read.content_hash == table.content_hash == make_table(LEFT).content_hash
+        make_table(LEFT).write(tmp_path)
+        assert DensityTable.read(tmp_path).gains is None
+
+    def test_an_edit_is_noticed(self, tmp_path: Path) -> None:
+        replace(make_table(LEFT), gains=gains()).write(tmp_path)
+        file = tmp_path / "gains.csv"
+        file.write_text(file.read_text().replace("0.04", "0.05"))
+        with pytest.warns(UserWarning, match=r"gains\.csv: changed since it was written"):
+            assert DensityTable.read(tmp_path).gains is not None
+
+    @pytest.mark.parametrize(
+        ("lines", "message"),
+        [
+            (["0,0,.1,"], "1 heads, where the table has 1 layers x 2 KV heads"),
+            (["0,0,.1,", "0,0,.1,"], "line 3: expected each head of 1 layers x 2 KV heads once"),
+            (["0,0,.1,", "1,0,.1,"], "line 3: expected each head"),
+            (["0,0,nan,", "0,1,.1,"], "line 2: column 'gain' must be a number"),
+            (["0,0,.1,-1", "0,1,.1,"], "column 'standard_error' must be a number in"),
+        ],
+    )
+    def test_damaged_or_foreign(self, lines: Sequence[str], message: str, tmp_path: Path) -> None:
+        make_table([[0.5, 0.2]]).write(tmp_path)
+        (tmp_path / "gains.csv").write_text("\n".join(["layer,kv_head,gain,standard_error", *lines]) + "\n")
+        with pytest.raises(UserError, match=message.replace("[", r"\[")):
+            DensityTable.read(tmp_path)
+
+
+def put(place: Workspace, name: str, values: object, found: Gains | None = None, **metadata: Any) -> DensityTable:
+    """A probe in a workspace, of the model ``m`` unless said otherwise, as it is read back."""
+    table = replace(make_table(values), name=name, gains=found, metadata={"model": "m", **metadata})
+    table.write(place.probe_dir(name))
+    return DensityTable.read(place.probe_dir(name))
+
+
+class TestWorkspace:
+    @pytest.fixture
+    def place(self, tmp_path: Path) -> Workspace:
+        return Workspace(tmp_path)
+
+    def test_gains_of_the_signal_opening_serve(self, place: Workspace) -> None:
+        table = put(place, "mine", LEFT)
+        chosen = densest(table.values, 3)
+        assert trust(place, table, chosen) is None
+        put(place, "elsewhere", GAINS, signal="opening", unit="nats per token", model="other")
+        put(place, "layers", GAINS, signal="opening", unit="nats per token", granularity="layer")
+        put(place, "small", GAINS[:2], signal="opening", unit="nats per token")
+        assert trust(place, table, chosen) is None
+        put(place, "mine-opening", GAINS, signal="opening", unit="nats per token")
+        found = trust(place, table, chosen)
+        assert found is not None
+        assert found.rho == Trust.of(table.values, chosen, gains()).rho
+        assert found.rivals == ()
+        own = put(place, "mine", LEFT, gains(GAINS[::-1]))
+        assert trust(place, own, chosen) == trust_without_errors(own, chosen)
+
+    def test_the_better_signal_at_hand_is_advised(self, place: Workspace) -> None:
+        table = put(place, "mine", LEFT, gains())
+        put(place, "mine-duo", GAINS.clip(0) * 20, signal="duo")
+        put(place, "foreign-duo", GAINS.clip(0) * 20, signal="duo", model="other")
+        found = trust(place, table, densest(table.values, 3))
+        assert found is not None
+        assert [rival.name for rival in found.rivals] == ["mine-duo"]
+        advice = trust_advice(found, table)
+        assert advice is not None
+        assert "those of 'mine-duo' leave out 13 %, 0.048 ± 0.004 nats less" in advice
+        assert advice.endswith("spkv-nas propose --probe mine-duo")
+
+    def test_without_one_a_price_is_advised(self, place: Workspace) -> None:
+        table = put(place, "mine", LEFT, gains())
+        found = trust(place, table, densest(table.values, 3))
+        assert found is not None
+        advice = trust_advice(found, table) or ""
+        assert "the 3 heads of largest gain would leave out 13 % instead of 59" in advice
+        assert "--budget 38%" in advice
+        priced = put(place, "mine", LEFT, gains(), target_density=0.38)
+        assert "--budget" not in (trust_advice(found, priced) or "--budget")
+        good = put(place, "mine", GAINS.clip(0) * 20, gains())
+        found = trust(place, good, densest(good.values, 3))
+        assert found is not None
+        assert trust_advice(found, good) is None
+
+    def test_a_damaged_neighbour_plays_no_part(self, place: Workspace) -> None:
+        table = put(place, "mine", LEFT, gains())
+        put(place, "mine-duo", GAINS.clip(0), signal="duo")
+        (place.probe_dir("mine-duo") / "density.csv").write_text("layer\n")
+        with pytest.warns(UserWarning, match="changed since|a probe that cannot be read plays no part"):
+            found = trust(place, table, densest(table.values, 3))
+        assert found is not None
+        assert found.rivals == ()
+
+    def test_an_old_probe_says_how_to_learn_it(self) -> None:
+        table = make_table(LEFT)
+        assert unknown_trust(table) is None
+        assert "probe --signal opening" in str(unknown_trust(replace(table, metadata={"model": "m"})))
+        assert unknown_trust(replace(table, metadata={"model": "m", "signal": "duo"})) is None
+
+
+def trust_without_errors(table: DensityTable, chosen: np.ndarray) -> Trust:
+    assert table.gains is not None
+    return Trust.of(table.values, chosen, table.gains)
+
+
+def test_gains_of_a_table_are_those_of_the_signal() -> None:
+    """Over two domains, one of which has a single document and so no error of its own."""
+    tokens = np.random.default_rng(0).integers(3, 290, size=(4, 40)).astype(np.int32)
+    owner = np.repeat(np.arange(8, dtype=np.int32), 20).reshape(4, 40)
+    blocks = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i == 7], str(i)) for i in range(8)))
+    model = tiny_model(vocab_size=300)
+    found, took = opening_gains(model, blocks, 6)
+    assert found.values == pytest.approx(opening(model, blocks, 6).values, abs=1e-9)
+    assert took == {"passes": 6.0, "tokens": 160, "documents": 8}
+    one = TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "a", str(i)) for i in range(8)))
+    assert found.standard_error == pytest.approx(opening(model, one, 6).standard_error, abs=1e-9)
+
+
+class TestCommand:
+    @pytest.fixture
+    def options(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        save(gated(), tiny_tokenizer, tmp_path / "mine")
+        (tmp_path / "text.txt").write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+        options = ["--model", tmp_path / "mine", "--data", tmp_path / "text.txt", "--block-size", 64]
+        return [*map(str, options), "--workspace", str(tmp_path / "w")]
+
+    def test_probe_measures_and_propose_says(
+        self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["probe", *options, "--gain-tokens", "128"])
+        table = DensityTable.read(tmp_path / "w" / "probes" / "mine")
+        assert table.gains is not None
+        assert table.metadata["gains"]["tokens"] == 128
+        capsys.readouterr()
+        main(["propose", "--workspace", str(tmp_path / "w"), "--budget", "3", "--json"])
+        document = json.loads(capsys.readouterr().out)
+        expected = Trust.of(table.values, densest(table.values, 3), table.gains)
+        assert document["trust"]["rho"] == expected.rho
+        assert document["trust"]["budget"] == 3
+        assert [head["gain"] for head in document["trust"]["missed"]] == [head.gain for head in expected.missed]
+        assert expected.sentence() in document["sentences"]
+
+    def test_the_default_is_the_one_that_the_help_names(self) -> None:
+        field = next(field for field in fields(ProbeOptions) if field.name == "gain_tokens")
+        assert field.metadata[SHOWN] == f"{GAIN_TOKENS:,}"
+
+    def test_left_out_or_impossible(
+        self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["probe", *options, "--gain-tokens", "0"])
+        assert DensityTable.read(tmp_path / "w" / "probes" / "mine").gains is None
+        assert "trusted" not in capsys.readouterr().err
+        options[options.index("64")] = "6"
+        main(["probe", *options])
+        assert "trusted was not measured: blocks of 6 tokens have nothing outside" in capsys.readouterr().err
+        assert DensityTable.read(tmp_path / "w" / "probes" / "mine").gains is None
+        message = "--gain-tokens is not for --signal duo; it goes with density"
+        assert message in fails(capsys, "probe", *options, "--signal", "duo", "--gain-tokens", "64")
+
+    def test_propose_stays_quick_to_import(self) -> None:
+        code = "import sys, spkv_nas.stages.propose, spkv_nas.evaluation.ranking as ranking\n"
+        code += "ranking.spearman([1, 2, 3], [1, 3, 2])\n"
+        code += "sys.exit(bool({'torch', 'scipy.stats'} & set(sys.modules)))"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_page_names_what_is_left_out(tmp_path: Path) -> None:
+    table, layouts = make_table(LEFT), make_layouts("densest")
+    found = Trust.of(table.values, layouts["densest"].global_mask, gains())
+    text = write_report(tmp_path / "one", table=table, layouts=layouts, trust=found).read_text(encoding="utf-8")
+    assert found.sentence()[1:].replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0") in text
+    assert '<th scope="row">layer 3, KV head 0</th><td>30.0 ± 2.0</td><td>0.675</td><td>2</td>' in text
+    assert '<th scope="row">layer 0, KV head 0</th>' not in text  # it is global
+    plain = write_report(tmp_path / "two", table=table, layouts=layouts).read_text(encoding="utf-8")
+    assert "Left out" not in plain
+    assert Inputs.check(table, layouts).trust is None
