@@ -281,7 +281,7 @@ class TestMeasure:
                 measure_signal(signal, model, blocks)
         with pytest.raises(UserError, match="at least one step"):
             measure_signal("duo", model, blocks, window=6, steps=0)
-        with pytest.raises(UserError, match="--steps is not for --signal retrieval; it goes with duo"):
+        with pytest.raises(UserError, match="--steps is not for --signal retrieval; it goes with density, duo"):
             check_options("retrieval", steps=3)
         assert not attention_layers(model)
 
@@ -319,12 +319,12 @@ class TestCommand:
         [
             (["--signal", "entropy"], "unknown signal 'entropy'; expected one of density, opening, closing"),
             (["--signal", "duo", "--tau", "0.5"], "--tau is not for --signal duo; it goes with density"),
-            (["--window", "8"], "--window is not for --signal density"),
-            (["--signal", "attention-mass", "--steps", "3"], "it goes with duo"),
+            (["--granularity", "layer"], "--granularity is not for --signal density"),
+            (["--signal", "attention-mass", "--steps", "3"], "it goes with density, duo"),
             (["--signal", "attention-mass", "--window", "64"], "nothing outside a window of 64 keys"),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
             (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),
-            ([], "no gates"),
+            ([], "too short to hold out a part of it"),
         ],
     )
     def test_bad_input(
