@@ -120,6 +120,28 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     np.testing.assert_array_equal(found.mask, strategies.densest(density, budget))
 
 
+@pytest.mark.parametrize(
+    "constraints",
+    [Constraints(), Constraints(granularity="layer"), Constraints(uniform=True), Constraints(max_per_layer=1)],
+    ids=["none", "layers", "uniform", "per layer"],
+)
+def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
+    """One after the other every layout, from the best, until none is left."""
+    gain = np.random.default_rng(0).permutation(9).reshape(3, 3) + 1.0
+    masks = all_masks((3, 3))
+    allowed = masks[meets(masks, constraints, np.ones((3, 3)), 4) & (masks.sum((1, 2)) >= 3)]
+    expected = sorted((allowed * gain).sum((1, 2)), reverse=True)
+    found: list[Mask] = []
+    for value in expected[:40]:
+        best = Problem((3, 3), constraints.named, 4, excluded=found, at_least=3).optimum(gain[None])
+        assert best is not None
+        assert gain[best.mask].sum() == value
+        assert not any((best.mask == mask).all() for mask in found)
+        found.append(best.mask)
+    everything = Problem((3, 3), constraints.named, 4, excluded=list(allowed), at_least=3)
+    assert everything.optimum(gain[None]) is None
+
+
 @pytest.fixture
 def misjudged() -> tuple[Problem, np.ndarray]:
     """Of its layouts HiGHS called one of .4969 the best, with presolve, where brute force finds .5261."""

@@ -24,7 +24,7 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import front, result_table, write_results
-from spkv_nas.search.sampler import DENSITY, GENERATION, RANDOM, TPE, Sampler, first_of_generation
+from spkv_nas.search.sampler import DENSITY, GENERATION, RANDOM, SURROGATE, TPE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
 
@@ -121,7 +121,7 @@ class TestSampler:
         assert drawn.sum((1, 2)).tolist() == [6] * 600
         assert abs(drawn.mean(0) - 1 / 3).max() < 0.1  # five standard errors
 
-    @pytest.mark.parametrize("kind", [DENSITY, TPE])
+    @pytest.mark.parametrize("kind", [SURROGATE, DENSITY, TPE])
     def test_later_generations_learn(self, table: DensityTable, kind: str) -> None:
         space = Space(table, (6, 6), 8)
         means = {}
@@ -227,7 +227,7 @@ class TestJudge:
         assert best.full is not None
         assert best.full.percent == 2 * best.zero_shot.percent
         assert [name.partition("-")[0] for name in judge.done] == ["short"] * 5 + ["full"] * 3
-        assert sum(trial.short is not None for trial in trials if trial.sampler == DENSITY) >= 3
+        assert sum(trial.short is not None for trial in trials if trial.sampler == SURROGATE) >= 3
         again, idle = self.search(table, tmp_path / "study", effort)
         idle.done = judge.done[:]
         assert again.run() == trials

@@ -21,7 +21,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.search.sampler import DENSITY, RANDOM
+from spkv_nas.search.sampler import RANDOM, SURROGATE
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_judge import RecipeJudge
@@ -78,23 +78,23 @@ class TestCommand:
         assert "short retraining: full-attention" in shown.err
         reports = workspace / "reports" / "tiny"
         rows = pd.read_csv(reports / "search.csv")
-        assert rows.groupby("sampler").size().to_dict() == {"baseline": 5, "density": 12, "random": 12}
+        assert rows.groupby("sampler").size().to_dict() == {"baseline": 5, "surrogate": 12, "random": 12}
         assert (rows["num_global"] == np.where(rows["name"] == "other", 6, 4)).all()
         starts = rows[rows["sampler"] == BASELINE].set_index("name")
         assert {"densest", "interleaved-first", "interleaved-last", "mine", "other"} == set(starts.index)
         assert starts[["short_delta_percent", "full_delta_percent"]].notna().all().all()
-        assert rows[rows["sampler"] == DENSITY]["hash"].iloc[:4].tolist() == starts["hash"].iloc[:4].tolist()
+        assert rows[rows["sampler"] == SURROGATE]["hash"].iloc[:4].tolist() == starts["hash"].iloc[:4].tolist()
         measured = rows.drop_duplicates("hash").set_index("hash")
         again = rows.set_index("hash")[["zero_shot_delta_percent", "full_delta_percent"]]
         assert (again == measured.loc[again.index, again.columns]).sum().sum() >= len(rows)  # a layout has one result
-        for sampler in (DENSITY, RANDOM):
+        for sampler in (SURROGATE, RANDOM):
             own = rows[(rows["sampler"] == sampler) & ~rows["hash"].isin(starts["hash"])].drop_duplicates("hash")
             shorts = own.sort_values("zero_shot_delta_percent")["short_delta_percent"].notna().tolist()
             assert sum(shorts) <= 4
         summary = yaml.safe_load((reports / "search.yaml").read_text())
         assert summary["tokens"]["chosen_on"] == 640
         assert summary["tokens"]["judged_on"] > 0
-        assert summary["samplers"]["density"]["retrained"]["layout"]
+        assert summary["samplers"]["surrogate"]["retrained"]["layout"]
         assert (reports / "search-progress.png").is_file()
         assert (reports / "search-retrained.svg").is_file()
         kept = list((workspace / "layouts" / "tiny" / "search").glob("*.yaml"))
@@ -150,6 +150,8 @@ class TestCommand:
         [
             (["--budget", "99"], "the model has 10"),
             (["--control", "sobol"], "--control 'sobol' is unknown"),
+            (["--sampler", "tpe,sobol"], "--sampler 'sobol' is unknown; there are surrogate, density, tpe, random"),
+            (["--budget", "3", "--signals", "rival.csv"], "--signals: 'rival' is for 2 layers x 2 KV heads"),
             (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
             (["--budget", "3", "--objective", "nll,time"], "needs --context"),
             (["--budget", "3", "--granularity", "layer", "--min-per-layer", "1"], "no layout meets"),
@@ -167,6 +169,8 @@ class TestCommand:
         ids=[
             "budget",
             "control",
+            "sampler",
+            "signals",
             "objective",
             "context",
             "infeasible",
@@ -190,6 +194,8 @@ class TestCommand:
     ) -> None:
         monkeypatch.chdir(tmp_path)
         write_project(tmp_path / "small")
+        rival = [f"{layer},{head},0.5" for layer, head in np.ndindex(2, 2)]
+        (tmp_path / "rival.csv").write_text("\n".join(["layer,kv_head,density", *rival]) + "\n")
         for name, (layers, window) in {"narrow": (2, 4), "wide": (5, 9), "full": (5, 4)}.items():
             Layout(("GG",) * layers, window, name).write(tmp_path / f"{name}.yaml")
         assert message in fails(capsys, *command(*project, *more))

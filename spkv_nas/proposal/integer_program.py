@@ -24,7 +24,7 @@ from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
 
 Float = NDArray[np.float64]
-Rows = tuple[Any, float, float]  # low <= A v <= high, A sparse
+Rows = tuple[Any, Any, Any]  # low <= A v <= high, A sparse
 
 TIME_LIMIT = 60.0  # seconds per solve; what is not proven by then says how far from the best it may be
 _SCALE = 1e6  # of coverage, because HiGHS stops at an absolute gap of 1e-6
@@ -49,13 +49,24 @@ class Problem:
         constraints: by name, those of ``Constraints`` that are set.
         budget: the most that the global heads may weigh.
         weights: [L, Hkv], above 0; None: 1 for every head.
+        excluded: bool [L, Hkv], layouts that are not wanted.
+        at_least: the least number of global heads.
 
     With ``uniform``, every number of heads in a mixed layer is a program of its own (``_Program``), tried in the order
     of what its relaxation promises.
     """
 
-    def __init__(self, grid: Grid, constraints: Mapping[str, Any], budget: float, weights: Float | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        constraints: Mapping[str, Any],
+        budget: float,
+        weights: Float | None = None,
+        excluded: Sequence[NDArray[np.bool_]] = (),
+        at_least: int = 0,
+    ) -> None:
         self._grid, self._constraints, self._budget = grid, dict(constraints), budget
+        self._excluded, self._at_least = [mask.ravel() for mask in excluded], at_least
         self._counts = weights is None
         self._weights = np.ones(grid) if weights is None else weights
 
@@ -125,7 +136,10 @@ class Problem:
         mixes = constraints.get("uniform") and constraints.get("granularity") != "layer" and heads > 1
         limit = self._budget if budget else np.inf
         numbers = range(1, heads) if mixes else [None]
-        return [_Program(self._grid, constraints, limit, self._weights, number) for number in numbers]
+        programs = [_Program(self._grid, constraints, limit, self._weights, number) for number in numbers]
+        for program in programs:
+            program.restrict(self._excluded, self._at_least)
+        return programs
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,16 @@ class _Program:
         if np.isfinite(budget):
             unit = float(weights.max())  # HiGHS meets a row to 1e-6
             self._rows.append((self._wide(weights.reshape(1, -1) / unit), -np.inf, budget / unit))
+        self._excludes = False
+
+    def restrict(self, excluded: Sequence[NDArray[np.bool_]], at_least: int) -> None:
+        """Leave out the layouts ``excluded`` [L * Hkv], and those of fewer than ``at_least`` global heads."""
+        if excluded:  # of a layout's global heads less the other heads, every other layout has fewer
+            masks = np.stack(excluded)
+            self._rows.append((self._wide(np.where(masks, 1.0, -1.0)), -np.inf, masks.sum(1) - 1.0))
+            self._excludes = True
+        if at_least:
+            self._rows.append((self._wide(np.ones((1, self._num_heads))), at_least, np.inf))
 
     def best(
         self,
@@ -272,7 +296,7 @@ class _Program:
 
     def _densest_first(self, gain: Float) -> list[Rows]:
         """A mixed layer takes its heads of highest gain, if all weigh the same: no need to search for which."""
-        if self._mixed is None or len(gain) > 1 or not self._equal_weights:
+        if self._mixed is None or len(gain) > 1 or not self._equal_weights or self._excludes:
             return []
         rank = np.argsort(np.argsort(-gain.reshape(self._grid), axis=1, kind="stable"), axis=1)
         of_layer = np.kron(np.eye(self._grid[0]), np.ones((self._grid[1], 1)))

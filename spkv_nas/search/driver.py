@@ -27,7 +27,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.search.judge import Judge
 from spkv_nas.search.queue import Queue, Task, open_storage, storage_errors
-from spkv_nas.search.sampler import Sampler, first_of_generation
+from spkv_nas.search.sampler import SURROGATE, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 
@@ -106,6 +106,8 @@ class Search:
             "objective": ["nll", *self._costs()],
             "checkpoint or text": self.judge.identity,
         }
+        if kind == SURROGATE:
+            settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
         queue = Queue(
             self._storage, f"{self._name}/{kind}-{seed}", settings, self._lock,
             directions=["minimize"] * (1 if self.cost is None else 2), distributions=self.space.distributions,

@@ -18,9 +18,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.search.space import Point, Space
+from spkv_nas.search.surrogate import Surrogate
 
 GENERATION = 10
-DENSITY, TPE, RANDOM = KINDS = ("density", "tpe", "random")
+SURROGATE, DENSITY, TPE, RANDOM = KINDS = ("surrogate", "density", "tpe", "random")
 
 
 def first_of_generation(index: int) -> int:
@@ -32,11 +33,12 @@ class Sampler:
     """Draws the points of one study.
 
     Args:
-        kind: ``density`` starts from given layouts, fills the first generation with layouts near the densest heads,
-            and goes on by TPE (tree-structured Parzen estimator, Bergstra et al. 2011, as Optuna has it), whose wishes
-            the densities complete; ``tpe`` does the same without densities or starts; ``random`` draws all sets of
+        kind: ``surrogate`` and ``density`` start from given layouts and fill the first generation with layouts near
+            the densest heads. ``surrogate`` goes on by a linear model of all scores (``search/surrogate.py``);
+            ``density`` by TPE (tree-structured Parzen estimator, Bergstra et al. 2011, as Optuna has it), whose wishes
+            the densities complete. ``tpe`` does the same without densities or starts; ``random`` draws all sets of
             heads with the same probability.
-        starts: layouts of the space that ``density`` tries first.
+        starts: layouts of the space that ``surrogate`` and ``density`` try first.
     """
 
     def __init__(
@@ -48,12 +50,16 @@ class Sampler:
         starts: Sequence[Layout] = (),
     ) -> None:
         self._space, self._kind, self._seed, self._directions = space, kind, seed, list(directions)
-        self._starts = list(starts) if kind == DENSITY else []
+        self._starts = list(starts) if kind in (SURROGATE, DENSITY) else []
+        self._surrogate = Surrogate(space, seed, self._starts)
+        self._generation: tuple[int, list[Layout]] = (-1, [])  # the surrogate's latest, and where it begins
         self._memory: optuna.Study | None = None  # of the trials before the generation
         self._remembered = -1  # number of them
 
     def point(self, index: int, known: Sequence[FrozenTrial]) -> Point:
         """The point of trial ``index``, given the trials before its generation."""
+        if self._kind == SURROGATE:
+            return self._space.point(self._learnt(first_of_generation(index), known)[index % GENERATION])
         if index < len(self._starts):
             return self._space.point(self._starts[index])
         generator = np.random.default_rng([self._seed, index])
@@ -63,6 +69,13 @@ class Sampler:
         estimates = known and self._kind != RANDOM
         wished = self._estimated(known, int(generator.integers(2**31))) if estimates else None
         return self._space.point(self._space.nearest(wished, budget, noise, by_density=self._kind == DENSITY))
+
+    def _learnt(self, first: int, known: Sequence[FrozenTrial]) -> list[Layout]:
+        """The layouts of the generation that begins with trial ``first``; whoever asks for one makes them all."""
+        if self._generation[0] != first:
+            scored = [(self._space.layout(trial.params), trial.values[0]) for trial in known]
+            self._generation = first, self._surrogate.propose(range(first, first + GENERATION), scored)
+        return self._generation[1]
 
     def _estimated(self, known: Sequence[FrozenTrial], seed: int) -> Layout:
         """What TPE would try next."""

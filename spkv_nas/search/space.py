@@ -1,12 +1,13 @@
 """The layouts that a search may try: a point has a letter for every KV head, G or L, as an Optuna trial knows it.
 
 Whatever heads a sampler wishes for are made a layout of the space by ``nearest``: an integer program under budget and
-constraints, in which heads that were wished for come first, and the density decides among the others.
+constraints, in which heads that were wished for come first, and the density decides among the others. ``optimum`` is
+the layout that is worth the most by what a sampler thinks of every head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -37,12 +38,14 @@ class Space:
             a budget of 5), they leave fewer.
         window: of the local heads.
         constraints: none by default.
+        signals: further tables [L, Hkv] that may tell what a head is worth.
     """
 
     table: DensityTable
     budgets: tuple[int, int]
     window: int
     constraints: Constraints = field(default_factory=Constraints)
+    signals: tuple[DensityTable, ...] = ()
 
     def check(self) -> None:
         """Raises ``UserError`` if no layout meets the constraints at the smallest or the largest budget."""
@@ -86,13 +89,28 @@ class Space:
             gain = gain + _DENSITY * self._rank
         return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))
 
+    def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:
+        """The layout of the space with ``budget`` heads that gains the most, of those not ``tried`` if any is left.
+
+        Args:
+            gain: [L, Hkv], what each head is worth if it is global, of either sign: how many are is not its choice.
+            budget: one of ``budgets``.
+            tried: ``heads`` of layouts.
+        """
+        gain = gain - gain.min() + 1e-3 * max(float(np.ptp(gain)), 1e-9)
+        best = self._best(gain, budget)
+        if best.heads not in tried:
+            return best
+        masks = [Layout(heads, self.window).global_mask for heads in tried]
+        problem = Problem(self.grid, self.constraints.named, budget, excluded=masks, at_least=self._least)
+        found = problem.optimum(gain[None])
+        return best if found is None else Layout.from_mask(found.mask, window=self.window)
+
     def contains(self, layout: Layout) -> bool:
         """Whether the layout is of this grid and window, meets the constraints and has one of the budgets."""
         if layout.global_mask.shape != self.grid or layout.window != self.window:
             return False
-        low, high = self.budgets
-        low = min(low, self._best(self._rank + 1.0, low).num_global)
-        if not low <= layout.num_global <= high:
+        if not self._least <= layout.num_global <= self.budgets[1]:
             return False
         gain = np.where(layout.global_mask, 1.0, 1e-6)  # the layout itself is the best if it is feasible
         return self._best(gain, layout.num_global).heads == layout.heads
@@ -107,7 +125,17 @@ class Space:
         return Layout.from_mask(mask, window=self.window)
 
     @cached_property
+    def _least(self) -> int:
+        """The smallest number of global heads of a layout of the space."""
+        return min(self.budgets[0], self._best(self._rank + 1.0, self.budgets[0]).num_global)
+
+    @cached_property
     def _rank(self) -> Float:
-        """[L, Hkv], places of the densities in ascending order, in [0, 1]."""
-        flat = self.table.density.ravel()
-        return np.argsort(np.argsort(flat, kind="stable"), kind="stable").reshape(self.grid) / max(1, flat.size - 1)
+        return ranks(self.table.density)
+
+
+def ranks(values: Float) -> Float:
+    """Places of the values in ascending order, in [0, 1]; the shape of ``values``."""
+    flat = values.ravel()
+    places = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(1, flat.size - 1)
+    return places.reshape(values.shape)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.evaluation.paired import PairedDifference
-from spkv_nas.search.sampler import DENSITY
+from spkv_nas.search.sampler import SURROGATE
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Effort:
 
     Attributes:
         trials: layouts scored without training, per sampler and seed.
-        samplers: kinds of sampler, the guided one first, then the controls.
+        samplers: kinds of sampler, those that are meant first, then the controls.
         seeds: one study each.
         short: best layouts of each sampler to retrain briefly.
         full: best of those to retrain in full.
     """
 
     trials: int = 100
-    samplers: tuple[str, ...] = (DENSITY,)
+    samplers: tuple[str, ...] = (SURROGATE,)
     seeds: tuple[int, ...] = (0,)
     short: int = 8
     full: int = 4

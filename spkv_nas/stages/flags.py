@@ -50,6 +50,7 @@ class Flag:
 
 
 _MEMORY, _SEARCH = "Constraints and memory", "How much to search"
+_SAMPLERS = ("surrogate", "density", "tpe", "random")
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
@@ -208,11 +209,21 @@ Objective = Annotated[
 Trials = Annotated[
     int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
 ]
-Control = Annotated[
+Sampler = Annotated[
     str,
     Flag(
-        "Samplers to compare with: random, tpe (without densities), both by comma, or none.", metavar="NAMES",
-        values=("random", "tpe", "random,tpe", "none"), panel=_SEARCH,
+        "What draws the layouts: surrogate (a model of all scores), density (TPE guided by densities), tpe, random; "
+        "several by comma.", metavar="NAMES", values=_SAMPLERS, panel=_SEARCH,
+    ),
+]  # fmt: skip
+Control = Annotated[
+    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*_SAMPLERS, "none"), panel=_SEARCH)
+]
+Signals = Annotated[
+    list[str] | None,
+    Flag(
+        "A further probe, such as of a rival signal, for surrogate to start from; repeat for several.",
+        metavar="NAME|FILE", is_probe=True, panel=_SEARCH,
     ),
 ]  # fmt: skip
 Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]

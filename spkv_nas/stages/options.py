@@ -185,7 +185,9 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
     objective: flags.Objective = "nll"
     trials: flags.Trials = 100
     seeds: flags.Seeds = default(1, note="Studies per sampler.")
+    sampler: flags.Sampler = "surrogate"
     control: flags.Control = "random"
+    signals: flags.Signals = None
     short: flags.Short = 8
     full: flags.Full = 4
     short_steps: flags.ShortSteps = default(None, "a fourth of the recipe's")

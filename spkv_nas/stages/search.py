@@ -11,6 +11,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.artifacts.shape import Shape
@@ -25,7 +26,7 @@ from spkv_nas.proposal.requirements import Requirements, asks_for_several
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
-from spkv_nas.search.sampler import DENSITY, KINDS
+from spkv_nas.search.sampler import KINDS
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost
 from spkv_nas.stages.common import find_recipe, find_table, quiet_transformers
@@ -79,7 +80,7 @@ def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
     if options.tau == MATCH_BUDGET and (missed := unmatched(table, budgets[0])) is not None:
         reporter.caution(missed)
     window = options.window or table.window or DEFAULT_WINDOW
-    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints)
+    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints, _signals(options, table))
     space.check()
     file = find_recipe(options.recipe, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
@@ -137,17 +138,30 @@ def _decode_time(
 
 def _effort(options: SearchOptions) -> Effort:
     """How much to search, and what with. Raises ``UserError`` for an unknown sampler."""
-    controls = list(dict.fromkeys(part.strip() for part in options.control.split(",") if part.strip() != "none"))
-    for kind in controls:
-        if kind not in KINDS or kind == DENSITY:
-            raise UserError(f"--control '{kind}' is unknown; there are random, tpe and none")
+    samplers = _kinds("--sampler", options.sampler)
+    controls = [] if options.control == "none" else _kinds("--control", options.control)
     return Effort(
         trials=options.trials,
-        samplers=(DENSITY, *controls),
+        samplers=tuple(dict.fromkeys([*samplers, *controls])),
         seeds=tuple(range(options.seed, options.seed + options.seeds)),
         short=options.short,
         full=min(options.full, options.short),
     )
+
+
+def _kinds(option: str, names: str) -> list[str]:
+    kinds = [name.strip() for name in names.split(",")]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise UserError(f"{option} '{unknown[0]}' is unknown; there are {', '.join(KINDS)}")
+    return kinds
+
+
+def _signals(options: SearchOptions, table: DensityTable) -> tuple[DensityTable, ...]:
+    """The further tables of ``--signals``. Raises ``UserError``: one is missing, or of another grid."""
+    signals = tuple(find_table(options.place, probe) for probe in options.signals or ())
+    for signal in signals:
+        check_grid(f"--signals: '{signal.name}'", signal.grid, f"the density table '{table.name}'", table.grid)
+    return signals
 
 
 def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:

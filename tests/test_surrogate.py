@@ -1,0 +1,230 @@
+"""The search that learns: a Bayesian linear model of the scores of layouts, and the layouts that it proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import optuna
+import pytest
+from helpers import make_table
+from numpy.typing import NDArray
+from optuna.study import StudyDirection
+from scipy.linalg import null_space
+from scipy.optimize import approx_fprime
+from scipy.stats import multivariate_normal
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.proposal.constraints import Constraints
+from spkv_nas.search.head_weights import Evidence, HeadWeights
+from spkv_nas.search.sampler import GENERATION, RANDOM, SURROGATE, Sampler, first_of_generation
+from spkv_nas.search.space import Space
+from spkv_nas.search.surrogate import Surrogate
+
+Float = NDArray[np.float64]
+
+
+def drawn(number: int, heads: int, seed: int = 0) -> NDArray[np.bool_]:
+    """[number, heads], random layouts."""
+    return np.random.default_rng(seed).random((number, heads)) < 0.4
+
+
+class TestEvidence:
+    """Against the normal distribution written out over whatever the nuisances leave."""
+
+    @pytest.fixture
+    def data(self) -> tuple[Float, Float, Float]:
+        generator = np.random.default_rng(0)
+        return generator.normal(size=(12, 7)), generator.normal(size=12), np.stack([np.ones(12), np.arange(12.0)], 1)
+
+    @staticmethod
+    def direct(data: tuple[Float, Float, Float], prior: Float) -> tuple[float, Float, Float]:
+        """(log evidence, posterior mean, posterior covariance), the noise variance being the best for ``prior``."""
+        features, values, nuisances = data
+        contrasts = null_space(nuisances.T).T
+        features, values = contrasts @ features, contrasts @ values
+        covariance = np.eye(len(values)) + (features * prior) @ features.T
+        noise = values @ np.linalg.solve(covariance, values) / len(values)
+        gain = (features * prior).T @ np.linalg.inv(covariance)
+        spread = noise * (np.diag(prior) - gain @ features * prior)
+        return multivariate_normal(cov=noise * covariance).logpdf(values), gain @ values, spread
+
+    def test_is_that_of_the_normal_distribution(self, data: tuple[Float, Float, Float]) -> None:
+        evidence = Evidence.of(*data)
+        assert evidence is not None
+        priors = [np.full(7, 0.3), np.linspace(0.1, 4, 7), np.full(7, 30.0)]
+        for one, other in pairwise(priors):
+            expected = self.direct(data, one)[0] - self.direct(data, other)[0]
+            assert evidence.log(one)[0] - evidence.log(other)[0] == pytest.approx(expected)
+
+    def test_quality_and_sparsity_are_its_slope(self, data: tuple[Float, Float, Float]) -> None:
+        evidence = Evidence.of(*data)
+        assert evidence is not None
+        prior = np.linspace(0.1, 4, 7)
+        _, quality, sparsity = evidence.log(prior)
+        slope = approx_fprime(prior, lambda p: evidence.log(p)[0], 1e-7)
+        assert (quality**2 - sparsity) / 2 == pytest.approx(slope, abs=1e-5)
+
+    def test_the_prior_found_is_the_best(self) -> None:
+        generator = np.random.default_rng(1)
+        features = generator.normal(size=(60, 12))
+        truth = 0.3 * generator.normal(size=12)
+        truth[4] = 9.0
+        evidence = Evidence.of(features, features @ truth + generator.normal(size=60), np.ones((60, 1)))
+        assert evidence is not None
+        prior = evidence.best_prior()
+        best = evidence.log(prior)[0]
+        assert prior.argmax() == 4
+        assert np.ptp(np.delete(prior, 4)) == 0
+        assert prior[4] > 50 * prior[0]
+        for factor in (0.5, 0.9, 1.1, 2.0):
+            other = prior.copy()
+            other[4] *= factor
+            assert evidence.log(other)[0] < best
+            assert evidence.log(np.where(np.arange(12) == 4, prior, factor * prior))[0] < best
+        assert best > max(evidence.log(np.full(12, scale))[0] for scale in np.geomspace(1e-4, 1e4, 50)) + np.log(12)
+
+    def test_the_weights_are_the_posterior(self) -> None:
+        """One scale for all, no signal, layouts of one budget: everything can be written out."""
+        layouts = np.array([np.isin(np.arange(8), some) for some in ([0, 1, 2], [2, 3, 4], [5, 6, 7], [0, 3, 6])])
+        scores = np.array([1.0, 1.2, 1.1, 0.9])
+        found = HeadWeights.of(layouts, scores, np.zeros((8, 0)))
+        evidence = Evidence.of(layouts.astype(float), -scores, np.ones((4, 1)))
+        assert found is not None
+        assert evidence is not None
+        prior = evidence.best_prior()
+        assert np.ptp(prior) == 0
+        _, mean, spread = self.direct((layouts.astype(float), -scores, np.ones((4, 1))), prior)
+        assert found.mean == pytest.approx(mean)
+        assert found.root @ found.root.T == pytest.approx(spread)
+
+
+class TestHeadWeights:
+    def test_few_heads_that_matter_are_found_in_fewer_scores_than_heads(self) -> None:
+        layouts, generator = drawn(40, 96), np.random.default_rng(1)
+        weights = 0.02 * generator.normal(size=96)
+        weights[[7, 60]] = 1.0, 0.5
+        found = HeadWeights.of(layouts, 3.0 - layouts @ weights, np.zeros((96, 0)))
+        assert found is not None
+        assert found.mean.argsort()[-2:].tolist() == [60, 7]
+        assert found.mean[[7, 60]] == pytest.approx([1.0, 0.5], abs=0.15)
+
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_a_signal_is_trusted_as_far_as_the_scores_allow(self, sign: int) -> None:
+        """Also one that says the contrary; one that says nothing does no harm."""
+        layouts, generator = drawn(25, 80), np.random.default_rng(1)
+        weights = generator.normal(size=80)
+        good, useless = sign * weights + 0.3 * generator.normal(size=80), generator.normal(size=(80, 1))
+        scores = -(layouts @ weights)
+        agreement = []
+        for signals in (np.column_stack([good, useless]), useless):
+            found = HeadWeights.of(layouts, scores, signals)
+            assert found is not None
+            agreement.append(np.corrcoef(found.mean, weights)[0, 1])
+        assert agreement[0] > 0.9
+        assert agreement[1] < 0.7
+
+    def test_budgets_are_no_merit_of_heads(self) -> None:
+        """A score that falls with the number of global heads alone, along a curve, makes no head better."""
+        layouts = drawn(60, 20)
+        number = layouts.sum(1)
+        weights = 0.1 * np.random.default_rng(2).normal(size=20)
+        found = HeadWeights.of(layouts, 30.0 - 2 * number + 0.05 * number**2 - layouts @ weights, np.zeros((20, 0)))
+        assert found is not None
+        assert np.corrcoef(found.mean, weights)[0, 1] > 0.99
+        assert found.mean - found.mean.mean() == pytest.approx(weights - weights.mean(), abs=0.02)
+
+    @pytest.mark.parametrize("number", [1, 2, 9])
+    def test_scores_that_tell_nothing(self, number: int) -> None:
+        assert HeadWeights.of(drawn(number, 6), np.full(number, 1.5), np.zeros((6, 0))) is None
+
+    def test_draws_have_the_distribution_they_say(self) -> None:
+        model = HeadWeights(np.array([1.0, -2.0]), np.array([[1.0, 0.0, 0.5], [0.3, 0.2, 0.0]]), 0.1, 0.0)
+        generator = np.random.default_rng(0)
+        draws = np.array([model.draw(generator, 0.5) for _ in range(20000)])
+        assert draws.mean(0) == pytest.approx(model.mean, abs=0.02)
+        assert np.cov(draws.T) == pytest.approx(model.root @ model.root.T / 4, abs=0.02)
+
+
+def study(
+    space: Space, kind: str, seed: int, trials: int, score: Callable[[Layout], float]
+) -> list[tuple[Layout, float]]:
+    """What a sampler proposes, generation by generation, and what that scored."""
+    sampler = Sampler(space, kind, seed, [StudyDirection.MINIMIZE])
+    known: list[optuna.trial.FrozenTrial] = []
+    scored = []
+    for index in range(trials):
+        point = sampler.point(index, known[: first_of_generation(index)])
+        layout = space.layout(point)
+        scored.append((layout, score(layout)))
+        known.append(optuna.trial.create_trial(params=point, distributions=space.distributions, values=[scored[-1][1]]))
+    return scored
+
+
+class TestSearch:
+    def test_finds_a_planted_optimum_where_random_does_not(self) -> None:
+        """A few of 48 heads matter, the others a little; pairs of neighbours count too. The table knows nothing."""
+        generator = np.random.default_rng(0)
+        weights, pairs = 0.03 * generator.normal(size=48), 0.02 * generator.normal(size=47)
+        weights[generator.choice(48, 5, replace=False)] += (1.0, 0.7, 0.5, 0.4, 0.3)
+        space = Space(make_table(generator.random((16, 3))), (12, 12), 8)
+
+        def score(layout: Layout) -> float:
+            mask = layout.global_mask.ravel()
+            return 3.0 - float(mask @ weights + (mask[1:] * mask[:-1]) @ pairs)
+
+        good = 3.0 - np.sort(weights)[-12:].sum() + 0.1
+        for seed in range(3):
+            assert min(value for _, value in study(space, SURROGATE, seed, 60, score)) < good
+            assert min(value for _, value in study(space, RANDOM, seed, 60, score)) > good + 0.5
+
+    @pytest.mark.parametrize(
+        ("constraints", "layouts"),
+        [(Constraints(), 84), (Constraints(granularity="layer"), 3), (Constraints(max_per_layer=1), 27)],
+        ids=["none", "layers", "per layer"],
+    )
+    def test_proposes_everything_before_anything_twice(self, constraints: Constraints, layouts: int) -> None:
+        space = Space(make_table(np.random.default_rng(0).random((3, 3))), (3, 3), 8, constraints)
+        weights = np.arange(9.0).reshape(3, 3)
+        scored = study(space, SURROGATE, 0, layouts + 3, lambda layout: -float(weights[layout.global_mask].sum()))
+        heads = [layout.heads for layout, _ in scored]
+        assert len(set(heads[:layouts])) == layouts
+        assert set(heads[layouts:]) <= set(heads[:layouts])
+        assert all(space.contains(layout) for layout, _ in scored)
+
+    def test_starts_come_first_and_no_second_time(self) -> None:
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
+        start = space.optimum(space.table.density, 6)
+        proposed = Surrogate(space, 0, [start]).propose(range(GENERATION), [])
+        assert proposed[0] == start
+        assert start not in proposed[1:]
+        shared = [(layout.global_mask & start.global_mask).sum() for layout in proposed[1:]]
+        assert np.mean(shared) > 3  # near the densest; at random 2 of 6
+
+    def test_the_first_generation_asks_every_signal(self) -> None:
+        density = np.random.default_rng(3).random((6, 3))
+        rival = make_table(1 - density)
+        space = Space(make_table(density), (6, 6), 8, signals=(rival,))
+        proposed = Surrogate(space, 0).propose(range(GENERATION), [])
+        means = [density[layout.global_mask].mean() for layout in proposed]
+        assert min(means[::2]) > max(means[1::2])
+
+    def test_a_score_that_is_infinite_is_left_out(self) -> None:
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (6, 6), 8)
+        surrogate = Surrogate(space, 0)
+        scored = [
+            (layout, -float(space.table.density[layout.global_mask].sum()))
+            for layout in surrogate.propose(range(20), [])
+        ]
+        worst = (space.optimum(-space.table.density, 6), np.inf)
+        numbers = range(20, 30)
+        assert surrogate.propose(numbers, [*scored, worst]) == surrogate.propose(numbers, scored)
+        assert len(surrogate.propose(numbers, [worst])) == GENERATION
+
+    def test_budgets_of_a_range_are_spread(self) -> None:
+        space = Space(make_table(np.random.default_rng(3).random((6, 3))), (3, 12), 8)
+        scored = study(space, SURROGATE, 0, 40, lambda layout: -float(layout.num_global))
+        numbers = {layout.num_global for layout, _ in scored}
+        assert numbers <= set(range(3, 13))
+        assert len(numbers) >= 8
