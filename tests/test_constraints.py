@@ -126,13 +126,13 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     ids=["none", "layers", "uniform", "per layer"],
 )
 def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
-    """One after the other every layout, from the best, until none is left."""
+    """One after the other, from the best; in the end there is none."""
     gain = np.random.default_rng(0).permutation(9).reshape(3, 3) + 1.0
     masks = all_masks((3, 3))
     allowed = masks[meets(masks, constraints, np.ones((3, 3)), 4) & (masks.sum((1, 2)) >= 3)]
     expected = sorted((allowed * gain).sum((1, 2)), reverse=True)
     found: list[Mask] = []
-    for value in expected[:40]:
+    for value in expected[:15]:
         best = Problem((3, 3), constraints.named, 4, excluded=found, at_least=3).optimum(gain[None])
         assert best is not None
         assert gain[best.mask].sum() == value

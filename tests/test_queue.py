@@ -18,10 +18,11 @@ from helpers import make_table
 from optuna.distributions import CategoricalDistribution
 from optuna.exceptions import StorageInternalError
 
+from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.errors import UserError
 from spkv_nas.search import queue as queue_module
 from spkv_nas.search.queue import GRACE, Queue, Task, open_storage, storage_errors
-from spkv_nas.search.sampler import KINDS, Sampler, first_of_generation
+from spkv_nas.search.sampler import Sampler, first_of_generation
 from spkv_nas.search.space import Space
 
 
@@ -160,7 +161,7 @@ class TestQueue:
         with pytest.raises(UserError, match="cannot open the storage nonsense"):
             open_storage("nonsense", tmp_path / "lock")
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", SAMPLERS)
     def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str) -> None:
         """One worker; or three that take turns, one of which always fails, with results told out of order."""
         density = np.random.default_rng(3).random((6, 3))

@@ -18,10 +18,10 @@ import yaml
 from helpers import RECIPE, fails, write_project
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.search.sampler import RANDOM, SURROGATE
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_judge import RecipeJudge

@@ -16,9 +16,10 @@ from scipy.optimize import approx_fprime
 from scipy.stats import multivariate_normal
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.head_weights import Evidence, HeadWeights
-from spkv_nas.search.sampler import GENERATION, RANDOM, SURROGATE, Sampler, first_of_generation
+from spkv_nas.search.sampler import GENERATION, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
 
@@ -180,12 +181,14 @@ class TestSearch:
             assert min(value for _, value in study(space, RANDOM, seed, 60, score)) > good + 0.5
 
     @pytest.mark.parametrize(
-        ("constraints", "layouts"),
-        [(Constraints(), 84), (Constraints(granularity="layer"), 3), (Constraints(max_per_layer=1), 27)],
+        ("constraints", "budget", "layouts"),
+        [(Constraints(), 2, 36), (Constraints(granularity="layer"), 3, 3), (Constraints(max_per_layer=1), 3, 27)],
         ids=["none", "layers", "per layer"],
     )
-    def test_proposes_everything_before_anything_twice(self, constraints: Constraints, layouts: int) -> None:
-        space = Space(make_table(np.random.default_rng(0).random((3, 3))), (3, 3), 8, constraints)
+    def test_proposes_everything_before_anything_twice(
+        self, constraints: Constraints, budget: int, layouts: int
+    ) -> None:
+        space = Space(make_table(np.random.default_rng(0).random((3, 3))), (budget, budget), 8, constraints)
         weights = np.arange(9.0).reshape(3, 3)
         scored = study(space, SURROGATE, 0, layouts + 3, lambda layout: -float(weights[layout.global_mask].sum()))
         heads = [layout.heads for layout, _ in scored]

@@ -6,6 +6,7 @@ import math
 
 import pandas as pd
 
+from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.evaluation.guidance import best_so_far
 from spkv_nas.report.axes import round_axis
@@ -45,6 +46,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
             for name, value in zip(baselines["name"], baselines["zero_shot_delta_percent"], strict=True)
         ]
     ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
+    drawn = "; ".join(f"{sampler}: {SAMPLERS.get(sampler, 'another sampler')}" for sampler in means)
     return Chart(
         "search-progress",
         "What guidance was worth",
@@ -52,8 +54,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
         round_axis(what, low, high),
         (*marks, *means.values()),
-        note="Thick: mean over seeds; thin: each. Density: started from the strategies and completed by density; tpe: "
-        "the same sampler without it; random: heads at random." + (" Dotted: baselines." if cost is None else ""),
+        note=f"Thick: mean over seeds; thin: each; {drawn}." + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
         height=300.0,
     )

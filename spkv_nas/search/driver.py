@@ -22,12 +22,13 @@ from optuna.trial import FrozenTrial
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.search.judge import Judge
 from spkv_nas.search.queue import Queue, Task, open_storage, storage_errors
-from spkv_nas.search.sampler import SURROGATE, Sampler, first_of_generation
+from spkv_nas.search.sampler import Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 

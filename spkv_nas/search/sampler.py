@@ -17,11 +17,11 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.samplers import DENSITY, RANDOM, SURROGATE
 from spkv_nas.search.space import Point, Space
 from spkv_nas.search.surrogate import Surrogate
 
 GENERATION = 10
-SURROGATE, DENSITY, TPE, RANDOM = KINDS = ("surrogate", "density", "tpe", "random")
 
 
 def first_of_generation(index: int) -> int:

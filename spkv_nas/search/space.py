@@ -26,6 +26,7 @@ Float = NDArray[np.float64]
 Point = dict[str, str]
 
 _WISHED, _DENSITY, _NOISE = 0.6, 0.2, 0.2  # what decides which heads to take
+_GAP = 1e-6  # share of the best gain that the best layout not tried may lack: gains are estimates, and do not tie
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +104,7 @@ class Space:
             return best
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         problem = Problem(self.grid, self.constraints.named, budget, excluded=masks, at_least=self._least)
-        found = problem.optimum(gain[None])
+        found = problem.optimum(gain[None], gap=_GAP)
         return best if found is None else Layout.from_mask(found.mask, window=self.window)
 
     def contains(self, layout: Layout) -> bool:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.evaluation.paired import PairedDifference
-from spkv_nas.search.sampler import SURROGATE
 
 
 @dataclass(frozen=True)

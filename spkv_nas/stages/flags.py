@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.limits import (
     MOST_BATCH,
@@ -50,7 +51,6 @@ class Flag:
 
 
 _MEMORY, _SEARCH = "Constraints and memory", "How much to search"
-_SAMPLERS = ("surrogate", "density", "tpe", "random")
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
@@ -213,11 +213,11 @@ Sampler = Annotated[
     str,
     Flag(
         "What draws the layouts: surrogate (a model of all scores), density (TPE guided by densities), tpe, random; "
-        "several by comma.", metavar="NAMES", values=_SAMPLERS, panel=_SEARCH,
+        "several by comma.", metavar="NAMES", values=tuple(SAMPLERS), panel=_SEARCH,
     ),
 ]  # fmt: skip
 Control = Annotated[
-    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*_SAMPLERS, "none"), panel=_SEARCH)
+    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS, "none"), panel=_SEARCH)
 ]
 Signals = Annotated[
     list[str] | None,

@@ -14,6 +14,7 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
+from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
@@ -26,7 +27,6 @@ from spkv_nas.proposal.requirements import Requirements, asks_for_several
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
-from spkv_nas.search.sampler import KINDS
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost
 from spkv_nas.stages.common import find_recipe, find_table, quiet_transformers
@@ -151,8 +151,8 @@ def _effort(options: SearchOptions) -> Effort:
 
 def _kinds(option: str, names: str) -> list[str]:
     kinds = [name.strip() for name in names.split(",")]
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise UserError(f"{option} '{unknown[0]}' is unknown; there are {', '.join(KINDS)}")
+    if unknown := [kind for kind in kinds if kind not in SAMPLERS]:
+        raise UserError(f"{option} '{unknown[0]}' is unknown; there are {', '.join(SAMPLERS)}")
     return kinds
 
 
