@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,6 +18,16 @@ class Section(BaseModel):
 
 
 Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def merged(base: Any, over: Mapping[str, Any]) -> Any:
+    """``base`` with the keys of ``over``, section by section."""
+    if not isinstance(base, Mapping):
+        return dict(over)
+    found = dict(base)
+    for key, value in over.items():
+        found[key] = merged(found.get(key), value) if isinstance(value, Mapping) else value
+    return found
 
 
 def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:

@@ -23,7 +23,7 @@ from spkv_nas.base.names import MOST_CHARACTERS
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.schema import validate
+from spkv_nas.base.schema import merged, validate
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
@@ -103,7 +103,7 @@ class AblationPlan:
             common = file.recipe
         recipes = {
             name: Recipe.parse(
-                _merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
+                merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"
             ).with_precision(dtype)
             for name, row in file.rows.items()
         }
@@ -183,13 +183,3 @@ def _write(folder: Path, rows: pd.DataFrame, recipes: Mapping[str, Recipe]) -> N
     with replacing(folder) as new:
         write_csv(new / "ablations.csv", rows)
         write_record(new / "ablations.yaml", content)
-
-
-def _merged(base: Any, over: Mapping[str, Any]) -> Any:
-    """``base`` with the keys of ``over``, section by section."""
-    if not isinstance(base, Mapping):
-        return dict(over)
-    merged = dict(base)
-    for key, value in over.items():
-        merged[key] = _merged(merged.get(key), value) if isinstance(value, Mapping) else value
-    return merged

@@ -1,0 +1,123 @@
+"""Choosers: what turns signals, rules or a search into the layouts that the study judges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from references import Subject
+from signals import COST, DENSITIES, ONCE, REGRESSION, SECONDS, SHIPPED, signal_folder
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.proposal import strategies
+from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
+
+DENSEST = "densest"
+RULES = {"A": strategies.interleaved_first, "B": strategies.interleaved_last}
+HAS_SURROGATE = find_spec("spkv_nas.artifacts.samplers") is not None  # with it came signals that a search starts from
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """What chooses a layout for a budget.
+
+    Attributes:
+        name: in tables and of files.
+        signal: whose table it reads; None: a rule, or a search.
+        tau: threshold of densities, as ``propose --tau`` takes it.
+        strategy: of ``propose``.
+    """
+
+    name: str
+    signal: str | None = None
+    tau: str | None = None
+    strategy: str = DENSEST
+
+    def table(self, subject: Subject, heads: int) -> DensityTable | None:
+        """The signal at its threshold; None if it has not been measured."""
+        if self.signal is None:
+            return None
+        folder = signal_folder(subject, self.signal, heads)
+        if not (folder / "density.csv").is_file():
+            return None
+        return resolve_tau(DensityTable.read(folder), self.tau, heads)
+
+    def file(self, subject: Subject, heads: int) -> Path:
+        """Of the chosen layout."""
+        return subject.folder / "layouts" / str(heads) / f"{self.name}.yaml"
+
+
+def choosers(subject: Subject) -> list[Chooser]:
+    """All of a reference."""
+    plan = subject.plan
+    has_shipped = plan.references[subject.name].shipped is not None
+    densities = [name for name in DENSITIES if name != SHIPPED or has_shipped]
+    found = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
+    found += [Chooser(name, name) for name in (*ONCE, REGRESSION)]
+    control = next(chooser for chooser in found if chooser.name == plan.compared[0])
+    searched = [Chooser(plan.search.sampler)] if HAS_SURROGATE else []
+    rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
+    return [*found, *searched, *rules, Chooser(SPARSEST, control.signal, control.tau, SPARSEST)]
+
+
+def chosen(subject: Subject, heads: int) -> Iterator[tuple[Chooser, Layout]]:
+    """The layouts for a budget whose signals have been measured; each is written to its file."""
+    for chooser in choosers(subject):
+        file = chooser.file(subject, heads)
+        if not file.is_file():
+            layout = _choose(subject, chooser, heads)
+            if layout is None:
+                continue
+            layout.write(file)
+        yield chooser, Layout.read(file)
+
+
+def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
+    window, grid = subject.plan.window, subject.grid
+    if chooser.signal is not None:
+        table = chooser.table(subject, heads)
+        return None if table is None else _by_signal(table, heads, window, chooser.strategy)
+    if chooser.name in RULES:
+        mask = RULES[chooser.name](*grid, heads)
+    elif chooser.name.startswith("random-"):
+        mask = strategies.random_heads(*grid, heads, int(chooser.name.removeprefix("random-")))
+    else:
+        return None  # a search writes its own
+    return Layout.from_mask(mask, window=window, strategy=chooser.name)
+
+
+def _by_signal(table: DensityTable, heads: int, window: int, strategy: str = DENSEST) -> Layout:
+    return propose(table, heads, window=window, num_random=0)[strategy]
+
+
+def search(subject: Subject, heads: int) -> None:
+    """The best zero-shot score of a search on the first part of the text; writes its layout."""
+    from spkv_nas.search.driver import Search
+    from spkv_nas.search.space import Space
+    from spkv_nas.search.trials import Effort
+    from spkv_nas.training.recipe_judge import RecipeJudge
+
+    start, asked = time.perf_counter(), subject.plan.search
+    names = (asked.guide, *asked.signals)
+    guide, *others = (DensityTable.read(signal_folder(subject, name, None)) for name in names)
+    space = Space(guide, (heads, heads), subject.plan.window, signals=tuple(others))
+    starts = {table.name: _by_signal(table, heads, space.window) for table in (guide, *others)}
+    distinct = {layout.content_hash: (name, layout) for name, layout in reversed(starts.items())}
+    folder = subject.folder / "search" / str(heads)
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Search(
+        RecipeJudge(subject.trunk, max_tokens=asked.tokens), space, dict(reversed(distinct.values())), {},
+        Effort(trials=asked.trials, samplers=(asked.sampler,), short=0, full=0), folder,
+        name=f"{subject.name}-{heads}", reporter=subject.reporter,
+    )  # fmt: skip
+    tried = [trial for trial in work.run() if trial.sampler == asked.sampler]
+    best = min(tried, key=lambda trial: trial.zero_shot.percent)
+    cost = asked.trials * asked.tokens + sum(int(table.metadata[COST]) for table in (guide, *others))
+    origin: dict[str, Any] = {COST: cost, SECONDS: round(time.perf_counter() - start, 1), "trial": best.number}
+    file = Chooser(asked.sampler).file(subject, heads)
+    Layout(best.layout.heads, best.layout.window, asked.sampler, origin).write(file)

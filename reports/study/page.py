@@ -1,0 +1,163 @@
+"""The study's tables on disk: CSV files, and README.md below a marker. What is written above the marker stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+from references import Subject
+from signals import COST, SECONDS
+from tables import (
+    RETRAINED,
+    ZERO_SHOT,
+    correlation_table,
+    cost_table,
+    curve_table,
+    delta_table,
+    difference_table,
+    judged,
+    missing,
+    rank_table,
+    with_mean_of_random,
+)
+
+from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.replace import replacing
+from spkv_nas.base.tables import write_csv
+
+MARKER = "<!-- `run.py tables` writes what is below -->"
+_TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
+
+
+def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
+    """Write every table as CSV to ``folder``, and all of them to its README.md."""
+    there = [subject for subject in subjects if subject.note.is_file()]
+    results = [one for subject in there for one in judged(subject)]
+    deltas = delta_table(results)
+    tables = {
+        "delta-nll": deltas,
+        "ranks": rank_table(deltas),
+        "differences": difference_table(results),
+        "correlations": correlation_table(results),
+        "costs": cost_table(there),
+        "curves": curve_table(there),
+    }
+    page = "\n\n".join([*_text(there, tables), _unfinished(missing(subjects, results))])
+    file = folder / "README.md"
+    above = read_text(file, "page").partition(MARKER)[0] if file.is_file() else "# The study\n\n"
+    with replacing(folder) as new:
+        for name, rows in tables.items():
+            write_csv(new / f"{name}.csv", rows)
+        write_atomic(new / "README.md", f"{above}{MARKER}\n\n{page}\n")
+
+
+def _text(subjects: Sequence[Subject], tables: dict[str, pd.DataFrame]) -> list[str]:
+    """The page's sections."""
+    rows = []
+    for one in subjects:
+        note = one.check()
+        grid, numbers = "{} x {}".format(*note["grid"]), (f"{note[key]:,}" for key in _NOTED)
+        rows.append([one.name, grid, *numbers])
+    text = ["## References", markdown(["reference", "layers x KV heads", *_NOTED.values()], rows)]
+    shown = with_mean_of_random(tables["delta-nll"])
+    for fidelity, title in _TITLES.items():
+        own = shown[shown["fidelity"] == fidelity]
+        for budget, part in own.groupby("budget", sort=False):
+            text += [f"## ΔNLL %, {title}, {budget} of the heads", _grid(part, "chooser", ["reference"], _change)]
+    text += ["## Mean rank", _ranks(tables["ranks"])]
+    differences = tables["differences"]
+    for (fidelity, name), part in differences.groupby(["fidelity", "chooser"], sort=False):
+        head = f"## {name} minus its rivals, {_TITLES[str(fidelity)]}, % of NLL"
+        text += [head, _VERDICT, _grid(part, "rival", ["reference", "budget"], _difference)]
+    for fidelity, part in tables["correlations"].groupby("fidelity", sort=False):
+        head = f"## Spearman of coverage with ΔNLL, {_TITLES[str(fidelity)]}"
+        text += [head, _CORRELATION, _grid(part, "coverage_by", ["reference", "budget"], _rho)]
+    text += ["## Cost of the signals", _COST, _grid(tables["costs"], "signal", ["reference"], _cost)]
+    if len(tables["curves"]):
+        text += ["## The frozen lane: steps, tokens, lengths, windows", _CURVES, _curves(tables["curves"])]
+    return text
+
+
+_NOTED = {"chosen_on": "tokens chosen on", "judged_on": "tokens judged on", "judged_documents": "documents judged on"}
+_VERDICT = "Below 0 it is better. yes: by more than two standard errors, paired by document; worse: likewise."
+_CORRELATION = (
+    "Over the distinct layouts of a reference and budget; the interval (95 %) is over resamples of layouts. A coverage "
+    "that orders them well is near -1."
+)
+_COST = (
+    "Millions of tokens that pass forward (seconds, of a machine that others used at once). A training step counts "
+    "three times its tokens, on a frozen model twice; scores of layouts count the layers that were run; "
+    "those of a search count in full, with the signals that it starts from. Probing counts once."
+)
+_CURVES = (
+    "ΔNLL % against full attention at the same length, of the layout that the lane chose there (own), of the one it "
+    "chose at the plan's setting with the same seed (base), and of B, one layer in four."
+)
+
+
+def _grid(rows: pd.DataFrame, index: str, across: list[str], cell: Callable[[pd.Series], str]) -> str:
+    """A table with a line per value of ``index`` and a column per value of ``across``; best lines first, if ordered."""
+    heads = list(dict.fromkeys(tuple(row) for row in rows[across].to_numpy()))
+    by = {(row[index], *(row[key] for key in across)): cell(row) for _, row in rows.iterrows()}
+    lines = [[name, *(by.get((name, *head), "") for head in heads)] for name in dict.fromkeys(_ordered(rows, index))]
+    return markdown([index.replace("_", " "), *(", ".join(head) for head in heads)], lines)
+
+
+def _ordered(rows: pd.DataFrame, index: str) -> list[str]:
+    """The values of ``index``: by their mean change of NLL, where rows have one, or as they come."""
+    names: list[str] = rows[index].tolist()
+    if "delta_nll_percent" in rows:
+        names = rows.groupby(index)["delta_nll_percent"].mean().sort_values().index.tolist()
+    return names
+
+
+def _change(row: pd.Series) -> str:
+    return f"{row['delta_nll_percent']:+.3f} ± {row['standard_error']:.3f}"
+
+
+def _difference(row: pd.Series) -> str:
+    verdict = "worse" if row["worse_by_two_errors"] == "yes" else row["better_by_two_errors"]
+    return f"{row['difference_percent']:+.3f} ± {row['standard_error']:.3f} {verdict}"
+
+
+def _rho(row: pd.Series) -> str:
+    return f"{row['rho']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})"
+
+
+def _cost(row: pd.Series) -> str:
+    return f"{row[COST] / 1e6:.2f} ({row[SECONDS]:.0f} s)"
+
+
+def _ranks(rows: pd.DataFrame) -> str:
+    lines = [
+        [row["fidelity"], row["chooser"], f"{row['mean_rank']:.1f}", f"{row['relative_rank']:.2f}", row["groups"]]
+        for _, row in rows.iterrows()
+    ]
+    note = "Over references and budgets; relative: 0 is the best of all, 1 the worst."
+    return f"{note}\n\n{markdown(['fidelity', 'chooser', 'mean rank', 'relative', 'of'], lines)}"
+
+
+def _curves(rows: pd.DataFrame) -> str:
+    names = ["steps", "step_tokens", "block_size", "window", "seed", "heads", "shared_with_base"]
+    lines = [
+        [*(row[name] for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
+        for _, row in rows.iterrows()
+    ]
+    return markdown([*(name.replace("_", " ") for name in names), "own", "base", "B"], lines)
+
+
+def _of(row: pd.Series, which: str) -> str:
+    return f"{row[f'{which}_delta_nll_percent']:+.3f} ± {row[f'{which}_standard_error']:.3f}"
+
+
+def _unfinished(lines: Sequence[str]) -> str:
+    return "## Not finished\n\n" + ("\n".join(f"- {line}" for line in lines) or "Nothing: all of the plan is done.")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table; "nothing yet" without rows."""
+    if not rows:
+        return "Nothing yet."
+    lines = [list(map(str, line)) for line in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,129 @@
+"""A reference of the study: its dense model, its text in two parts, and where its results lie."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from plan import Plan
+from transformers import PreTrainedModel
+
+from spkv_nas.base.device import choose_device
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_json, write_json
+from spkv_nas.base.progress import Reporter
+from spkv_nas.base.version import environment
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.checkpoint import load_on, read_shape
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.training.branches import Trunk
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.recipe import BranchConfig, GatesConfig, Recipe
+
+_DECIDES = {  # beside the recipe: with another of these, results would not be one table
+    "window", "chosen_on", "scored_on", "branch", "priced", "unpriced", "frozen", "duo_steps", "regression_layouts",
+    "random", "search",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A reference by its name in the plan; ``runs`` has all results of the study, ``base`` is the plan's folder."""
+
+    name: str
+    plan: Plan
+    base: Path
+    runs: Path
+    reporter: Reporter
+
+    @property
+    def folder(self) -> Path:
+        """Of the results."""
+        return self.runs / self.name
+
+    @property
+    def note(self) -> Path:
+        """The file that says what was prepared."""
+        return self.folder / "reference.json"
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """Of the dense model."""
+        return self.plan.recipe(self.name, self.base)[0]
+
+    @property
+    def identity(self) -> str:
+        """Changes with whatever in the plan decides this reference's results."""
+        parts = [self.recipe.model_dump(mode="json"), self.plan.model_dump(mode="json", include=_DECIDES)]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def check(self) -> dict[str, Any]:
+        """The note. Raises ``UserError``: the reference is not prepared, or was by another plan."""
+        if not self.note.is_file():
+            raise UserError(f"reference '{self.name}' is not prepared in {self.runs}: run prepare first")
+        note = read_json(self.note, "note of a reference")
+        if note["identity"] != self.identity:
+            raise UserError(
+                f"{self.folder} has results of another plan: give another --runs, or remove that folder to start over"
+            )
+        return note
+
+    def prepare(self) -> None:
+        """Tokenise the text, train the dense model, and note both."""
+        chosen, judged = self.parts
+        write_json(
+            self.note,
+            {
+                "identity": self.identity,
+                "dense": str(self.trunk.dense),
+                "grid": list(read_shape(str(self.trunk.dense)).grid),
+                "chosen_on": chosen.tokens.size,
+                "judged_on": judged.tokens.size,
+                "judged_documents": len(set(judged.document.ravel().tolist())),
+                "trained_on": self.trunk.corpus.train.tokens.size,
+                "environment": environment(),
+            },
+        )
+
+    @cached_property
+    def grid(self) -> tuple[int, int]:
+        """Layers and KV heads, of a prepared reference."""
+        layers, heads = self.check()["grid"]
+        return layers, heads
+
+    def heads(self, budget: str) -> int:
+        """Global heads of a budget of the plan."""
+        return parse_budget(budget, self.grid[0] * self.grid[1])
+
+    @cached_property
+    def trunk(self) -> Trunk:
+        """Dense checkpoint and text; all references share a folder, so that a text is tokenised once."""
+        recipe, start = self.plan.recipe(self.name, self.base)
+        return Trunk.prepare(recipe, start, self.runs / "models", reporter=self.reporter)
+
+    @cached_property
+    def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
+        """Held-out text to choose on, and to judge on; no document is in both."""
+        return self.trunk.corpus.heldout.parted(self.plan.chosen_on)
+
+    def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> Trunk:
+        """The trunk of branches that are judged on the second part of the text, with sections of their own."""
+        sections: dict[str, Any] = {}
+        if branch is not None:
+            sections["branch"] = BranchConfig.model_validate(branch)
+        if gates is not None:
+            sections["gates"] = GatesConfig.model_validate({"window": self.plan.window, **gates})
+        corpus = self.trunk.corpus
+        own = Corpus(corpus.tokenizer, corpus.train, self.parts[1])
+        return replace(self.trunk, recipe=self.trunk.recipe.model_copy(update=sections), corpus=own)
+
+    def model(self, checkpoint: str | Path | None = None) -> PreTrainedModel:
+        """A new copy of the dense model, or of another checkpoint, in the recipe's precision."""
+        if checkpoint is None:
+            return self.trunk.load_dense()
+        dtype = "float32" if self.trunk.recipe.precision == "float32" else None
+        return load_on(checkpoint, choose_device(self.trunk.device), dtype)[0]

@@ -1,0 +1,212 @@
+"""The study's tables, from what is finished: layouts, density tables and NLL by document, all of them files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from choosers import Chooser, choosers
+from curves import curve_file, settings
+from judging import retrained_file, score_file
+from references import Subject
+from signals import COST, SECONDS
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import read_json
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.ranking import rank_correlation
+from spkv_nas.proposal.coverage import coverage
+
+ZERO_SHOT, RETRAINED = FIDELITIES = ("zero-shot", "retrained")
+_RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What a chooser's layout is worth at a fidelity.
+
+    Attributes:
+        nll: by document; a mean over seeds where there are several.
+        full: that of full attention, likewise.
+    """
+
+    subject: Subject
+    budget: str
+    chooser: Chooser
+    layout: Layout
+    fidelity: str
+    nll: DocumentNLL
+    full: DocumentNLL
+    seeds: int = 1
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Reference, budget and fidelity: layouts that are compared with each other."""
+        return self.subject.name, self.budget, self.fidelity
+
+
+def judged(subject: Subject) -> Iterable[Judged]:
+    """All that is finished of a reference."""
+    for budget in subject.plan.budgets:
+        for chooser in choosers(subject):
+            file = chooser.file(subject, subject.heads(budget))
+            if not file.is_file():
+                continue
+            layout = Layout.read(file)
+            if (found := _means([score_file(subject, layout)], [score_file(subject, None)])) is not None:
+                yield Judged(subject, budget, chooser, layout, ZERO_SHOT, *found)
+            asked = subject.plan.retrain
+            if budget == asked.budget:
+                files = [[retrained_file(subject, one, seed) for seed in asked.seeds] for one in (layout, None)]
+                if (found := _means(*files)) is not None:
+                    yield Judged(subject, budget, chooser, layout, RETRAINED, *found)
+
+
+def _means(files: Sequence[Path], full: Sequence[Path]) -> tuple[DocumentNLL, DocumentNLL, int] | None:
+    """Means over the pairs of files that are there, and how many; None without any."""
+    pairs = [pair for pair in zip(files, full, strict=True) if all(file.is_file() for file in pair)]
+    if not pairs:
+        return None
+    sides = [[DocumentNLL.read(file) for file in side] for side in zip(*pairs, strict=True)]
+    one, other = (DocumentNLL(np.mean([nll.total for nll in side], 0), side[0].num_tokens) for side in sides)
+    return one, other, len(pairs)
+
+
+def delta_table(results: Sequence[Judged]) -> pd.DataFrame:
+    """ΔNLL of every chooser's layout against full attention, in percent, with the error by document."""
+    rows = []
+    for one in results:
+        change = paired_difference(one.nll, one.full)
+        rows.append(
+            (*one.group, one.chooser.name, one.layout.num_global, one.layout.hash, change.percent,
+             change.standard_error, one.seeds)
+        )  # fmt: skip
+    columns = ["reference", "budget", "fidelity", "chooser", "heads", "layout", "delta_nll_percent"]
+    return pd.DataFrame(rows, columns=[*columns, "standard_error", "seeds"])
+
+
+def with_mean_of_random(deltas: pd.DataFrame) -> pd.DataFrame:
+    """The random layouts as one chooser: their mean, and as its error that of a mean of so many draws."""
+    is_random = deltas["chooser"].str.startswith(f"{_RANDOM}-")
+    keys = ["reference", "budget", "fidelity"]
+    rows = []
+    for group, draws in deltas[is_random].groupby(keys, sort=False):
+        value, number = draws["delta_nll_percent"], len(draws)
+        error = value.std(ddof=1) / math.sqrt(number) if number > 1 else math.nan
+        first = draws.iloc[0]
+        rows.append((*group, _RANDOM, first["heads"], "", value.mean(), error, first["seeds"]))
+    return pd.concat([deltas[~is_random], pd.DataFrame(rows, columns=deltas.columns)], ignore_index=True)
+
+
+def rank_table(deltas: pd.DataFrame) -> pd.DataFrame:
+    """Mean rank of every chooser over the groups that it is in, the best 1; random layouts are one, by their mean.
+
+    ``relative_rank`` is the mean of (rank - 1) / (choosers - 1), so that groups of different size can be averaged.
+    """
+    ranked = with_mean_of_random(deltas)
+    groups = ranked.groupby(["reference", "budget", "fidelity"])["delta_nll_percent"]
+    ranked["rank"] = groups.rank()
+    ranked["relative"] = (ranked["rank"] - 1) / (groups.transform("size") - 1).clip(lower=1)
+    found = ranked.groupby(["fidelity", "chooser"], sort=False)
+    table = found.agg(mean_rank=("rank", "mean"), relative_rank=("relative", "mean"), groups=("rank", "size"))
+    return table.reset_index().sort_values(["fidelity", "relative_rank"], kind="stable", ignore_index=True)
+
+
+def difference_table(results: Sequence[Judged]) -> pd.DataFrame:
+    """The choosers that the plan compares minus every rival, in percent of the rival's NLL, paired by document."""
+    rows = []
+    for one in results:
+        if one.chooser.name not in one.subject.plan.compared:
+            continue
+        for rival in results:
+            if (rival.group, rival.seeds) != (one.group, one.seeds) or rival.chooser == one.chooser:
+                continue  # seeds come in the plan's order, so that as many are the same ones
+            change = paired_difference(one.nll, rival.nll)
+            far = 2 * change.standard_error
+            is_same = rival.layout.content_hash == one.layout.content_hash
+            verdict = "same layout" if is_same else "yes" if change.percent < -far else "no"
+            worse = "yes" if not is_same and change.percent > far else "no"
+            names = (*one.group, one.chooser.name, rival.chooser.name)
+            rows.append((*names, change.percent, change.standard_error, verdict, worse))
+    columns = ["reference", "budget", "fidelity", "chooser", "rival", "difference_percent", "standard_error"]
+    return pd.DataFrame(rows, columns=[*columns, "better_by_two_errors", "worse_by_two_errors"])
+
+
+def correlation_table(results: Sequence[Judged]) -> pd.DataFrame:
+    """Spearman of the coverage by every signal's table with ΔNLL, over the distinct layouts of a group."""
+    rows = []
+    for group in dict.fromkeys(one.group for one in results):
+        own = {one.layout.content_hash: one for one in results if one.group == group}
+        changes = [paired_difference(one.nll, one.full).percent for one in own.values()]
+        subject, heads = next(iter(own.values())).subject, next(iter(own.values())).subject.heads(group[1])
+        for chooser in choosers(subject):
+            table = chooser.table(subject, heads) if chooser.strategy == "densest" else None
+            if table is None:
+                continue
+            covered = [coverage(table, one.layout) for one in own.values()]
+            if (found := rank_correlation(covered, changes)) is not None:
+                rows.append((*group, chooser.name, found["rho"], *found["interval"], found["layouts"]))
+    columns = ["reference", "budget", "fidelity", "coverage_by", "rho", "low", "high", "layouts"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def cost_table(subjects: Sequence[Subject]) -> pd.DataFrame:
+    """What every signal cost, in tokens that pass forward; a mean over budgets where it depends on them."""
+    rows = []
+    for subject in subjects:
+        for chooser in choosers(subject):
+            facts = list(filter(None, (_facts(subject, chooser, budget) for budget in subject.plan.budgets)))
+            if facts and chooser.strategy == "densest":
+                name = chooser.signal or chooser.name
+                passed, seconds = (float(np.mean([float(fact[key]) for fact in facts])) for key in (COST, SECONDS))
+                rows.append((subject.name, name, round(passed), round(seconds, 1)))
+    columns = ["reference", "signal", COST, SECONDS]
+    return pd.DataFrame(rows, columns=columns).drop_duplicates(["reference", "signal"], ignore_index=True)
+
+
+def _facts(subject: Subject, chooser: Chooser, budget: str) -> Mapping[str, Any] | None:
+    """What a signal or a search said it cost; None of rules, and of what is not there."""
+    heads = subject.heads(budget)
+    if chooser.signal is not None:
+        table = chooser.table(subject, heads)
+        return None if table is None else table.metadata
+    file = chooser.file(subject, heads)
+    origin = Layout.read(file).provenance if file.is_file() else {}
+    return origin if COST in origin else None
+
+
+def curve_table(subjects: Sequence[Subject]) -> pd.DataFrame:
+    """Every setting of the frozen lane that is measured."""
+    own = [one for one in subjects if one.name == one.plan.curves.reference]
+    files = [curve_file(one, setting) for one in own for setting in settings(one)]
+    return pd.DataFrame([read_json(file, "setting of a curve") for file in files if file.is_file()])
+
+
+def missing(subjects: Sequence[Subject], results: Sequence[Judged]) -> list[str]:
+    """What is not finished, a line per reference, budget and fidelity."""
+    lines = []
+    for subject in subjects:
+        if not subject.note.is_file():
+            lines.append(f"{subject.name}: not prepared")
+            continue
+        for budget in subject.plan.budgets:
+            for fidelity in FIDELITIES:
+                asked = subject.plan.retrain
+                if fidelity == RETRAINED and (subject.name not in asked.references or budget != asked.budget):
+                    continue
+                group = (subject.name, budget, fidelity)
+                there = {one.chooser.name: one.seeds for one in results if one.group == group}
+                wanted = [chooser.name for chooser in choosers(subject)]
+                lacking = [name for name in wanted if name not in there]
+                if lacking:
+                    what = "nothing" if not there else f"{len(there)} of {len(wanted)}, not {', '.join(lacking)}"
+                    lines.append(f"{subject.name}, {budget}, {fidelity}: {what}")
+                partly = [name for name, seeds in there.items() if fidelity == RETRAINED and seeds < len(asked.seeds)]
+                if partly:
+                    lines.append(f"{subject.name}, {budget}, {fidelity}: one seed alone of {len(partly)} layouts")
+    return lines

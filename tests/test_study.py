@@ -1,0 +1,132 @@
+"""The study's driver (``reports/study``), end to end on a tiny plan: every command goes on where it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+import yaml
+from helpers import RECIPE, write_project
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import read_json
+
+STUDY = Path(__file__).parent.parent / "reports" / "study"
+MODULES = [file.stem for file in STUDY.glob("*.py")]
+PLAN = """\
+window: 8
+budgets: ["50%", "25%"]
+taus: [match-budget]
+compared: [priced-trained-match-budget]
+chosen_on: 1300
+scored_on: 128
+common: {data: {max_heldout_tokens: 3000}}
+references:
+  tiny: {file: recipe.yaml}
+  other: {file: recipe.yaml, recipe: {seed: 1}}
+branch: {steps: 4, batch_size: 2, learning_rate: 1e-2}
+priced: {learning_rate_multiplier: 9.0}
+unpriced: {learning_rate_multiplier: 9.0, bias: 1.0}
+frozen: {steps: 3, step_tokens: 64}
+duo_steps: 2
+regression_layouts: 12
+random: 2
+search: {sampler: surrogate, trials: 11, tokens: 320, guide: opening, signals: [retrieval]}
+retrain: {references: [tiny], budget: "50%", branch: {steps: 2, batch_size: 2, learning_rate: 1e-2}, seeds: [0]}
+curves:
+  {reference: tiny, budget: "50%", tau: "0.5", steps: [2], step_tokens: [32], seeds: [0], block_sizes: [16],
+   windows: [4]}
+"""
+pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:what .* layouts lose")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """``run.py``, whose neighbours are modules by their own names while the test runs."""
+    monkeypatch.syspath_prepend(STUDY)
+    assert not set(MODULES) & sys.modules.keys()
+    yield import_module("run")
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    """A plan beside the recipe of a tiny model."""
+    folder = write_project(tmp_path / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4")).parent
+    (folder / "plan.yaml").write_text(PLAN)
+    return folder / "plan.yaml"
+
+
+def test_the_study_runs_and_goes_on(
+    driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+
+    def run(command: str, *more: str) -> str:
+        given = ["--plan", str(plan), "--runs", str(runs), "--out", str(out), *more]
+        assert driver.main([command, *given]) == 0
+        return capsys.readouterr().out
+
+    assert run("prepare", "--only", "tiny") == "0 cells left\n"
+    run("signals", "--only", "tiny", "--limit", "1")
+    first = runs / "tiny" / "signals" / "opening" / "density.csv"
+    written = first.stat().st_mtime_ns
+    assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
+    assert first.stat().st_mtime_ns == written
+    run("tables")
+    assert "tiny, 50%, zero-shot: nothing" in (out / "README.md").read_text()
+    for command in ("zero-shot", "curves"):
+        assert run(command) == "0 cells left\n"
+    assert run("retrain", "--limit", "3") != "0 cells left\n"
+    (out / "README.md").write_text("Conclusions.\n\n" + (out / "README.md").read_text())
+    run("tables")
+    page = (out / "README.md").read_text()
+    assert page.startswith("Conclusions.\n")
+    assert "- tiny, 50%, retrained: 2 of " in page
+    assert "zero-shot:" not in page.partition("## Not finished")[2]
+    assert "- other: not prepared\n" in page
+
+    deltas = pd.read_csv(out / "delta-nll.csv")
+    assert set(deltas["fidelity"]) == {"zero-shot", "retrained"}
+    assert {"opening", "priced-frozen-match-budget", "B", "random-1", "sparsest"} <= set(deltas["chooser"])
+    assert deltas.loc[deltas["fidelity"] == "retrained", "seeds"].eq(1).all()
+    assert (deltas.loc[deltas["budget"] == "25%", "heads"] == 2).all()
+    priced = DensityTable.read(runs / "tiny" / "signals" / "priced-frozen-2")
+    assert priced.priced_at == 0.25
+    probed = read_json(runs / "tiny" / "reference.json", "note")["chosen_on"]
+    assert int(priced.metadata["forward_tokens"]) == 2 * 3 * 64 + probed  # two passes a step, and the probe
+    assert len(pd.read_csv(out / "curves.csv")) == 4
+    assert not list((runs / "models" / "branches").glob("study-*"))  # what is kept of a retraining is its NLL
+    layout = Layout.read(runs / "tiny" / "layouts" / "2" / "opening.yaml")
+    assert (runs / "tiny" / "zero-shot" / f"{layout.content_hash}.npz").is_file()
+
+
+def test_another_plan_needs_another_folder(
+    driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--plan", str(plan), "--runs", str(tmp_path / "runs"), "--only", "tiny"]
+    assert driver.main(["signals", *given]) == 2
+    assert "run prepare first" in capsys.readouterr().err
+    assert driver.main(["prepare", *given]) == 0
+    plan.write_text(PLAN.replace("window: 8", "window: 4"))
+    assert driver.main(["signals", *given]) == 2
+    assert "results of another plan" in capsys.readouterr().err
+    assert driver.main(["signals", *given[:4], "--budget", "9%"]) == 2
+    assert "the plan has no '9%'" in capsys.readouterr().err
+
+
+def test_the_plan_is_one(driver: ModuleType) -> None:
+    """The committed plan is read, and each of its references has a recipe."""
+    plan = import_module("plan").Plan.read(STUDY / "study.yaml")
+    recipes = {name: plan.recipe(name, STUDY)[0] for name in plan.references if name != "installed-12x4"}
+    assert [recipe.seed for recipe in recipes.values()] == [0, 1, 2]
+    shipped = yaml.safe_load((STUDY.parent.parent / "spkv_nas/assets/stdlib-21x3/recipe.yaml").read_text())
+    assert recipes["embedded-1"].model.config == shipped["model"]["config"]
+    assert recipes["embedded-1"].gates.window == 32
