@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
-from spkv_nas.data.blocks import build_blocks
+from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import cache_split, load_heldout, read_split, train_tokenizer
@@ -156,6 +156,28 @@ class TestBlocks:
         blocks = build_blocks(["the quick brown fox\n" * 2000], tiny_tokenizer, 64)
         assert len(blocks.documents) == 5
         assert {d.name for d in blocks.documents} >= {"text 1, piece 1", "text 1, piece 5"}
+
+    def test_parted_by_document(self, blocks: TokenBlocks) -> None:
+        """Documents of 24 tokens in blocks of 32: the fifth reaches token 100."""
+        first, second = blocks.parted(100)
+        assert (first.num_blocks, second.num_blocks) == (3, 5)
+        assert not set(first.document.ravel()) & set(second.document.ravel())
+        assert first.tokens.ravel().tolist() == blocks.tokens.ravel()[:96].tolist()
+        assert second.tokens.ravel().tolist() == blocks.tokens.ravel()[120:280].tolist()
+        assert second.document.ravel()[0] == 5
+        assert len(second.documents) == len(blocks.documents)  # so that NLL by document can be paired
+
+    @pytest.mark.parametrize("number", [10, 288])
+    def test_too_little_to_part(self, number: int, blocks: TokenBlocks) -> None:
+        with pytest.raises(UserError, match=f"cannot be parted by document at {number}"):
+            blocks.parted(number)
+
+    def test_cut_anew(self, blocks: TokenBlocks) -> None:
+        other = blocks.cut(100)
+        assert other.tokens.shape == other.document.shape == (2, 100)
+        assert other.tokens.ravel().tolist() == blocks.tokens.ravel()[:200].tolist()
+        assert other.document.ravel().tolist() == blocks.document.ravel()[:200].tolist()
+        assert other.cut(25).num_blocks == 8
 
     def test_too_little_text(self, tiny_tokenizer: object) -> None:
         with pytest.raises(UserError, match="empty"):
