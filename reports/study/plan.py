@@ -43,7 +43,7 @@ class Search(Section):
 
     sampler: str
     trials: int = Field(ge=1)
-    tokens: int = Field(ge=1, description="of every score; of the first held-out part")
+    tokens: int = Field(ge=1, description="of every score, spread over the first held-out part")
     guide: str
     signals: list[str] = Field(default_factory=list)
 

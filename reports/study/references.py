@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from plan import Plan
 from transformers import PreTrainedModel
 
@@ -110,6 +111,16 @@ class Subject:
         """Held-out text to choose on, and to judge on; no document is in both."""
         return self.trunk.corpus.heldout.parted(self.plan.chosen_on)
 
+    @property
+    def searching(self) -> Trunk:
+        """The trunk of a search, which chooses on the first held-out blocks: some of the first part, spread."""
+        first, second = self.parts
+        spread = first.spread(self.plan.search.tokens // first.block_size)
+        return self._on(TokenBlocks(
+            np.concatenate([spread.tokens, second.tokens]), np.concatenate([spread.document, second.document]),
+            first.documents,
+        ))  # fmt: skip
+
     def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> Trunk:
         """The trunk of branches that are judged on the second part of the text, with sections of their own."""
         sections: dict[str, Any] = {}
@@ -117,9 +128,13 @@ class Subject:
             sections["branch"] = BranchConfig.model_validate(branch)
         if gates is not None:
             sections["gates"] = GatesConfig.model_validate({"window": self.plan.window, **gates})
+        trunk = self._on(self.parts[1])
+        return replace(trunk, recipe=trunk.recipe.model_copy(update=sections))
+
+    def _on(self, heldout: TokenBlocks) -> Trunk:
+        """The trunk, with other held-out text."""
         corpus = self.trunk.corpus
-        own = Corpus(corpus.tokenizer, corpus.train, self.parts[1])
-        return replace(self.trunk, recipe=self.trunk.recipe.model_copy(update=sections), corpus=own)
+        return replace(self.trunk, corpus=Corpus(corpus.tokenizer, corpus.train, heldout))
 
     def model(self, checkpoint: str | Path | None = None) -> PreTrainedModel:
         """A new copy of the dense model, or of another checkpoint, in the recipe's precision."""

@@ -138,7 +138,7 @@ def _probed(subject: Subject, checkpoint: str | Path, name: str, cost: int) -> M
 def _other(subject: Subject, name: str, heads: int | None = None) -> Measured:
     plan, blocks = subject.plan, subject.parts[0]
     if name in SCORING:
-        blocks = blocks.take(max(1, plan.scored_on // blocks.block_size))
+        blocks = blocks.spread(max(1, plan.scored_on // blocks.block_size))
     own: dict[str, Any] = {}
     if name == REGRESSION:
         own = {"budget": heads, "num_layouts": plan.regression_layouts}
