@@ -37,13 +37,14 @@ def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) ->
     taken: dict[str, list[float]] = {}
     for number, cell in enumerate(left[:limit], 1):
         reporter.announce(f"[{number}/{len(left)}] {cell.title}")
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         cell.make()
-        taken.setdefault(cell.kind, []).append(time.perf_counter() - start)
-        seconds = taken[cell.kind][-1]
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        taken.setdefault(cell.kind, []).append(seconds)
         known = [value for values in taken.values() for value in values]
         rest = sum(_mean(taken.get(other.kind, known)) for other in left[number:])
-        reporter.announce(f"[{number}/{len(left)}] took {format_seconds(seconds)}; left: about {format_seconds(rest)}")
+        own = f"{format_seconds(seconds)}, {format_seconds(busy)} of a core"
+        reporter.announce(f"[{number}/{len(left)}] took {own}; left: about {format_seconds(rest)}")
     return len(left) - len(left[:limit])
 
 

@@ -102,7 +102,7 @@ def search(subject: Subject, heads: int) -> None:
     from spkv_nas.search.trials import Effort
     from spkv_nas.training.recipe_judge import RecipeJudge
 
-    start, asked = time.perf_counter(), subject.plan.search
+    start, asked = time.process_time(), subject.plan.search
     names = (asked.guide, *asked.signals)
     guide, *others = (DensityTable.read(signal_folder(subject, name, None)) for name in names)
     space = Space(guide, (heads, heads), subject.plan.window, signals=tuple(others))
@@ -118,6 +118,6 @@ def search(subject: Subject, heads: int) -> None:
     tried = [trial for trial in work.run() if trial.sampler == asked.sampler]
     best = min(tried, key=lambda trial: trial.zero_shot.percent)
     cost = asked.trials * asked.tokens + sum(int(table.metadata[COST]) for table in (guide, *others))
-    origin: dict[str, Any] = {COST: cost, SECONDS: round(time.perf_counter() - start, 1), "trial": best.number}
+    origin: dict[str, Any] = {COST: cost, SECONDS: round(time.process_time() - start, 1), "trial": best.number}
     file = Chooser(asked.sampler).file(subject, heads)
     Layout(best.layout.heads, best.layout.window, asked.sampler, origin).write(file)

@@ -86,9 +86,9 @@ _CORRELATION = (
     "that orders them well is near -1."
 )
 _COST = (
-    "Millions of tokens that pass forward (seconds, of a machine that others used at once). A training step counts "
-    "three times its tokens, on a frozen model twice; scores of layouts count the layers that were run; "
-    "those of a search count in full, with the signals that it starts from. Probing counts once."
+    "Millions of tokens that pass forward (seconds of a core). A training step counts three times its tokens, on a "
+    "frozen model twice; scores of layouts count the layers that were run; those of a search count in full, with the "
+    "signals that it starts from. Probing counts once."
 )
 _CURVES = (
     "ΔNLL % against full attention at the same length, of the layout that the lane chose there (own), of the one it "
