@@ -64,7 +64,8 @@ def _text(subjects: Sequence[Subject], tables: dict[str, pd.DataFrame]) -> list[
     for fidelity, title in _TITLES.items():
         own = shown[shown["fidelity"] == fidelity]
         for budget, part in own.groupby("budget", sort=False):
-            text += [f"## ΔNLL %, {title}, {budget} of the heads", _grid(part, "chooser", ["reference"], _change)]
+            head = f"## ΔNLL %, {title}, {budget} of the heads"
+            text += [head, _DELTA, _grid(part, "chooser", ["reference"], _change)]
     text += ["## Mean rank", _ranks(tables["ranks"])]
     differences = tables["differences"]
     for (fidelity, name), part in differences.groupby(["fidelity", "chooser"], sort=False):
@@ -80,6 +81,10 @@ def _text(subjects: Sequence[Subject], tables: dict[str, pd.DataFrame]) -> list[
 
 
 _NOTED = {"chosen_on": "tokens chosen on", "judged_on": "tokens judged on", "judged_documents": "documents judged on"}
+_DELTA = (
+    "± one standard error, paired by document; of random layouts, that of their mean over draws. Whole layers may have "
+    "other numbers of heads, which are then said."
+)
 _VERDICT = "Below 0 it is better. yes: by more than two standard errors, paired by document; worse: likewise."
 _CORRELATION = (
     "Over the distinct layouts of a reference and budget; the interval (95 %) is over resamples of layouts. A coverage "
@@ -113,7 +118,8 @@ def _ordered(rows: pd.DataFrame, index: str) -> list[str]:
 
 
 def _change(row: pd.Series) -> str:
-    return f"{row['delta_nll_percent']:+.3f} ± {row['standard_error']:.3f}"
+    other = f" ({row['heads']} heads)" if row["heads"] != row["asked"] else ""
+    return f"{row['delta_nll_percent']:+.3f} ± {row['standard_error']:.3f}{other}"
 
 
 def _difference(row: pd.Series) -> str:
@@ -141,7 +147,7 @@ def _ranks(rows: pd.DataFrame) -> str:
 def _curves(rows: pd.DataFrame) -> str:
     names = ["steps", "step_tokens", "block_size", "window", "seed", "heads", "shared_with_base"]
     lines = [
-        [*(row[name] for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
+        [*(int(row[name]) for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
         for _, row in rows.iterrows()
     ]
     return markdown([*(name.replace("_", " ") for name in names), "own", "base", "B"], lines)

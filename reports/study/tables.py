@@ -82,11 +82,10 @@ def delta_table(results: Sequence[Judged]) -> pd.DataFrame:
     rows = []
     for one in results:
         change = paired_difference(one.nll, one.full)
-        rows.append(
-            (*one.group, one.chooser.name, one.layout.num_global, one.layout.hash, change.percent,
-             change.standard_error, one.seeds)
-        )  # fmt: skip
-    columns = ["reference", "budget", "fidelity", "chooser", "heads", "layout", "delta_nll_percent"]
+        heads = one.layout.num_global, one.subject.heads(one.budget)
+        percent, error = change.percent, change.standard_error
+        rows.append((*one.group, one.chooser.name, *heads, one.layout.hash, percent, error, one.seeds))
+    columns = ["reference", "budget", "fidelity", "chooser", "heads", "asked", "layout", "delta_nll_percent"]
     return pd.DataFrame(rows, columns=[*columns, "standard_error", "seeds"])
 
 
@@ -99,7 +98,7 @@ def with_mean_of_random(deltas: pd.DataFrame) -> pd.DataFrame:
         value, number = draws["delta_nll_percent"], len(draws)
         error = value.std(ddof=1) / math.sqrt(number) if number > 1 else math.nan
         first = draws.iloc[0]
-        rows.append((*group, _RANDOM, first["heads"], "", value.mean(), error, first["seeds"]))
+        rows.append((*group, _RANDOM, first["heads"], first["asked"], "", value.mean(), error, first["seeds"]))
     return pd.concat([deltas[~is_random], pd.DataFrame(rows, columns=deltas.columns)], ignore_index=True)
 
 
