@@ -31,7 +31,7 @@ _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
 
 
 def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
-    """Write every table as CSV to ``folder``, and all of them to its README.md."""
+    """Write every table that has rows as CSV to ``folder``, and all of them to its README.md."""
     there = [subject for subject in subjects if subject.note.is_file()]
     results = [one for subject in there for one in judged(subject)]
     deltas = delta_table(results)
@@ -46,9 +46,10 @@ def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
     page = "\n\n".join([*_text(there, tables), _unfinished(missing(subjects, results))])
     file = folder / "README.md"
     above = read_text(file, "page").partition(MARKER)[0] if file.is_file() else "# The study\n\n"
-    with replacing(folder) as new:
+    with replacing(folder, stale=[f"{name}.csv" for name in tables]) as new:
         for name, rows in tables.items():
-            write_csv(new / f"{name}.csv", rows)
+            if len(rows):
+                write_csv(new / f"{name}.csv", rows)
         write_atomic(new / "README.md", f"{above}{MARKER}\n\n{page}\n")
 
 
