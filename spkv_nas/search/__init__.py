@@ -1,1 +1,1 @@
-"""The search for layouts by Optuna: space, sampler, queue of work, driver, results. Knows no model."""
+"""The search for layouts: space, samplers, queue of work, driver, results. Knows no model."""

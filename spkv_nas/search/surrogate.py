@@ -35,15 +35,18 @@ class Surrogate:
         self._signals: Float = np.stack([table.density.ravel() for table in tables], 1)  # [H, K]
 
     def propose(self, numbers: range, scored: Sequence[tuple[Layout, float]]) -> list[Layout]:
-        """The layouts of trials ``numbers``, given those scored before, the lower the better."""
+        """The layouts of trials ``numbers``, given those scored before, the lower the better.
+
+        After the starts they come sorted, so that whoever scores some of them in a row shares the most layers.
+        """
         weights = self._weights(scored)
-        tried = {layout.heads for layout, _ in scored}
-        proposed = []
-        for number in numbers:
-            layout = self._starts[number] if number < len(self._starts) else self._new(number, weights, tried)
-            tried.add(layout.heads)
-            proposed.append(layout)
-        return proposed
+        starts = self._starts[numbers.start : numbers.stop]
+        tried = {layout.heads for layout in (*starts, *(layout for layout, _ in scored))}
+        new: list[Layout] = []
+        for number in numbers[len(starts) :]:
+            new.append(self._new(number, weights, tried))
+            tried.add(new[-1].heads)
+        return [*starts, *sorted(new, key=lambda layout: layout.heads)]
 
     def _weights(self, scored: Sequence[tuple[Layout, float]]) -> HeadWeights | None:
         finite = [(layout.global_mask.ravel(), score) for layout, score in scored if np.isfinite(score)]
