@@ -95,7 +95,7 @@ def test_the_study_runs_and_goes_on(
 
     deltas = pd.read_csv(out / "delta-nll.csv")
     assert set(deltas["fidelity"]) == {"zero-shot", "retrained"}
-    assert {"opening", "priced-frozen-match-budget", "B", "random-1", "sparsest"} <= set(deltas["chooser"])
+    assert {"opening", "surrogate", "priced-frozen-match-budget", "B", "random-1", "sparsest"} <= set(deltas["chooser"])
     assert deltas.loc[deltas["fidelity"] == "retrained", "seeds"].eq(1).all()
     assert (deltas.loc[deltas["budget"] == "25%", "heads"] == 2).all()
     priced = DensityTable.read(runs / "tiny" / "signals" / "priced-frozen-2")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import optuna
 from references import Subject
 from signals import COST, DENSITIES, ONCE, REGRESSION, SECONDS, SHIPPED, signal_folder
 
@@ -16,10 +16,13 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal import strategies
 from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
+from spkv_nas.search.driver import Search
+from spkv_nas.search.space import Space
+from spkv_nas.search.trials import Effort
+from spkv_nas.training.recipe_judge import RecipeJudge
 
 DENSEST = "densest"
 RULES = {"A": strategies.interleaved_first, "B": strategies.interleaved_last}
-HAS_SURROGATE = find_spec("spkv_nas.artifacts.samplers") is not None  # with it came signals that a search starts from
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,8 @@ def choosers(subject: Subject) -> list[Chooser]:
     found = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
     found += [Chooser(name, name) for name in (*ONCE, REGRESSION)]
     control = next(chooser for chooser in found if chooser.name == plan.compared[0])
-    searched = [Chooser(plan.search.sampler)] if HAS_SURROGATE else []
     rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
-    return [*found, *searched, *rules, Chooser(SPARSEST, control.signal, control.tau, SPARSEST)]
+    return [*found, Chooser(plan.search.sampler), *rules, Chooser(SPARSEST, control.signal, control.tau, SPARSEST)]
 
 
 def chosen(subject: Subject, heads: int) -> Iterator[tuple[Chooser, Layout]]:
@@ -97,11 +99,7 @@ def _by_signal(table: DensityTable, heads: int, window: int, strategy: str = DEN
 
 def search(subject: Subject, heads: int) -> None:
     """The best zero-shot score of a search on the first part of the text; writes its layout."""
-    from spkv_nas.search.driver import Search
-    from spkv_nas.search.space import Space
-    from spkv_nas.search.trials import Effort
-    from spkv_nas.training.recipe_judge import RecipeJudge
-
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     start, asked = time.process_time(), subject.plan.search
     names = (asked.guide, *asked.signals)
     guide, *others = (DensityTable.read(signal_folder(subject, name, None)) for name in names)

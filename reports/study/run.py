@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from cells import Cell, work
-from choosers import HAS_SURROGATE, Chooser, search
+from choosers import Chooser, search
 from curves import curve_cells
 from judging import retrain_cells, score_cells
 from page import write_tables
@@ -56,7 +56,7 @@ def signal_cells(subject: Subject, budgets: list[str]) -> Iterator[Cell]:
             signal.name, f"{subject.name}: {folder.name}", folder / "density.csv", partial(signal.write, subject)
         )
     sampler = subject.plan.search.sampler
-    for number in heads if HAS_SURROGATE else ():
+    for number in heads:
         file = Chooser(sampler).file(subject, number)
         yield Cell("search", f"{subject.name}: {sampler}-{number}", file, partial(search, subject, number))
 
