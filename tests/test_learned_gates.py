@@ -69,10 +69,10 @@ class TestLearning:
         assert result.price != 0
 
     def test_passes_do_not_change_it(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-        whole, _ = learn(blocks)
+        whole, _ = learn(blocks, step_tokens=96)  # three blocks, so that two in a pass leave one
         for together, recomputes in ((1, False), (2, True)):
             monkeypatch.setattr(priced, "_passes", lambda *_, made=(together, recomputes): made)
-            parts, _ = learn(blocks)
+            parts, _ = learn(blocks, step_tokens=96)
             mine, theirs = learned(whole), learned(parts)
             assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
             assert not any(getattr(m, "gradient_checkpointing", False) for m in parts.modules())
@@ -121,6 +121,11 @@ class TestGoingOn:
         finished, result = learn(blocks, state=tmp_path / "gates")
         assert result.resumed_at == 6
         assert equal(whole, finished)
+
+    def test_gates_of_another_model_are_refused(self, blocks: TokenBlocks, tmp_path: Path) -> None:
+        learn(blocks, state=tmp_path / "gates")
+        with pytest.raises(UserError, match="of another model"):
+            learn(blocks, tiny_model(num_hidden_layers=2), state=tmp_path / "gates")
 
     def test_damage_is_noticed(self, blocks: TokenBlocks, tmp_path: Path) -> None:
         learn(blocks, state=tmp_path / "gates")

@@ -78,7 +78,9 @@ class GateState:
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Put it all back."""
+        """Put it all back. Raises ``UserError``: it is of another model's gates."""
+        if {name for name in self.tensors if "|" not in name} != set(parameters):
+            raise UserError("the gates that were kept are of another model: give another folder for their state")
         for name, parameter in parameters.items():
             parameter.copy_(self.tensors[name])
             moments = {moment: self.tensors[f"{name}|{moment}"].to(parameter.device) for moment in _MOMENTS}

@@ -154,10 +154,12 @@ class _Learning:
         moved = self._price
         benefits = BenefitWatch(self._model) if moved is not None and not moved.is_measured else None
         self.last_price = self._config.price if moved is None else moved.value
-        set_price(self._model, self.last_price / len(parts))
         self._watch.start()
+        total = sum(map(len, parts))
         for tokens in parts:
-            loss = _loss(self._model, tokens) / len(parts)
+            share = len(tokens) / total  # the last part may be smaller
+            set_price(self._model, self.last_price * share)
+            loss = _loss(self._model, tokens) * share
             if not torch.isfinite(loss):
                 raise UserError(
                     f"the loss is {float(loss.detach())}\nthe model's weights are damaged or diverged, or its "
