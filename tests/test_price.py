@@ -18,6 +18,8 @@ from spkv_nas.model.modes import set_gate_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
 from spkv_nas.training.recipe import GatesConfig
 
+RATE = 1e-3  # learning rate where it does not matter
+
 
 def gated(**options: Any) -> PreTrainedModel:
     model = tiny_model()
@@ -68,13 +70,13 @@ class TestPrice:
     def test_the_first_is_the_benefit_of_the_marginal_head(self) -> None:
         price = Price(0.25)
         price.begin(np.arange(1.0, 6.0).reshape(1, 5))
-        price.move(0.25)
+        price.move(0.25, RATE)
         assert price.value == pytest.approx(4.0)
 
     def test_no_benefit_still_has_a_price(self) -> None:
         price = Price(0.25)
         price.begin(np.full((2, 2), -1.0))
-        price.move(1.0)
+        price.move(1.0, RATE)
         assert price.value > 0
 
     def test_it_rises_with_what_is_kept_and_falls_below_zero_where_too_little_is(self) -> None:
@@ -82,34 +84,36 @@ class TestPrice:
         price.begin(np.ones((2, 2)))
         values = []
         for density in (1.0, 1.0, 0.5, 0.0):
-            price.move(density)
+            price.move(density, RATE)
             values.append(price.value)
         assert values[0] < values[1] > values[2] > values[3] > -1
         for _ in range(40):
-            price.move(0.0)
+            price.move(0.0, RATE)
         assert price.value < 0
 
-    def test_it_settles_where_gates_answer_slowly(self) -> None:
-        """A share of keys that falls with the logarithm of the price, and follows it with a lag."""
+    @pytest.mark.parametrize(("final_rate", "drift"), [(1.0, 0.0), (0.01, 0.001)])
+    def test_it_settles_where_gates_answer_slowly(self, final_rate: float, drift: float) -> None:
+        """A share of keys that falls with the logarithm of the price and drifts, and follows with the learning rate."""
         for target in (0.1, 0.286, 0.5):
             price, density = Price(target), 0.5
             price.begin(np.full((1, 1), 0.05))
             seen = []
-            for _ in range(160):
-                price.move(density)
-                wanted = 1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03)))
-                density += 0.1 * (wanted - density)
+            for step in range(160):
+                rate = final_rate + (1 - final_rate) * (1 + math.cos(math.pi * step / 160)) / 2
+                price.move(density, rate * RATE)
+                wanted = 1 / (1 + math.exp(1.5 * math.log(max(price.value, 1e-6) / 0.03))) - step * drift
+                density += 0.1 * rate * (wanted - density)
                 seen.append(density)
-            assert abs(seen[-1] - target) < 0.02
+            assert abs(seen[-1] - target) < 0.01
             assert max(abs(value - target) for value in seen[32:]) < 0.15
 
     def test_it_goes_on_from_its_state(self) -> None:
         one, other = Price(0.3), Price(0.3)
         one.begin(np.ones((2, 2)))
-        one.move(0.7)
+        one.move(0.7, RATE)
         other.restore(one.state())
-        one.move(0.6)
-        other.move(0.6)
+        one.move(0.6, RATE)
+        other.move(0.6, RATE)
         assert one.value == other.value
 
 

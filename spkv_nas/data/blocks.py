@@ -207,7 +207,7 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
     if num_tokens < block_size:
         raise UserError(
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
-            "give more text, or a smaller data.block_size"
+            "give more text, or smaller blocks (--block-size; data.block_size in a recipe)"
         )
 
 

@@ -57,7 +57,7 @@ def _parted(found: list[tuple[int, int]], number: int, least: int) -> int:
     if len(found) == 1:
         raise UserError(
             f"the text is one document of {found[0][1]} characters, too short to hold out a part of it\n"
-            "give more text in data.sources, or a smaller data.block_size: a piece of a text has four blocks"
+            "give more text, or smaller blocks (--block-size; data.block_size in a recipe): a piece of it has four"
         )
     lengths = np.cumsum([length for _, length in found])
     first = max(_LEAST, int(np.searchsorted(lengths, least)) + 1)

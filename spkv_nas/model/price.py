@@ -9,7 +9,8 @@ saves, its benefit, is more: density then tells need (reports/LOG.md).
 
 The price that keeps a share of the keys is near the benefit of a key in the head at that quantile, which the gradient
 of one step tells (``BenefitWatch``). From there a controller goes on, on a scale of ratios, so that it settles alike in
-models in which benefits differ a hundredfold.
+models in which benefits differ a hundredfold. As the learning rate decays gates answer ever less to a price, and the
+controller moves it ever more, so that a density that drifts away in the end is still caught (reports/LOG.md).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.model.watch import watch_logits
 
 PROPORTIONAL, INTEGRAL = 6.0, 0.15  # of the controller, per unit of density and, of the second, per step
+_LEAST_RATE = 0.1  # share of the largest learning rate from which on gains grow no more
 _MOST_PROPORTIONAL = 1.0  # of its first part: gates that start together answer late, and all at once
 _MOST = 4.0  # of all of it: a price of e^4 times the first
 _LEAST_SHARE = 0.1  # of the mean benefit in size, the least first price
@@ -42,7 +44,7 @@ class Price:
     def __init__(self, target: float) -> None:
         self.target = target
         self.value = 0.0
-        self._first = self._sum = 0.0
+        self._first = self._sum = self._largest_rate = 0.0
 
     @property
     def is_measured(self) -> bool:
@@ -56,9 +58,11 @@ class Price:
         least = _LEAST_SHARE * float(np.abs(known).mean()) if known.size else 0.0
         self._first = max(quantile, least, float(np.finfo(np.float32).tiny))
 
-    def move(self, density: float) -> None:
-        """Go on to the next step's price after a step of mean density ``density``."""
-        error = density - self.target
+    def move(self, density: float, learning_rate: float) -> None:
+        """Go on to the next step's price after a step of mean density ``density``, taken at ``learning_rate``."""
+        self._largest_rate = max(self._largest_rate, learning_rate)
+        answer = max(_LEAST_RATE, learning_rate / self._largest_rate)
+        error = (density - self.target) / answer
         self._sum = min(self._sum + INTEGRAL * error, _MOST)
         now = max(-_MOST_PROPORTIONAL, min(PROPORTIONAL * error, _MOST_PROPORTIONAL))
         exponent = min(self._sum + now, _MOST)
@@ -67,11 +71,12 @@ class Price:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps of this."""
-        return {"value": self.value, "first": self._first, "sum": self._sum}
+        return {"value": self.value, "first": self._first, "sum": self._sum, "largest_rate": self._largest_rate}
 
     def restore(self, state: dict[str, float]) -> None:
         """Go on from what ``state`` gave."""
         self.value, self._first, self._sum = state["value"], state["first"], state["sum"]
+        self._largest_rate = state["largest_rate"]
 
 
 class BenefitWatch:

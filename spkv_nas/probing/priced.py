@@ -172,7 +172,7 @@ class _Learning:
         if moved is not None:
             if benefits is not None:
                 moved.begin(benefits.stop())
-            moved.move(self.density)
+            moved.move(self.density, self._rates[number])
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
         self._optimizer.step()

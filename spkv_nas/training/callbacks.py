@@ -135,7 +135,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._moved is not None and measured is not None:
-            self._moved.move(float(np.nanmean(measured)))
+            self._moved.move(float(np.nanmean(measured)), kwargs["optimizer"].param_groups[0]["lr"])
 
 
 def _mean_over_processes(values: NDArray[np.float64]) -> NDArray[np.float64]:
