@@ -136,7 +136,7 @@ class TestShare:
             ("", "the text is empty"),
             (
                 prose(10),
-                r"one document of \d+ characters, too short .*\n.* data\.sources, or a smaller data\.block_size",
+                r"one document of \d+ characters, too short .*\n.* or smaller blocks",
             ),
         ],
     )
