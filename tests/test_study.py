@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from helpers import RECIPE, write_project
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json
+from spkv_nas.report.chart import Points
 
 STUDY = Path(__file__).parent.parent / "reports" / "study"
 MODULES = [file.stem for file in STUDY.glob("*.py")]
@@ -78,10 +80,14 @@ def test_the_study_runs_and_goes_on(
     run("signals", "--only", "tiny", "--limit", "1")
     first = runs / "tiny" / "signals" / "opening" / "density.csv"
     written = first.stat().st_mtime_ns
+    run("tables")
+    assert not (out / "why-a-price.png").exists()  # it takes a table of each kind
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
     assert first.stat().st_mtime_ns == written
     run("tables")
     assert "tiny, 50%, zero-shot: nothing" in (out / "README.md").read_text()
+    assert (out / "why-a-price.png").read_bytes().startswith(b"\x89PNG")
+    assert "](why-a-price.png)" in (out / "README.md").read_text()
     for command in ("zero-shot", "curves"):
         assert run(command) == "0 cells left\n"
     assert run("retrain", "--limit", "3") != "0 cells left\n"
@@ -130,3 +136,14 @@ def test_the_plan_is_one(driver: ModuleType) -> None:
     shipped = yaml.safe_load((STUDY.parent.parent / "spkv_nas/assets/stdlib-21x3/recipe.yaml").read_text())
     assert recipes["embedded-1"].model.config == shipped["model"]["config"]
     assert recipes["embedded-1"].gates.window == 32
+
+
+def test_the_figure_ranks_the_heads_that_save_most(driver: ModuleType) -> None:
+    gains = np.array([[0.04, -0.01], [0.0, 0.01]])
+    tables = {"bad": np.array([[0.1, 0.9], [0.9, 0.9]]), "good": np.array([[0.9, 0.1], [0.2, 0.8]])}
+    chart = import_module("figure").rank_chart("r", gains, tables, 2)
+    first, second = [mark for mark in chart.marks if isinstance(mark, Points)]
+    assert (first.x, second.x) == ((4.0, 1.0), (2.0, 2.0))  # equal values share a rank
+    assert first.y == second.y == (0.0, 1.0)
+    assert first.size == 2 * second.size
+    assert [text for _, text in chart.y.ticks] == ["bad\n1 of 2", "good\n2 of 2"]

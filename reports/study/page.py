@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
+from figure import FIGURE, price_figure
 from references import Subject
 from signals import COST, SECONDS
 from tables import (
@@ -25,13 +26,14 @@ from tables import (
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
+from spkv_nas.report.plot import save_chart
 
 MARKER = "<!-- `run.py tables` writes what is below -->"
 _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
 
 
 def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
-    """Write every table that has rows as CSV to ``folder``, and all of them to its README.md."""
+    """Write every table that has rows as CSV to ``folder``, the figure, and all of them to its README.md."""
     there = [subject for subject in subjects if subject.note.is_file()]
     results = [one for subject in there for one in judged(subject)]
     deltas = delta_table(results)
@@ -43,24 +45,33 @@ def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
         "costs": cost_table(there),
         "curves": curve_table(there),
     }
-    page = "\n\n".join([*_text(there, tables), _unfinished(missing(subjects, results))])
+    figure = price_figure(there)
+    seen = [] if figure is None else ["## Where the heads that matter rank", f"![{_RANKS}]({FIGURE}.png)", _READING]
+    page = "\n\n".join([_references(there), *seen, *_text(tables), _unfinished(missing(subjects, results))])
     file = folder / "README.md"
     above = read_text(file, "page").partition(MARKER)[0] if file.is_file() else "# The study\n\n"
-    with replacing(folder, stale=[f"{name}.csv" for name in tables]) as new:
+    pictures = [f"{FIGURE}.{suffix}" for suffix in ("png", "svg")]
+    with replacing(folder, stale=[*(f"{name}.csv" for name in tables), *pictures]) as new:
+        if figure is not None:
+            save_chart(new, figure)
         for name, rows in tables.items():
             if len(rows):
                 write_csv(new / f"{name}.csv", rows)
         write_atomic(new / "README.md", f"{above}{MARKER}\n\n{page}\n")
 
 
-def _text(subjects: Sequence[Subject], tables: dict[str, pd.DataFrame]) -> list[str]:
-    """The page's sections."""
+def _references(subjects: Sequence[Subject]) -> str:
     rows = []
     for one in subjects:
         note = one.check()
         grid, numbers = "{} x {}".format(*note["grid"]), (f"{note[key]:,}" for key in _NOTED)
         rows.append([one.name, grid, *numbers])
-    text = ["## References", markdown(["reference", "layers x KV heads", *_NOTED.values()], rows)]
+    return f"## References\n\n{markdown(['reference', 'layers x KV heads', *_NOTED.values()], rows)}"
+
+
+def _text(tables: dict[str, pd.DataFrame]) -> list[str]:
+    """The sections of the tables."""
+    text = []
     shown = with_mean_of_random(tables["delta-nll"])
     for fidelity, title in _TITLES.items():
         own = shown[shown["fidelity"] == fidelity]
@@ -82,6 +93,13 @@ def _text(subjects: Sequence[Subject], tables: dict[str, pd.DataFrame]) -> list[
 
 
 _NOTED = {"chosen_on": "tokens chosen on", "judged_on": "tokens judged on", "judged_documents": "documents judged on"}
+_RANKS = "Ranks of the heads that save most, in density tables without a price and with one"
+_READING = (
+    "Each dot is one of the heads that save most NLL when opened alone in a model of local heads, as many as the "
+    "budget; its area is what it saves, lines follow the first five. No price and priced, trained, are the same branch "
+    "without and with a price; every table is taken at the threshold that keeps the budget's share of the keys. Heads "
+    "left of the line are chosen."
+)
 _DELTA = (
     "± one standard error, paired by document; of random layouts, that of their mean over draws. Whole layers may have "
     "other numbers of heads, which are then said."

@@ -1,0 +1,72 @@
+"""Why keys have a price, as a figure: where the heads that matter rank in tables without a price and with one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from choosers import Chooser
+from numpy.typing import NDArray
+from references import Subject
+from signals import FROZEN, OPENING, PRICED, UNPRICED
+
+from spkv_nas.proposal.propose import MATCH_BUDGET
+from spkv_nas.report.axes import name_axis
+from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points, Rule, numbers
+
+FIGURE = "why-a-price"
+_ROWS = {UNPRICED: "no price", PRICED: "priced, trained", FROZEN: "priced, frozen"}
+_JOINED = 5  # of the heads that save most
+_LARGEST, _SMALLEST = 13.0, 2.5  # radius of a dot, whose area goes with the gain
+_NOTHING = 1e-12  # nats per token
+
+Float = NDArray[np.float64]
+
+
+def price_figure(subjects: Sequence[Subject]) -> Panels | None:
+    """A panel per reference that has all the tables, at the plan's first budget; None if none has.
+
+    Every table is taken at the threshold that keeps the budget's share of the keys.
+    """
+    charts = []
+    for subject in subjects:
+        heads = subject.heads(subject.plan.budgets[0])
+        gains = Chooser(OPENING, OPENING).table(subject, heads)
+        tables = {title: Chooser(name, name, MATCH_BUDGET).table(subject, heads) for name, title in _ROWS.items()}
+        known = {title: table.values for title, table in tables.items() if table is not None}
+        if gains is not None and len(known) == len(tables):
+            charts.append(rank_chart(subject.name, gains.values, known, heads))
+    return Panels(FIGURE, tuple(charts), 1) if charts else None
+
+
+def rank_chart(name: str, gains: Float, tables: Mapping[str, Float], heads: int) -> Chart:
+    """The ranks that the ``heads`` heads of the largest gains have in each table.
+
+    Args:
+        gains: [L, Hkv], nats per token.
+        tables: [L, Hkv] by title; the highest value has rank 1, equal ones share the mean of theirs.
+    """
+    needed = np.argsort(-gains.ravel(), kind="stable")[:heads]
+    ranks = [pd.Series(-values.ravel()).rank().to_numpy()[needed] for values in tables.values()]
+    rows = numbers(range(len(tables)))
+    paths = [numbers(rank[place] for rank in ranks) for place in range(heads)]
+    saved = gains.ravel()[needed].clip(0)
+    sizes = (_LARGEST * np.sqrt(saved / max(saved[0], _NOTHING))).clip(_SMALLEST)
+    taken = [f"{title}\n{int((rank <= heads).sum())} of {heads}" for title, rank in zip(tables, ranks, strict=True)]
+    ticks = tuple((float(rank), str(rank)) for rank in (1, *range(10, gains.size, 10)))
+    return Chart(
+        name,
+        "Why keys have a price",
+        f"Ranks of the {heads} heads that save most when opened alone.",
+        Axis("Rank among all KV heads", 0, gains.size + 1, ticks),
+        name_axis("", taken, down=True),
+        (
+            Rule(heads + 0.5, f"budget {heads}"),
+            *(Line(path, rows, width=1.4, opacity=0.4) for path in paths[:_JOINED]),
+            *(Points(path, rows, size=float(size)) for path, size in zip(paths, sizes, strict=True)),
+        ),
+        heading=f"{name}: the {heads} heads that save most, opened alone",
+        width=560.0,
+        height=200.0,
+    )
