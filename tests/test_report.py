@@ -16,9 +16,10 @@ from urllib.parse import unquote
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import Page, make_comparison, make_domain_table, make_layouts, make_positions, make_search
+from helpers import DENSITY, Page, make_comparison, make_domain_table, make_layouts, make_positions, make_search
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
+from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.errors import UserError
@@ -264,10 +265,25 @@ def test_rank_correlations_come_with_their_intervals() -> None:
     assert f"before any training +1.00; {minus}1 and +1 would be perfect rankings." in text
 
 
-def test_another_signal_is_said() -> None:
-    inputs = Inputs.check(make_domain_table(metadata={"signal": "duo"}), {}, comparison=make_comparison())
-    assert findings(inputs)[-1] == "Where this page says density, the table holds another signal, duo."
-    assert "signal" not in say(make_comparison())
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        (
+            {"signal": "opening", "unit": NATS},
+            ("opening gain 0.02400 nats per token", "Opening gain, nats per token / 1,000", "Opening gain coverage"),
+        ),
+        ({"signal": "duo"}, ("duo score 0.02400", "Duo score, %", "highest duo score coverage")),
+    ],
+    ids=["opening", "duo"],
+)
+def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
+    table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)
+    page = Page(write_report(tmp_path, table=table, layouts=make_layouts("densest")).read_text(encoding="utf-8"))
+    said = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
+    said += [attributes.get("aria-label") or "" for _, attributes in page.elements]
+    assert [word for word in words if not any(word in text for text in said)] == []
+    own_names = r'density\.csv|"density":|density: $|mean_density'  # of files, a chart, and a key of the record
+    assert [text for text in said if "densit" in re.sub(own_names, "", text).lower()] == []
 
 
 def test_close_result_is_called_close() -> None:

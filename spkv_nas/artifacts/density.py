@@ -19,11 +19,12 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, field_validator
 
-from spkv_nas.artifacts.density_rows import COLUMNS, NATS, read_rows
+from spkv_nas.artifacts.density_rows import COLUMNS, read_rows
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
+from spkv_nas.artifacts.measure import Measure
 from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file, is_folder
@@ -125,15 +126,18 @@ class DensityTable:
 
     @property
     def signal(self) -> str:
-        """What the values are: "density", or the name of what else was probed or read in its place, such as
-        "attention-mass" or "duo-attention".
-        """
+        """What the values are: "density", or the name of what else was probed or read, such as "duo-attention"."""
         return str(self.metadata.get("signal", "density"))
 
     @property
     def is_density(self) -> bool:
         """Whether the values are densities, which a threshold cuts."""
         return self.signal == "density"
+
+    @cached_property
+    def measure(self) -> Measure:
+        """Name, unit and shades of the values."""
+        return Measure.of(self.signal, self.metadata.get("unit"), self.values)
 
     @property
     def priced_at(self) -> float | None:
@@ -194,11 +198,12 @@ class DensityTable:
         """Standard deviation of density over heads."""
         return float(self.density.std())
 
-    def domain_density(self, domain: str) -> NDArray[np.float64]:
-        """[L, Hkv] of one domain, at least 0. Raises ``UserError`` for a domain the table does not have."""
+    def domain_density(self, domain: str, *, signed: bool = False) -> NDArray[np.float64]:
+        """[L, Hkv] of one domain, 0 where below unless ``signed``. Raises ``UserError`` for a domain not there."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
-        return self._on_grid(self.rows[self.rows["domain"] == domain], "density").clip(0.0)
+        values = self._on_grid(self.rows[self.rows["domain"] == domain], "density")
+        return values if signed else values.clip(0.0)
 
     def at_tau(self, tau: float) -> DensityTable:
         """The same table at another threshold, from the histogram. Standard errors are not known there, and
@@ -272,13 +277,11 @@ class DensityTable:
         ]
 
     def _repr_html_(self) -> str:
-        """In a notebook: every KV head's density in percent, or its gain in thousandths of a nat."""
-        measure = f"density, %, at tau {self.tau:g}" if self.is_density else f"{self.signal}, %"
-        shades, scale = self.density, 100
-        if self.metadata.get("unit") == NATS:
-            measure, scale, shades = f"{self.signal}, {NATS} / 1000", 1000, self.density / max(self.density.max(), 1e-9)
-        texts = [[f"{scale * value:.0f}" for value in row] for row in self.values]
-        return grid_html(f"{self.name}: {measure}; mean {scale * self.mean:.1f}", shades, texts)
+        """In a notebook: every KV head's density in percent, or what else the values are."""
+        scale, at = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
+        texts = [[scale.text(value) for value in row] for row in self.values]
+        caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at}; mean {scale.factor * self.mean:.1f}"
+        return grid_html(caption, scale.fraction(self.values), texts)
 
     def plot(self) -> Figure:
         """The same as a matplotlib figure, as in the report. Raises ``UserError`` where matplotlib is not installed."""

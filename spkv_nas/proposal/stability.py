@@ -130,7 +130,8 @@ def caution(table: DensityTable) -> str | None:
     """A sentence on what the intervals of a table do not show, or why there are none; None if nothing is to be said."""
     documents = table.documents
     if documents is None:
-        return f"no interval can be given: '{table.name}' has no counts by document (probe it again to have them)"
+        remedy = " (probe it again to have them)" if table.is_density else ""
+        return f"no interval can be given: '{table.name}' has no counts by document{remedy}"
     number = np.bincount(documents.domain, minlength=len(documents.domains))
     if not (number > 1).any():
         return f"no interval can be given: '{table.name}' has one document per domain"

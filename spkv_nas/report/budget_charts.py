@@ -18,7 +18,7 @@ from spkv_nas.report.chart import SERIES, Axis, Band, Chart, Heatmap, Line, Mark
 from spkv_nas.report.profiles import coverage_by_budget
 from spkv_nas.report.words import short
 
-_BUDGET, _COVERAGE = "Budget, global KV heads", "Density coverage, %"
+_BUDGET = "Budget, global KV heads"
 
 
 def coverage_budget_chart(
@@ -55,15 +55,15 @@ def coverage_budget_chart(
         note += " Dots: the layouts of this report."
     if certainty is not None:
         note += f" Band: {reach} points, over documents. Knee: the next head is no denser than the average."
+    covers = f"{table.measure.title} coverage"
     third = curve.iloc[max(0, round(len(curve) / 3) - 1)]
     shares = ", ".join(f"{name} {100 * third[name]:.1f} %" for name in names if not math.isnan(third[name]))
     return Chart(
         "coverage-budget",
         "What a budget buys",
-        f"Density coverage with {third['budget']:.0f} of {table.num_heads} heads global: {shares}. "
-        "Dots are the layouts.",
+        f"{covers} with {third['budget']:.0f} of {table.num_heads} heads global: {shares}. Dots are the layouts.",
         round_axis(_BUDGET, 0, table.num_heads, exact=True),
-        round_axis(_COVERAGE, 0, 100),
+        round_axis(f"{covers}, %", 0, 100),
         tuple(marks),
         note=note,
     )
@@ -98,7 +98,7 @@ def budgets_chart(rows: pd.DataFrame, knee: int, *, num_domains: int) -> Chart:
         f"Coverage rises from {coverage[0]:.1f} % with {budget[0]:.0f} heads to {coverage[-1]:.1f} % with "
         f"{budget[-1]:.0f}.",
         across,
-        round_axis(_COVERAGE, 0, 100),
+        round_axis("Coverage, %", 0, 100),
         tuple(marks),
         above=_memory_axis(rows, across),
     )

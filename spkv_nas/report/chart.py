@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from spkv_nas.artifacts.measure import PERCENT, Scale
+
 Tone = Literal["accent", "muted", "second", "third", "ink"]
 Dash = Literal["solid", "dashed", "dashdot", "dotted"]
 Shape = Literal["circle", "square", "diamond", "triangle", "stroke"]
@@ -115,21 +117,23 @@ class Rule:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Cells in cividis from 0 to 1, row 0 at the top; a cell's centre is at (column, row) of the axes.
+    """Cells in cividis, row 0 at the top; a cell's centre is at (column, row) of the axes.
 
     Attributes:
         values: by row; NaN is an empty cell.
         tips: by cell, row after row; on the page, also what the cell is called for who cannot see it.
         chosen: (row, column) of the cells marked by an outline and a dot.
-        percent: whether cells are large and show their value in percent.
-        scale: what the colours mean, for a scale beside a picture; "" for none.
+        written: whether cells are large and show their value.
+        scale: of the colours, and of values as they are written.
+        legend: what the colours mean, for a scale beside a picture; "" for none.
     """
 
     values: tuple[Numbers, ...]
     tips: tuple[str, ...] = ()
     chosen: tuple[tuple[int, int], ...] = ()
-    percent: bool = True
-    scale: str = ""
+    written: bool = True
+    scale: Scale = PERCENT
+    legend: str = ""
 
 
 Mark = Line | Band | Points | Bars | Rule | Heatmap

@@ -16,22 +16,22 @@ from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels
 from spkv_nas.report.profiles import domain_profile, position_profile
 from spkv_nas.report.words import short
 
-_SHARE = "Density, share of tokens kept"
-
 
 def density_chart(table: DensityTable) -> Chart:
-    """The density of every KV head."""
-    cells = Heatmap(_rows(table.density), _density_tips(table), scale="density")
-    title = "Density by layer and KV head"
-    about = f"Columns are layers, rows are KV heads; the mean is {table.mean:.3f}."
-    heading = f"Density, % of tokens kept (mean {100 * table.mean:.1f} %)"
-    return Chart("density", title, about, *_head_axes(table.density.shape), (cells,), heading=heading)
+    """The density of every KV head, or what else the table holds."""
+    measure, scale = table.measure, table.measure.scale
+    cells = Heatmap(_rows(table.values), _tips(table), scale=scale, legend=measure.noun)
+    title = f"{measure.title} by layer and KV head"
+    about = f"Columns are layers, rows are KV heads; the mean is {measure.exact(table.mean)}."
+    heading = f"{measure.title}, {measure.shown} (mean {scale.factor * table.mean:.1f})"
+    return Chart("density", title, about, *_head_axes(table.grid), (cells,), heading=heading)
 
 
 def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
-    """The same densities with a layout's global heads marked; ``covered`` is its density coverage in [0, 1]."""
+    """The same values with a layout's global heads marked; ``covered`` is its coverage in [0, 1]."""
+    measure = table.measure
     tips = tuple(
-        f"Layer {layer}, KV head {head}: density {table.density[layer, head]:.3f}, "
+        f"Layer {layer}, KV head {head}: {measure.noun} {measure.exact(table.values[layer, head])}, "
         f"{'global' if layout.global_mask[layer, head] else 'local'}"
         for head, layer in np.ndindex(table.num_kv_heads, table.num_layers)
     )
@@ -45,8 +45,8 @@ def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float
         f"layout-{number}",
         f"Layout {label}",
         f"Global KV heads: {'; '.join(taken) or 'none'}.",
-        *_head_axes(table.density.shape, small=True),
-        (Heatmap(_rows(table.density), tips, chosen, percent=False),),
+        *_head_axes(table.grid, small=True),
+        (Heatmap(_rows(table.values), tips, chosen, written=False, scale=measure.scale),),
         heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
     )
 
@@ -54,7 +54,7 @@ def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float
 def grid_chart(layout: Layout) -> Chart:
     """A layout alone: its global heads light, its local ones dark."""
     title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, window {layout.window}"
-    cells = Heatmap(_rows(layout.global_mask.astype(float)), percent=False)
+    cells = Heatmap(_rows(layout.global_mask.astype(float)), written=False)
     axes = _head_axes(layout.grid, small=True)
     return Chart("layout", title, "Columns are layers, rows are KV heads.", *axes, (cells,), heading=title)
 
@@ -86,26 +86,26 @@ def stability_chart(certainty: Certainty) -> Chart:
 
 def domain_chart(table: DensityTable) -> Chart:
     """One row per domain: every KV head a dot, the mean a bar."""
-    profile = domain_profile(table)
+    profile, measure = domain_profile(table), table.measure
     marks: list[Points] = []
     for place, (domain, mean) in enumerate(zip(table.domains, profile["mean"].tolist(), strict=True)):
-        values = numbers(table.domain_density(domain).ravel())
+        values = numbers(table.domain_density(domain, signed=True).ravel())
         tips = tuple(
-            f"{domain}\nlayer {k // table.num_kv_heads}, KV head {k % table.num_kv_heads}: {value:.3f}"
+            f"{domain}\nlayer {k // table.num_kv_heads}, KV head {k % table.num_kv_heads}: {measure.exact(value)}"
             for k, value in enumerate(values)
         )
         across = tuple(place + jitter(k) for k in range(len(values)))
         marks += [
             Points(values, across, tips=tips, size=3.6, opacity=0.45, label="" if place else "KV head"),
-            Points((mean,), (float(place),), tips=(f"{domain}\nmean {mean:.3f}",), names=(f"{mean:.2f}",),
-                   shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
+            Points((mean,), (float(place),), tips=(f"{domain}\nmean {measure.exact(mean)}",),
+                   names=(measure.rough(mean),), shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
         ]  # fmt: skip
-    means = (f"{name} {mean:.3f}" for name, mean in zip(profile["domain"], profile["mean"], strict=True))
+    means = (f"{name} {measure.exact(mean)}" for name, mean in zip(profile["domain"], profile["mean"], strict=True))
     return Chart(
         "domains",
         "By domain",
-        "Mean density by domain: " + ", ".join(means) + ".",
-        round_axis(_SHARE, 0, 1),
+        f"Mean {measure.noun} by domain: {', '.join(means)}.",
+        _value_axis(table),
         name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
         tuple(marks),
         note="Each dot is a KV head, the vertical bar the mean over heads.",
@@ -143,19 +143,31 @@ def position_chart(table: DensityTable) -> Chart | None:
 
 
 def histogram_chart(table: DensityTable) -> Chart:
-    """How many KV heads have which density, in 20 bins."""
-    counts, edges = np.histogram(table.density, bins=20, range=(0, 1))
+    """How many KV heads have which density, or what else the table holds, in 20 bins."""
+    measure, scale = table.measure, table.measure.scale
+    counts, edges = np.histogram(table.values, bins=20, range=(scale.low, scale.high))
     low, high, height = numbers(edges[:-1]), numbers(edges[1:]), numbers(counts)
-    tips = tuple(f"{a:.2f} to {b:.2f}: {n:.0f} heads" for a, b, n in zip(low, high, height, strict=True))
-    below, above = int((table.density < 0.1).sum()), int((table.density > 0.9).sum())
+    tips = tuple(
+        f"{measure.rough(a)} to {measure.rough(b)}: {n:.0f} heads" for a, b, n in zip(low, high, height, strict=True)
+    )
+    if table.is_density:
+        below, above = int((table.density < 0.1).sum()), int((table.density > 0.9).sum())
+        title = "How dense heads are"
+        about = f"Of {table.num_heads} KV heads, {below} keep less than 10 % of the tokens, {above} more than 90 %."
+    else:
+        most = int((table.values > 0.1 * scale.high).sum())
+        title = f"How {measure.noun}s are spread"
+        about = f"Of {table.num_heads} KV heads, {most} have more than a tenth of the highest {measure.noun}."
     return Chart(
         "histogram",
-        "How dense heads are",
-        f"Of {table.num_heads} KV heads, {below} keep less than 10 % of the tokens, {above} more than 90 %.",
-        round_axis(_SHARE, 0, 1),
+        title,
+        about,
+        _value_axis(table),
         round_axis("KV heads", 0, float(counts.max())),
-        (Bars(low, high, height, tips), Rule(table.mean, f"mean {table.mean:.2f}")),
-        note="A mass at either end means that heads differ in kind; a single hump means that the choice of heads "
+        (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
+        note="A long tail means that few heads matter most."
+        if scale.is_stretched
+        else "A mass at either end means that heads differ in kind; a single hump means that the choice of heads "
         "matters less.",
     )
 
@@ -170,6 +182,15 @@ def _rows(values: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
     return tuple(numbers(row) for row in values.T)
 
 
+def _value_axis(table: DensityTable) -> Axis:
+    """From the lowest to the highest value, of all domains."""
+    measure = table.measure
+    low, high = measure.scale.low, measure.scale.high
+    if measure.scale.is_stretched:
+        low, high = min(low, float(table.rows["density"].min())), max(high, float(table.rows["density"].max()))
+    return round_axis(f"{measure.title}, {measure.unit}", low, high)
+
+
 def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Axis]:
     """Layers from left to right, KV heads from top to bottom."""
     layers, heads = shape
@@ -179,18 +200,21 @@ def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Ax
     return across, name_axis("", [f"head {head}" for head in range(heads)], down=True)
 
 
-def _density_tips(table: DensityTable) -> tuple[str, ...]:
-    """Density, error, tokens and domains of every KV head, head after head."""
+def _tips(table: DensityTable) -> tuple[str, ...]:
+    """Value, error, tokens and domains of every KV head, head after head."""
+    measure = table.measure
+    unit = "" if measure.is_share else f" {measure.unit}"
     tokens = table.rows.groupby(["layer", "kv_head"])["num_tokens"].sum()
-    by_domain = {short(str(domain), 24): table.domain_density(domain) for domain in table.domains[:8]}
+    by_domain = {short(str(domain), 24): table.domain_density(domain, signed=True) for domain in table.domains[:8]}
     tips = []
     for head, layer in np.ndindex(table.num_kv_heads, table.num_layers):
-        lines = [f"Layer {layer}, KV head {head}: density {table.density[layer, head]:.3f}"]
+        lines = [f"Layer {layer}, KV head {head}: {measure.noun} {measure.exact(table.values[layer, head])}"]
         if math.isfinite(error := table.standard_error[layer, head]):
-            lines[0] += f" ± {error:.3f}"
+            lines[0] += f" ± {measure.exact(error)}"
+        lines[0] += unit
         if tokens[layer, head] > 1:
             lines.append(f"{tokens[layer, head]:,.0f} tokens")
         if len(by_domain) > 1:
-            lines += [f"{domain}: {values[layer, head]:.3f}" for domain, values in by_domain.items()]
+            lines += [f"{domain}: {measure.exact(values[layer, head])}" for domain, values in by_domain.items()]
         tips.append("\n".join(lines))
     return tuple(tips)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, TypeGuard
 
+import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import SP_KV
@@ -18,26 +19,16 @@ from spkv_nas.report.words import change, signed, versus_full
 
 def findings(inputs: Inputs) -> list[str]:
     """The report's sentences, the result first."""
-    return [*_findings(inputs), *_signal(inputs.table)]
-
-
-def _findings(inputs: Inputs) -> list[str]:
     if inputs.comparison is not None:
         layouts = contenders(inputs.comparison)
         if not layouts.empty:
             return [
                 *_result(layouts, inputs.table),
-                *_ranking(layouts),
+                *_ranking(layouts, inputs.table),
                 *_correlation(inputs.record),
                 *_reference(inputs.comparison),
             ]
     return _before_training(inputs)
-
-
-def _signal(table: DensityTable) -> list[str]:
-    if table.is_density:
-        return []
-    return [f"Where this page says density, the table holds another signal, {table.signal}."]
 
 
 def _result(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
@@ -65,7 +56,7 @@ def _result(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
     return [*sentences, f"{ahead}, {noise}; the spread between training runs is not in these errors."]
 
 
-def _ranking(layouts: pd.DataFrame) -> list[str]:
+def _ranking(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
     known = layouts.dropna(subset=["coverage_percent"])
     pairs = [
         (one, other)
@@ -79,10 +70,11 @@ def _ranking(layouts: pd.DataFrame) -> list[str]:
     clear_right = sum(_agrees(*pair) for pair in clear)
     widest = known.sort_values("coverage_percent", ascending=False, kind="stable").iloc[0]
     best = known.iloc[0]
+    highest = f"highest {table.measure.noun} coverage, {widest['coverage_percent']:.1f} %"
     top = (
-        f"It also has the highest density coverage, {widest['coverage_percent']:.1f} %"
+        f"It also has the {highest}"
         if best.name == widest.name == layouts.iloc[0].name
-        else f"The highest density coverage, {widest['coverage_percent']:.1f} %, is that of {widest['strategy']}"
+        else f"The {highest}, is that of {widest['strategy']}"
     )
     ranks = f"coverage puts {len(right)} of {len(pairs)} pairs of layouts in the order of their NLL"
     share = f"all {len(clear)}" if clear_right == len(clear) else f"{clear_right} of the {len(clear)}"
@@ -134,15 +126,25 @@ def _before_training(inputs: Inputs) -> list[str]:
     table = inputs.table
     best = widest_layout(inputs)
     if best is None:
-        return [f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."]
+        return [_mean(table)]
     layout = inputs.layouts[best]
     rivals = sum(other.num_global == layout.num_global for other in inputs.layouts.values())
     which = f"Of {rivals} layouts" if rivals > 1 else "Of the layouts"
     return [
-        f"{which} with {layout.num_global} of {table.num_heads} KV heads global, {best} has the highest density "
-        f"coverage: {100 * inputs.covered[best]:.1f} %.",
+        f"{which} with {layout.num_global} of {table.num_heads} KV heads global, {best} has the highest "
+        f"{table.measure.noun} coverage: {100 * inputs.covered[best]:.1f} %.",
         "None has been trained yet, so which has the lowest NLL is open.",
     ]
+
+
+def _mean(table: DensityTable) -> str:
+    if table.is_density:
+        return f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."
+    measure, highest = table.measure, tuple(np.argwhere(table.values == table.values.max())[0])
+    return (
+        f"The highest {measure.noun} of the {table.num_heads} KV heads is that of layer {highest[0]}, "
+        f"KV head {highest[1]}: {measure.exact(table.values.max())} {measure.unit}."
+    )
 
 
 def _combined_error(one: pd.Series[Any], other: pd.Series[Any]) -> float:

@@ -27,7 +27,6 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
 from spkv_nas.report.chart import Chart, Panels
-from spkv_nas.report.colours import scale_stops
 from spkv_nas.report.data import page_data
 from spkv_nas.report.density_charts import (
     density_chart,
@@ -43,7 +42,7 @@ from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.svg import draw, legend
+from spkv_nas.report.svg import draw, draw_scale, legend
 
 Groups = dict[str, list[Chart | Panels]]
 
@@ -100,7 +99,7 @@ def _charts(inputs: Inputs) -> Groups:
         "density": [density_chart(table)],
         "layouts": [layout_charts(table, inputs.layouts, inputs.covered)],
         "results": [
-            None if inputs.comparison is None else coverage_nll_chart(inputs.comparison),
+            None if inputs.comparison is None else coverage_nll_chart(inputs.comparison, table.measure.noun),
             coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
         "detail": [domain_chart(table), position_chart(table), histogram_chart(table)],
@@ -123,7 +122,7 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(csp_hash=_csp_hash, tie=_tie, draw=draw, legend=legend)
+    environment.filters.update(csp_hash=_csp_hash, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend)
     table, search = inputs.table, inputs.search
     charts = {name: _singles(group) for name, group in groups.items()}
     page: str = environment.get_template("template.html.j2").render(
@@ -131,10 +130,10 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
         data=Markup(page_data(chart for group in charts.values() for chart in group)),
         charts=charts,
         table=table,
+        measure=table.measure,
         findings=findings(inputs),
         diagnosis=table.diagnosis(),
         facts=tables.facts(inputs),
-        scale=scale_stops(),
         layouts=_layouts(inputs, charts["layouts"]),
         rows=tables.comparison_rows(inputs),
         domains=tables.domain_rows(table),
@@ -169,8 +168,10 @@ def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
 
 
 def _tie(sentence: str) -> str:
-    """No line break before a percent sign nor around a plus-minus."""
-    return sentence.replace(" %", "\N{NO-BREAK SPACE}%").replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    """No line break before a percent sign nor around a plus-minus or an equals sign."""
+    for sign in (" %", " ± ", " = "):
+        sentence = sentence.replace(sign, sign.replace(" ", "\N{NO-BREAK SPACE}"))
+    return sentence
 
 
 def _csp_hash(content: str) -> str:

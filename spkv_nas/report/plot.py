@@ -25,6 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 from matplotlib.transforms import Affine2D, Bbox, ScaledTranslation, TransformedBbox
+from numpy.typing import NDArray
 
 from spkv_nas.base.files import write_atomic
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, legend_marks
@@ -131,9 +132,9 @@ def _size(chart: Chart) -> tuple[float, float]:
     if _turned(chart):
         side = 0.62 * columns + 1.6
         return side + 0.6, side + 0.4
-    if not cells.percent:
+    if not cells.written:
         return max(4.6, 0.9 + 0.24 * columns), 0.95 + 0.24 * rows
-    return max(6.0, (1.9 if cells.scale else 1.2) + 0.42 * columns), 1.0 + 0.42 * max(rows, 3)
+    return max(6.0, (1.9 if cells.legend else 1.2) + 0.42 * columns), 1.0 + 0.42 * max(rows, 3)
 
 
 def _turned(chart: Chart) -> bool:
@@ -298,9 +299,9 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
     values = np.array(cells.values)
     rows, columns = values.shape
     sns.heatmap(
-        values, ax=ax, vmin=0, vmax=1, cmap="cividis", square=True, cbar=False, linecolor="white",
-        linewidths=0.8 if cells.percent else 1.2, annot=100 * values if cells.percent else None, fmt=".0f",
-        annot_kws={"fontsize": 8.5}, xticklabels=False, yticklabels=False,
+        cells.scale.fraction(values), ax=ax, vmin=0, vmax=1, cmap="cividis", square=True, cbar=False,
+        linecolor="white", linewidths=0.8 if cells.written else 1.2, annot=_texts(cells) if cells.written else None,
+        fmt="", annot_kws={"fontsize": 8.5}, xticklabels=False, yticklabels=False,
     )  # fmt: skip
     for artist in (*ax.collections, *ax.texts):  # whose cells begin at whole numbers; a chart's are centred on them
         artist.set_transform(Affine2D().translate(-0.5, -0.5) + ax.transData)
@@ -308,7 +309,7 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
     _draw_axis(ax.yaxis, chart.y)
     ax.set_xlim(-0.5, columns - 0.5)
     ax.set_ylim(rows - 0.5, -0.5)
-    size = 9 if cells.percent else 8
+    size = 9 if cells.written else 8
     ax.tick_params(length=0, labelsize=size)
     ax.xaxis.label.set_fontsize(size + 0.5)
     ax.yaxis.label.set_fontsize(size + 0.5)
@@ -319,9 +320,16 @@ def _draw_map(ax: Axes, chart: Chart, cells: Heatmap) -> None:
     for row, column in cells.chosen:
         ax.add_patch(Rectangle((column - 0.44, row - 0.44), 0.88, 0.88, fill=False, edgecolor=CHOSEN, linewidth=1.8))
         ax.plot(column, row, "o", color="white", markeredgecolor="black", markersize=3.2)
-    ax.set_title(chart.heading, loc="left", fontsize=11 if cells.percent else 9.5)
-    if cells.scale:
+    ax.set_title(chart.heading, loc="left", fontsize=11 if cells.written else 9.5)
+    if cells.legend:
         beside = ax.inset_axes((1.0 + 0.35 / columns, 0, 0.35 / columns, 1))  # as high as the map
-        bar = ax.figure.colorbar(ax.collections[0], cax=beside, ticks=[0, 0.5, 1])
-        bar.set_label(cells.scale)
+        bar = ax.figure.colorbar(ax.collections[0], cax=beside)
+        marked = cells.scale.ticks
+        bar.set_ticks(cells.scale.fraction(marked).tolist(), labels=[cells.scale.text(value) for value in marked])
+        bar.set_label(cells.legend)
         bar.outline.set_visible(False)
+
+
+def _texts(cells: Heatmap) -> NDArray[np.str_]:
+    """What stands in the cells."""
+    return np.array([[cells.scale.text(value) for value in row] for row in cells.values])

@@ -18,10 +18,10 @@ def domain_profile(table: DensityTable) -> pd.DataFrame:
     ``agreement`` is Spearman's rank correlation of the domain's head densities with those over all domains: near 1
     the same heads are dense. NaN where the densities do not vary.
     """
-    overall = pd.Series(table.density.ravel())
+    overall = pd.Series(table.values.ravel())
     rows = []
     for domain in table.domains:
-        density = pd.Series(table.domain_density(domain).ravel())
+        density = pd.Series(table.domain_density(domain, signed=True).ravel())
         of_domain = table.rows[table.rows["domain"] == domain]
         varies = density.nunique() > 1 and overall.nunique() > 1
         rows.append(

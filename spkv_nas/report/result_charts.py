@@ -7,6 +7,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.measure import DENSITY
 from spkv_nas.report.axes import percent_axis, round_axis
 from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
 from spkv_nas.report.words import short, signed, versus_full
@@ -17,8 +18,11 @@ _SHAPES: dict[str, tuple[Shape, Tone, str]] = {
 _LAYOUT: tuple[Shape, Tone, str] = ("circle", "accent", "layout")
 
 
-def coverage_nll_chart(comparison: pd.DataFrame) -> Chart | None:
-    """Density coverage against the NLL increase, with one standard error; None where no row has both."""
+def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Chart | None:
+    """Coverage of what the ``noun`` says against the NLL increase, with one standard error.
+
+    None where no row has both.
+    """
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     if rows.empty:
         return None
@@ -49,7 +53,7 @@ def coverage_nll_chart(comparison: pd.DataFrame) -> Chart | None:
         "coverage-nll",
         "Does coverage predict the NLL?",
         "Coverage and NLL increase: " + "; ".join(words) + ".",
-        percent_axis("Density coverage, % of the reference's density"),
+        percent_axis(f"Coverage, % of all heads' {noun}"),
         round_axis("NLL increase over full attention, %", min(low, 0.0), max(high, 0.0), padded=True),
         tuple(marks),
         note="Lower is better. Bars: one standard error. Circles are layouts, the diamond is SP-KV, the square full "

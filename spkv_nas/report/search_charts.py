@@ -70,7 +70,7 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     predictors = (
         ("search-retrained-zero-shot", "zero_shot_delta_percent", "Zero-shot ΔNLL, %",
          "Does a score without training predict the retraining?", "Zero-shot and retrained ΔNLL"),
-        ("search-retrained-coverage", "coverage_percent", "Density coverage, %",
+        ("search-retrained-coverage", "coverage_percent", "Coverage, %",
          "Does coverage predict the retraining?", "Coverage and retrained ΔNLL"),
     )  # fmt: skip
     charts = []

@@ -14,8 +14,9 @@ from xml.etree.ElementTree import Element
 
 from markupsafe import Markup
 
+from spkv_nas.artifacts.measure import Measure
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Points, Rule, legend_marks
-from spkv_nas.report.colours import cividis
+from spkv_nas.report.colours import cividis, scale_stops
 from spkv_nas.report.labels import Label, chart_labels, margin
 
 LETTER = 6.6  # width of one letter of a label, on average
@@ -23,6 +24,8 @@ LINE = 15  # height of a label
 _FOOT = 48  # from the axes to the bottom, for ticks and title
 _GAP = 14.0  # above and to the right of the axes
 _WIDEST_MAP = 1048  # what the page has room for
+_MAP_LEFT = 58.0  # of its cells
+_SCALE = 220.0  # length of a colour scale
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,26 @@ def legend(chart: Chart) -> list[tuple[Markup, str]]:
                 _shape(group, mark, 17, 6, min(mark.size, 5))
         entries.append((_text(sample), mark.label))
     return entries
+
+
+def draw_scale(measure: Measure) -> Markup:
+    """The colours of a table's map, with their values."""
+    scale, what = measure.scale, f"{measure.title}, {measure.shown}"
+    root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t"})
+    _add(root, "title", f"Colour scale: {what}", id="scale-t")
+    width = _MAP_LEFT + _SCALE + 24
+    root.set("viewBox", f"0 0 {_px(width)} 54")
+    root.set("width", _px(width))
+    shades = _add(_add(root, "defs"), "linearGradient", id="cividis")
+    for percent, fill in scale_stops():
+        _add(shades, "stop", offset=f"{percent}%", stop_color=fill)
+    _add(root, "rect", x=_MAP_LEFT, y=4, width=_SCALE, height=12, rx=2, fill="url(#cividis)")
+    for value in scale.ticks:
+        x = _MAP_LEFT + _SCALE * float(scale.fraction(value))
+        _add(root, "line", class_="axis", x1=x, x2=x, y1=16, y2=20)
+        _add(root, "text", scale.text(value), class_="tick", x=x, y=32, text_anchor="middle")
+    _add(root, "text", what, class_="tick", x=_MAP_LEFT, y=49)
+    return _text(root)
 
 
 def _draw_axes(root: Element, frame: Frame) -> None:
@@ -219,36 +242,36 @@ def _shape(parent: Element, points: Points, x: float, y: float, size: float, **a
 
 def _draw_map(chart: Chart, cells: Heatmap) -> Element:
     columns, rows = len(cells.values[0]), len(cells.values)
-    size = float(min(46, max(24, _WIDEST_MAP // columns - 2))) if cells.percent else 14.0
-    step = size + (2 if cells.percent else 4)
-    left, top = (58.0, 4.0) if cells.percent else (20.0, 6.0)
-    width, height = left + columns * step + 4, top + rows * step + (20 if cells.percent else 18)
-    root = _root(chart, "map" if cells.percent else "small", "group", width, height)
+    size = float(min(46, max(24, _WIDEST_MAP // columns - 2))) if cells.written else 14.0
+    step = size + (2 if cells.written else 4)
+    left, top = (_MAP_LEFT, 4.0) if cells.written else (20.0, 6.0)
+    width, height = left + columns * step + 4, top + rows * step + (20 if cells.written else 18)
+    root = _root(chart, "map" if cells.written else "small", "group", width, height)
     root.set("data-map", str(columns))
-    root.set("width", _px(width if cells.percent else 1.4 * width))
-    if cells.percent:
+    root.set("width", _px(width if cells.written else 1.4 * width))
+    if cells.written:
         root.set("height", _px(height))
     for row, values in enumerate(cells.values):
         for column, value in enumerate(values):
             tip = cells.tips[row * columns + column] if cells.tips else ""
             group = _add(root, "g", role="img", aria_label=tip, **_at(0, row * columns + column, cells.tips))
-            _draw_cell(group, left + column * step, top + row * step, size, value, cells.percent,
+            _draw_cell(group, left + column * step, top + row * step, size, value, cells,
                        (row, column) in cells.chosen)  # fmt: skip
     for value, text in chart.x.ticks:
         _add(root, "text", text, class_="tick", x=left + value * step + size / 2, y=height - 5, text_anchor="middle")
     for value, text in chart.y.ticks:
-        _add(root, "text", text, class_="tick", x=left - 8 if cells.percent else 14, y=top + value * step + size / 2,
+        _add(root, "text", text, class_="tick", x=left - 8 if cells.written else 14, y=top + value * step + size / 2,
              dy=".35em", text_anchor="end")  # fmt: skip
     return root
 
 
-def _draw_cell(parent: Element, x: float, y: float, size: float, value: float, percent: bool, chosen: bool) -> None:
+def _draw_cell(parent: Element, x: float, y: float, size: float, value: float, cells: Heatmap, chosen: bool) -> None:
     if math.isnan(value):
         return
-    fill, ink = cividis(value)
+    fill, ink = cividis(float(cells.scale.fraction(value)))
     _add(parent, "rect", class_="cell", x=x, y=y, width=size, height=size, rx=2, fill=fill)
-    if percent:
-        _add(parent, "text", f"{100 * value:.0f}", class_="on-light" if ink == "#000" else "on-dark", x=x + size / 2,
+    if cells.written:
+        _add(parent, "text", cells.scale.text(value), class_="on-light" if ink == "#000" else "on-dark", x=x + size / 2,
              y=y + size / 2, dy=".35em", text_anchor="middle")  # fmt: skip
     if chosen:
         _add(parent, "rect", class_="chosen", x=x - 1, y=y - 1, width=size + 2, height=size + 2, rx=3)

@@ -35,12 +35,18 @@ class ComparisonRow:
 def facts(inputs: Inputs) -> list[tuple[str, str]]:
     """The four numbers at the top: (value, what it is)."""
     table = inputs.table
+    measure, factor = table.measure, table.measure.scale.factor
+    what, percent = f"mean {measure.noun}", " %"
+    if table.is_density:
+        what += f" at τ = {table.tau:g}"
+    elif not measure.is_share:
+        what, percent = f"{what}, {measure.shown}", ""
     shown = [
-        (f"{100 * table.mean:.1f} %", f"mean density at τ = {table.tau:g}, ± {100 * table.std:.1f} across heads"),
+        (f"{factor * table.mean:.1f}{percent}", f"{what}, ± {factor * table.std:.1f} across heads"),
         (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}"),
     ]
     if (best := widest_layout(inputs)) is not None:
-        shown.append((f"{100 * inputs.covered[best]:.1f} %", f"highest density coverage: {best}"))
+        shown.append((f"{100 * inputs.covered[best]:.1f} %", f"highest {measure.noun} coverage: {best}"))
     if inputs.comparison is not None and not (trained := contenders(inputs.comparison)).empty:
         winner = trained.iloc[0]
         if not math.isnan(winner["delta_nll_percent"]):
@@ -51,16 +57,16 @@ def facts(inputs: Inputs) -> list[tuple[str, str]]:
 
 
 def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
-    """The heads that the layout ``densest`` leaves out and that save most, alone: head, gain, density, its rank."""
+    """The heads that the layout ``densest`` leaves out and that save most, alone: head, gain, value, its rank."""
     if inputs.trust is None:
         return []
-    density = inputs.table.values
+    values = inputs.table.values
     return [
         (
             f"layer {head.layer}, KV head {head.kv_head}",
             f"{number(1000 * head.gain, 1)} ± {number(1000 * head.standard_error, 1)}",
-            number(density[head.layer, head.kv_head], 3),
-            str(1 + int((density > density[head.layer, head.kv_head]).sum())),
+            inputs.table.measure.exact(values[head.layer, head.kv_head]),
+            str(1 + int((values > values[head.layer, head.kv_head]).sum())),
         )
         for head in inputs.trust.missed[:_MOST_MISSED]
     ]
@@ -97,8 +103,8 @@ def domain_rows(table: DensityTable) -> list[tuple[str, ...]]:
             str(row["domain"]),
             number(row["num_tokens"], 0),
             number(row["num_documents"], 0) if row["num_documents"] else "—",
-            number(row["mean"], 3),
-            number(row["std"], 3),
+            table.measure.exact(row["mean"]),
+            table.measure.exact(row["std"]),
             number(row["agreement"], 2),
         )
         for _, row in domain_profile(table).iterrows()
