@@ -43,19 +43,25 @@ def test_harm_has_a_tick_of_its_own() -> None:
     assert [scale.text(value) for value in scale.ticks] == [f"{MINUS}10", "0", "3.1", "20"]
 
 
+def test_where_all_heads_do_harm_0_is_the_highest() -> None:
+    found = measure([[-0.002, -0.03]])
+    assert found.scale.text(-0.03) == f"{MINUS}30"
+    assert [found.scale.text(value) for value in found.scale.ticks] == [f"{MINUS}30", "0"]
+    assert found.scale.fraction(0.0) == pytest.approx(1.0, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("high", "shown", "text"),
     [
         (1.5, "nats per token", "1.5"),
         (0.001, "nats per token / 1,000", "1.0"),
         (0.00042, "nats per token / 1,000,000", "420"),
-        (0.0, None, "0"),
+        (0.0, "nats per token / 1,000,000", "0"),
     ],
 )
-def test_the_highest_gain_is_written_in_few_letters(high: float, shown: str | None, text: str) -> None:
+def test_the_highest_gain_is_written_in_few_letters(high: float, shown: str, text: str) -> None:
     found = measure([[high, 0.0]])
-    assert found.scale.text(high) == text
-    assert shown is None or found.shown == shown
+    assert (found.shown, found.scale.text(high)) == (shown, text)
 
 
 def test_scores_are_shares() -> None:

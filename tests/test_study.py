@@ -81,13 +81,13 @@ def test_the_study_runs_and_goes_on(
     first = runs / "tiny" / "signals" / "opening" / "density.csv"
     written = first.stat().st_mtime_ns
     run("tables")
-    assert not (out / "why-a-price.png").exists()  # it takes a table of each kind
+    assert not (out / "why-a-price-tiny.png").exists()  # it takes a table of each kind
     assert run("signals") == "0 cells left\n"  # the other reference is not prepared: left out
     assert first.stat().st_mtime_ns == written
     run("tables")
     assert "tiny, 50%, zero-shot: nothing" in (out / "README.md").read_text()
-    assert (out / "why-a-price.png").read_bytes().startswith(b"\x89PNG")
-    assert "](why-a-price.png)" in (out / "README.md").read_text()
+    assert (out / "why-a-price-tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert "](why-a-price-tiny.png)" in (out / "README.md").read_text()
     for command in ("zero-shot", "curves"):
         assert run(command) == "0 cells left\n"
     assert run("retrain", "--limit", "3") != "0 cells left\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -13,9 +13,8 @@ from signals import FROZEN, OPENING, PRICED, UNPRICED
 
 from spkv_nas.proposal.propose import MATCH_BUDGET
 from spkv_nas.report.axes import name_axis
-from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points, Rule, numbers
+from spkv_nas.report.chart import Axis, Chart, Line, Points, Rule, numbers
 
-FIGURE = "why-a-price"
 _ROWS = {UNPRICED: "no price", PRICED: "priced, trained", FROZEN: "priced, frozen"}
 _JOINED = 5  # of the heads that save most
 _LARGEST, _SMALLEST = 13.0, 2.5  # radius of a dot, whose area goes with the gain
@@ -24,23 +23,26 @@ _NOTHING = 1e-12  # nats per token
 Float = NDArray[np.float64]
 
 
-def price_figure(subjects: Sequence[Subject]) -> Panels | None:
-    """A panel per reference that has all the tables, at the plan's first budget; None if none has.
+def figure_name(reference: str) -> str:
+    """Of a reference's figure, and its files without their suffix."""
+    return f"why-a-price-{reference}"
+
+
+def price_figure(subject: Subject) -> Chart | None:
+    """The figure of a reference at the plan's first budget; None unless it has all the tables.
 
     Every table is taken at the threshold that keeps the budget's share of the keys.
     """
-    charts = []
-    for subject in subjects:
-        heads = subject.heads(subject.plan.budgets[0])
-        gains = Chooser(OPENING, OPENING).table(subject, heads)
-        tables = {title: Chooser(name, name, MATCH_BUDGET).table(subject, heads) for name, title in _ROWS.items()}
-        known = {title: table.values for title, table in tables.items() if table is not None}
-        if gains is not None and len(known) == len(tables):
-            charts.append(rank_chart(subject.name, gains.values, known, heads))
-    return Panels(FIGURE, tuple(charts), 1) if charts else None
+    heads = subject.heads(subject.plan.budgets[0])
+    gains = Chooser(OPENING, OPENING).table(subject, heads)
+    tables = {title: Chooser(name, name, MATCH_BUDGET).table(subject, heads) for name, title in _ROWS.items()}
+    known = {title: table.values for title, table in tables.items() if table is not None}
+    if gains is None or len(known) < len(tables):
+        return None
+    return rank_chart(subject.name, gains.values, known, heads)
 
 
-def rank_chart(name: str, gains: Float, tables: Mapping[str, Float], heads: int) -> Chart:
+def rank_chart(reference: str, gains: Float, tables: Mapping[str, Float], heads: int) -> Chart:
     """The ranks that the ``heads`` heads of the largest gains have in each table.
 
     Args:
@@ -56,7 +58,7 @@ def rank_chart(name: str, gains: Float, tables: Mapping[str, Float], heads: int)
     taken = [f"{title}\n{int((rank <= heads).sum())} of {heads}" for title, rank in zip(tables, ranks, strict=True)]
     ticks = tuple((float(rank), str(rank)) for rank in (1, *range(10, gains.size, 10)))
     return Chart(
-        name,
+        figure_name(reference),
         "Why keys have a price",
         f"Ranks of the {heads} heads that save most when opened alone.",
         Axis("Rank among all KV heads", 0, gains.size + 1, ticks),
@@ -66,7 +68,7 @@ def rank_chart(name: str, gains: Float, tables: Mapping[str, Float], heads: int)
             *(Line(path, rows, width=1.4, opacity=0.4) for path in paths[:_JOINED]),
             *(Points(path, rows, size=float(size)) for path, size in zip(paths, sizes, strict=True)),
         ),
-        heading=f"{name}: the {heads} heads that save most, opened alone",
+        heading=f"{reference}: the {heads} heads that save most, opened alone",
         width=560.0,
         height=200.0,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
-from figure import FIGURE, price_figure
+from figure import figure_name, price_figure
 from references import Subject
 from signals import COST, SECONDS
 from tables import (
@@ -33,7 +33,7 @@ _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
 
 
 def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
-    """Write every table that has rows as CSV to ``folder``, the figure, and all of them to its README.md."""
+    """Write every table that has rows as CSV to ``folder``, the figures, and all of them to its README.md."""
     there = [subject for subject in subjects if subject.note.is_file()]
     results = [one for subject in there for one in judged(subject)]
     deltas = delta_table(results)
@@ -45,14 +45,14 @@ def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
         "costs": cost_table(there),
         "curves": curve_table(there),
     }
-    figure = price_figure(there)
-    seen = [] if figure is None else ["## Where the heads that matter rank", f"![{_RANKS}]({FIGURE}.png)", _READING]
+    figures = [figure for figure in map(price_figure, there) if figure is not None]
+    seen = [_READING, *(f"![{figure.heading}]({figure.name}.png)" for figure in figures)] if figures else []
     page = "\n\n".join([_references(there), *seen, *_text(tables), _unfinished(missing(subjects, results))])
     file = folder / "README.md"
     above = read_text(file, "page").partition(MARKER)[0] if file.is_file() else "# The study\n\n"
-    pictures = [f"{FIGURE}.{suffix}" for suffix in ("png", "svg")]
+    pictures = [f"{figure_name(subject.name)}.{suffix}" for subject in subjects for suffix in ("png", "svg")]
     with replacing(folder, stale=[*(f"{name}.csv" for name in tables), *pictures]) as new:
-        if figure is not None:
+        for figure in figures:
             save_chart(new, figure)
         for name, rows in tables.items():
             if len(rows):
@@ -93,8 +93,8 @@ def _text(tables: dict[str, pd.DataFrame]) -> list[str]:
 
 
 _NOTED = {"chosen_on": "tokens chosen on", "judged_on": "tokens judged on", "judged_documents": "documents judged on"}
-_RANKS = "Ranks of the heads that save most, in density tables without a price and with one"
 _READING = (
+    "## Where the heads that matter rank\n\n"
     "Each dot is one of the heads that save most NLL when opened alone in a model of local heads, as many as the "
     "budget; its area is what it saves, lines follow the first five. No price and priced, trained, are the same branch "
     "without and with a price; every table is taken at the threshold that keeps the budget's share of the keys. Heads "

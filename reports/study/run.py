@@ -5,7 +5,7 @@
   zero-shot  layouts of all signals that are there by then, judged without training
   retrain    the same, retrained
   curves     steps, tokens, lengths and windows of the frozen lane
-  tables     CSV, figure and README.md from what is there, in no time
+  tables     CSV, figures and README.md from what is there, in no time
 
 Every cell of a table is a file below --runs that is written once and at once, so any command may be killed and given
 again. --only, --budget and --limit cut the work into slices; one process at a time works on a reference.

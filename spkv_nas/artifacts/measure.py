@@ -1,9 +1,9 @@
 """What the values of a table are: their name and unit, and how numbers are written and shaded wherever it is shown.
 
 Densities are shares, shaded from 0 to 1. Scores of another kind need not be: gains are in nats per token and signed,
-and a few of them, as of retrieval scores, are much larger than all others. These are shaded from the
-lowest (0 where none is below) to the highest, evenly near 0 and by the logarithm far from it (asinh), so that small
-ones can be told apart.
+and a few of them, as of retrieval scores, are much larger than all others. These are shaded from the lowest (0 where
+none is below) to the highest, evenly near 0 and by the logarithm far from it (asinh), so that small ones can be told
+apart.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numpy.typing import ArrayLike, NDArray
 from spkv_nas.artifacts.density_rows import NATS
 
 _FULL_RANGE = 0.5  # highest share from which on a scale goes from 0 to 1
-_EVEN = 0.05  # of the highest: up to about there a stretched scale is even
+_EVEN = 0.05  # of the largest value: up to about there a stretched scale is even
 _APART = 0.2  # of a scale, from which on two ticks do not touch
-_TINY = 1e-12
+_LEAST = 1e-6  # largest value: a scale of smaller ones would show rounding
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,19 @@ class Scale:
 
     @property
     def ticks(self) -> tuple[float, ...]:
-        """Values to mark: the ends, 0, and what lies between."""
-        even = _EVEN * self.high
-        between = even * math.sinh(math.asinh(1 / _EVEN) / 2) if self.is_stretched else self.high / 2
-        return (*((self.low,) if self.fraction(0.0) > _APART else ()), 0.0, between, self.high)
+        """Values to mark: 0, and what is far enough from it of the ends and the middle above 0."""
+        even, zero = _EVEN * self.largest, float(self.fraction(0.0))
+        middle = even * math.sinh(math.asinh(self.high / even) / 2) if self.is_stretched else self.high / 2
+        far = (value for value in (self.low, middle, self.high) if abs(self.fraction(value) - zero) > _APART)
+        return tuple(sorted((0.0, *far)))
+
+    @property
+    def largest(self) -> float:
+        """The farther end from 0."""
+        return max(self.high, -self.low)
 
     def _place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.arcsinh(values / (_EVEN * self.high)) if self.is_stretched else values
+        return np.arcsinh(values / (_EVEN * self.largest)) if self.is_stretched else values
 
 
 PERCENT = Scale()
@@ -84,12 +90,12 @@ class Measure:
         """Of a signal's values [L, Hkv]; ``unit`` is None for shares in [0, 1]."""
         if signal == DENSITY.noun:
             return DENSITY
-        low, high = min(0.0, float(values.min())), max(_TINY, float(values.max()))
+        low, high = min(0.0, float(values.min())), max(_LEAST, float(values.max()))
         if unit != NATS:
             scale = PERCENT if high >= _FULL_RANGE else Scale(low, high, is_stretched=True)
             meaning = f"The signal {signal}, in [0, 1]; higher for KV heads that need global attention."
             return cls(f"{signal} score", meaning, "share", "%", scale)
-        factor = 1000.0 ** max(0, math.ceil(-math.log(high, 1000)))  # so that the highest is at least 1
+        factor = 1000.0 ** max(0, math.ceil(-math.log(max(high, -low), 1000)))  # so that the largest is at least 1
         shown = unit if factor == 1 else f"{unit} / {factor:,.0f}"
         meaning = f"NLL that a KV head's global attention saves, as the signal {signal} measures it."
         return cls(f"{signal} gain", meaning, unit, shown, Scale(low, high, is_stretched=True, factor=factor))
@@ -105,15 +111,15 @@ class Measure:
         return self.noun[0].upper() + self.noun[1:]
 
     def exact(self, value: SupportsFloat) -> str:
-        """A value to a thousandth of the highest or so."""
+        """A value to a thousandth of the largest or so."""
         return self._written(value, 3)
 
     def rough(self, value: SupportsFloat) -> str:
-        """A value to a hundredth of the highest or so."""
+        """A value to a hundredth of the largest or so."""
         return self._written(value, 2)
 
     def _written(self, value: SupportsFloat, digits: int) -> str:
-        digits += max(0, -math.floor(math.log10(self.scale.high)))
+        digits += max(0, -math.floor(math.log10(self.scale.largest)))
         return f"{float(value):.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
