@@ -11,7 +11,6 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
-from spkv_nas.base.progress import Reporter
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.shape import check_size, check_tokens
 from spkv_nas.stages.common import Subject
@@ -94,11 +93,11 @@ class TestPasses:
     def test_logits_that_do_not_fit(
         self, folder: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 30)
+        monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 29)
         monkeypatch.setattr("spkv_nas.stages.common._BEYOND", 10**6)
         size = ("--model", folder, "--data", text, "--device", "cpu", "--block-size")
         message = fails(capsys, "evaluate", *size, "1000000")
-        assert "logits of 1 x 1000000 tokens, 300 for each: that takes at least 3.35 GiB" in message
+        assert "hidden states and logits of 1 x 1000000 tokens: that takes at least 756.14 MiB" in message
         assert "give a smaller --block-size" in message
 
     @pytest.mark.parametrize("command", ["evaluate", "probe"])
@@ -117,12 +116,6 @@ class TestPasses:
         with pytest.raises(UserError, match=r"logits of 8 x 64 tokens"):
             subject.load()
         subject.load(with_logits=False)
-
-    def test_many_are_announced(self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        said: list[str] = []
-        monkeypatch.setattr("spkv_nas.stages.common._ANNOUNCED", 1 << 10)
-        Subject.of(self.options(folder, text, 64), "", "measure").load(Reporter(announce=said.append))
-        assert "the logits of a batch take 750.00 KiB; less with a smaller --block-size" in said
 
     def test_tokens_that_the_model_does_not_have(
         self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,6 +12,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import block_tokens
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import evaluation_mode
 
 
@@ -24,18 +24,9 @@ class DocumentSums:
         self._total = np.zeros(len(blocks.documents))
         self._count = np.zeros(len(blocks.documents), dtype=np.int64)
 
-    def add(self, start: int, tokens: Tensor, logits: Tensor) -> None:
-        """``tokens`` int64 [B, T] of the blocks from ``start`` on, and their ``logits`` [B, T, V].
-
-        Block by block: the float32 copies of one block's logits stay in the cache.
-        """
-        losses = torch.stack(
-            [
-                F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
-                for block, ids in zip(logits, tokens, strict=True)
-            ]
-        )
-        owner = self._blocks.document[start : start + len(tokens), 1:].ravel()
+    def add(self, start: int, losses: Tensor) -> None:
+        """``losses`` [B, T - 1] of the blocks from ``start`` on, each one's first token left out."""
+        owner = self._blocks.document[start : start + len(losses), 1:].ravel()
         np.add.at(self._total, owner, losses.flatten().cpu().numpy().astype(np.float64))
         np.add.at(self._count, owner, 1)
 
@@ -67,7 +58,7 @@ def document_nll(
     with evaluation_mode(model):
         for start in range(0, blocks.num_blocks, batch_size):
             tokens = block_tokens(blocks, start, batch_size, model.device)
-            sums.add(start, tokens, model(input_ids=tokens, use_cache=False).logits)
+            sums.add(start, token_nll(model, tokens))
             if progress is not None:
                 progress(start + len(tokens), blocks.num_blocks)
     return sums.result()

@@ -36,6 +36,7 @@ from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.attention import LayerState, attention_layers
 from spkv_nas.model.checkpoint import checkpoint_hash
+from spkv_nas.model.loss import token_nll
 from spkv_nas.model.windows import full_attention, layout_windows
 
 COLUMNS = (
@@ -215,7 +216,7 @@ def score_windows(
             for i, windows in enumerate(ordered):
                 for state, own in zip(states, windows, strict=True):
                     state.windows = own
-                sums[i].add(first, tokens, decoder.logits(tokens, starts[i], _falling(starts[i + 1 :])))
+                sums[i].add(first, decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])))
                 step(len(tokens))
         passes = sum(decoder.share(start) for start in starts)
     return [each.result() for each in sums], passes
@@ -230,7 +231,7 @@ class _Resumable:
     """A model's forward pass that can start at any decoder layer, on a hidden state kept from an earlier pass.
 
     The layers' ``forward`` is replaced while ``of`` is open. Where the attention layers have no common list of
-    decoder layers, or such a pass gives other logits (layers that share more than hidden states), every pass is whole.
+    decoder layers, or such a pass gives another NLL (layers that share more than hidden states), every pass is whole.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -270,15 +271,15 @@ class _Resumable:
         """Share of the decoder layers that a pass from ``first`` on runs."""
         return 1.0 - first / len(self._layers) if first else 1.0
 
-    def logits(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
-        """[B, T, V] of ``tokens`` [B, T]; layers before ``first`` are left out, on the state that was kept for it.
+    def nll(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
+        """[B, T - 1] of ``tokens`` [B, T]; layers before ``first`` are left out, on the state that was kept for it.
 
         ``wanted``: the depths whose states to keep for later passes; of those below ``first`` it has them.
         """
         self._first, self._wanted = first, wanted
-        logits: Tensor = self._model(input_ids=tokens, use_cache=False).logits
+        losses = token_nll(self._model, tokens)
         self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in wanted}
-        return logits
+        return losses
 
     def _forward(
         self, depth: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
@@ -294,9 +295,9 @@ class _Resumable:
     def _check(self, tokens: Tensor) -> None:
         count = len(self._layers)
         depths = {1, count // 2, count - 1} - {0, count}
-        whole = self.logits(tokens, 0, depths)
+        whole = self.nll(tokens, 0, depths)
         try:
-            exact = all(torch.equal(self.logits(tokens, depth, depths), whole) for depth in depths)
+            exact = all(torch.equal(self.nll(tokens, depth, depths), whole) for depth in depths)
         except Exception:  # whatever a model does with what its layers return
             exact = False
         if not exact:

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -37,9 +36,9 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.loss import logit_bytes, mean_nll
 from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
-from spkv_nas.model.shape import vocabulary_size
 from spkv_nas.probing.gate_state import GateState
 
 DEFAULT_STEPS = 160
@@ -159,7 +158,7 @@ class _Learning:
         for tokens in parts:
             share = len(tokens) / total  # the last part may be smaller
             set_price(self._model, self.last_price * share)
-            loss = _loss(self._model, tokens) * share
+            loss = mean_nll(self._model, tokens) * share
             if not torch.isfinite(loss):
                 raise UserError(
                     f"the loss is {float(loss.detach())}\nthe model's weights are damaged or diverged, or its "
@@ -197,12 +196,6 @@ class _Learning:
         return saved.step
 
 
-def _loss(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Mean NLL of int64 [B, T] tokens, in float32."""
-    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
 def _cosine(step: int, steps: int) -> float:
     return _FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
@@ -217,14 +210,18 @@ def _without_embeddings(model: PreTrainedModel) -> int:
 def _passes(model: PreTrainedModel, length: int, wanted: int) -> tuple[int, bool]:
     """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
     config, item = model.config.get_text_config(), int(model.dtype.itemsize)
-    logits = length * vocabulary_size(model) * (2 * item + 8)  # and their gradient, and both in float32
-    layer = length * config.hidden_size * _PER_CHANNEL * item
+    entering = length * config.hidden_size * item  # of a layer
+    layer, num_layers = _PER_CHANNEL * entering, config.num_hidden_layers
     room = _ROOM * available_bytes(str(model.device))
-    fitting = int(room / (logits + config.num_hidden_layers * layer))
-    if fitting >= 1:
-        return min(wanted, fitting), False
-    again = logits + layer + config.num_hidden_layers * length * config.hidden_size * item
-    return min(wanted, max(1, int(room / again))), True
+
+    def fitting(block: int) -> int:
+        """Blocks that fit if each takes so many bytes beside its logits, of which there is one chunk at a time."""
+        sizes = {count: logit_bytes(model, count * length, learns=True) for count in range(1, wanted + 1)}
+        return max((count for count, logits in sizes.items() if logits + count * block <= room), default=0)
+
+    if whole := fitting(num_layers * layer):
+        return whole, False
+    return max(1, fitting(layer + num_layers * entering)), True
 
 
 @contextmanager

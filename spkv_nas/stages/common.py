@@ -18,7 +18,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import format_bytes
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.options import SubjectOptions
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 
 BATCH_SIZE = 8  # blocks of a pass, the default of what measures
-_ANNOUNCED = 1 << 30  # bytes from which on it is said what a pass takes
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # of an unfinished run
 _BEYOND = 16  # times a model's own length up to which blocks may be longer
 
@@ -158,9 +156,7 @@ class Subject:
             if part is not None:
                 check_tokens(model, part.largest_token)
         if with_logits:
-            taken = require_logits(model, min(BATCH_SIZE, blocks.num_blocks), length)
-            if taken > _ANNOUNCED:
-                reporter.announce(f"the logits of a batch take {format_bytes(taken)}; less with a smaller --block-size")
+            require_logits(model, min(BATCH_SIZE, blocks.num_blocks), length)
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
         return Measured(model, blocks, whole, text, saved, train)
 
@@ -191,19 +187,19 @@ def _check_positions(model: PreTrainedModel, block_size: int) -> None:
         )
 
 
-def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> int:
-    """Bytes of the logits of a batch, and of two float32 copies of one block's, of which the NLL is computed.
+def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> None:
+    """Check that a pass over so many blocks can be scored: its last hidden states, twice, and a chunk's logits.
 
     Raises:
         UserError: there is not so much memory.
     """
-    from spkv_nas.model.shape import vocabulary_size
+    from spkv_nas.model.loss import logit_bytes
 
-    one = block_size * vocabulary_size(model)
-    size = one * (num_blocks * int(model.dtype.itemsize) + 2 * 4)
-    what = f"logits of {num_blocks} x {block_size} tokens, {vocabulary_size(model)} for each"
+    tokens = num_blocks * block_size
+    hidden = tokens * int(model.config.get_text_config().hidden_size * model.dtype.itemsize)
+    what = f"hidden states and logits of {num_blocks} x {block_size} tokens"
+    size = 2 * hidden + logit_bytes(model, tokens)
     require(size, what, "give a smaller --block-size", device=model.device.type)
-    return size
 
 
 def model_name(source: str) -> str:

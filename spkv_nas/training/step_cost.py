@@ -2,7 +2,7 @@
 
 A step is ``blocks / micro_batch`` passes, forward and backward, and an update by AdamW. In float32, as training has it,
 weights, gradients and AdamW's two moments take 16 bytes per parameter; activations are the tensors that autograd keeps
-for the backward pass, and the logits, of which the loss makes two more float32 copies.
+for the backward pass, and the logits, a chunk of them at most, of which the loss makes two more float32 copies.
 
 A model that does not fit, or of which one pass would take too long to try, is estimated: 6 FLOPs per parameter and
 token and attention's, at half the speed of a matrix product measured here (``EFFICIENCY``).
@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.cost.formulas import attention_flops
+from spkv_nas.model.loss import chunk_tokens, loss_in_chunks
 from spkv_nas.model.shape import ModelSize, vocabulary_size
 
 MOST_SECONDS = 5.0  # of a pass that is tried
@@ -79,7 +80,7 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bflo
     optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=True)
 
     def train() -> None:
-        with autocast():
+        with autocast(), loss_in_chunks(model):
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
 
@@ -93,14 +94,15 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bflo
     passes = _median(train, device, first)
     optimizer.step()  # makes the moments
     update = _median(optimizer.step, device, 0.0)
-    num_blocks = shape[0]
+    num_blocks, vocabulary = shape[0], vocabulary_size(model)
+    copies = _LOGIT_COPIES * vocabulary * min(tokens.numel(), chunk_tokens(vocabulary))
     frozen = sum(parameter.numel() for parameter in model.parameters()) - sum(p.numel() for p in learning)
     return StepCost(
         pass_seconds=passes / num_blocks,
         forward_seconds=_median(forward, device, passes) / num_blocks,
         update_seconds=update,
         fixed_bytes=_TRAINED * sum(parameter.numel() for parameter in learning) + _FROZEN * frozen,
-        block_bytes=kept.num_bytes // num_blocks + _LOGIT_COPIES * shape[1] * vocabulary_size(model),
+        block_bytes=(kept.num_bytes + copies) // num_blocks,
         is_measured=True,
     )
 
@@ -110,13 +112,13 @@ def estimate(size: ModelSize, block_size: int, *, device: str, bfloat16: bool) -
     speed = EFFICIENCY * _matmul_speed(device, bfloat16=bfloat16)
     multiplied = size.num_parameters - size.num_looked_up
     forward = block_size * (2 * multiplied + attention_flops(size.heads, block_size)) / speed
-    per_token = size.heads.num_layers * 20 * size.hidden_size * 4 + size.vocabulary * (4 + _LOGIT_COPIES)
+    logits = min(block_size, chunk_tokens(size.vocabulary)) * size.vocabulary * (4 + _LOGIT_COPIES)
     return StepCost(
         pass_seconds=3 * forward,
         forward_seconds=forward,
         update_seconds=0.0,
         fixed_bytes=_TRAINED * size.num_parameters,
-        block_bytes=block_size * per_token,
+        block_bytes=block_size * size.heads.num_layers * 20 * size.hidden_size * 4 + logits,
         is_measured=False,
     )
 

@@ -32,6 +32,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
@@ -146,7 +147,7 @@ def _training_step(model: PreTrainedModel, tokens: Tensor, precision: torch.dtyp
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def call() -> None:
-        with torch.autocast(tokens.device.type, precision) if precision else nullcontext():
+        with loss_in_chunks(model), torch.autocast(tokens.device.type, precision) if precision else nullcontext():
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()

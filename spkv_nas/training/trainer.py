@@ -28,6 +28,7 @@ from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictor_parameters
+from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.weights import is_finite
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
@@ -118,7 +119,8 @@ class SPKVTrainer(Trainer):
         with self._reporter.bar(self._title) as self._shown.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            self.train(resume_from_checkpoint=str(newest) if newest else None)
+            with loss_in_chunks(self.model):
+                self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
         if interrupt.ended:
             raise Interrupted(signal.SIGTERM)  # it came to another process

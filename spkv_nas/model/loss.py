@@ -1,0 +1,239 @@
+"""Next-token losses a chunk of tokens at a time, so that the logits of all tokens are never there at once.
+
+They would be the largest tensor of a pass by far: 16,384 tokens of a vocabulary of 152 thousand take 10 GB in float32.
+A pass whose logits are no more than one chunk is computed in one piece, as the model does it.
+
+Logits of a chunk are made by the model's own forward pass, in which the decoder only hands back the last hidden states
+that it had computed: soft caps, scales and biases are the model's, whatever they are. PyTorch's
+``linear_cross_entropy``, liger-kernel and cut-cross-entropy take a weight and a bias in their place, and the latter two
+a GPU. Every pass has the logits of its last positions from the model itself; where a chunk gives others, the model does
+more than that, and all logits are made at once, with a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from spkv_nas.model.shape import vocabulary_size
+
+CHUNK_BYTES = 1 << 28  # of a chunk's logits in float32
+_NO_TARGET = -100  # a label that is not predicted
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens of a chunk, at least one, of a vocabulary of so many."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
+
+
+def logit_bytes(model: PreTrainedModel, num_tokens: int, *, learns: bool = False) -> int:
+    """Bytes at the peak of the logits of ``num_tokens`` and what a loss makes of them; ``learns``: with gradients."""
+    vocabulary, item = vocabulary_size(model), int(model.dtype.itemsize)
+    copies = (8 if learns else 4) + (4 if item < 4 else 0)  # in float32: log-softmax, its gradient, and the logits
+    return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
+
+
+def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """NLL of every token but a block's first: float32 [B, T - 1], in nats, of int64 ``tokens`` [B, T].
+
+    Warns:
+        UserWarning: there are several chunks, but all logits had to be made at once.
+    """
+    if (decoder_pass := _large_pass(model, tokens)) is not None:
+        return decoder_pass.losses(tokens[:, 1:], model)
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return torch.stack(  # block by block: the float32 copies of one stay in the processor's cache
+        [
+            F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
+            for block, ids in zip(logits, tokens, strict=True)
+        ]
+    )
+
+
+def mean_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The mean of ``token_nll``, with gradients. Warns as it does."""
+    if (decoder_pass := _large_pass(model, tokens)) is not None:
+        return decoder_pass.total(tokens[:, 1:], model) / tokens[:, 1:].numel()
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@contextmanager
+def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
+    """Inside the ``with`` block, passes with ``labels`` compute their loss in chunks where there are several.
+
+    The model asks for it within its own forward pass, which is what DDP and FSDP2 need, and still adds what it adds to
+    it by itself, as mixtures of experts do.
+
+    Warns:
+        UserWarning: as ``token_nll``.
+    """
+    own, before = model.loss_function, vars(model).get("_loss_function")
+    running: list[tuple[_DecoderPass, dict[str, Any]]] = []
+    trusted = True
+
+    def begin(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        running.clear()
+        labels = kwargs.get("labels")
+        if labels is None or not trusted or not _is_large(model, labels) or not _keeps_some(model, own):
+            return None
+        running.append((_DecoderPass(model), {**kwargs, "labels": None}))
+        return args, {**kwargs, "logits_to_keep": 1}
+
+    def loss(logits: Tensor, labels: Tensor, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
+        nonlocal trusted
+        if running:
+            decoder_pass, arguments = running.pop()
+            if decoder_pass.makes(logits, model.forward):
+                count = (labels[:, 1:] != _NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
+                total = decoder_pass.total(labels[:, 1:], model.forward)
+                return total / torch.as_tensor(count, device=total.device)
+            trusted = False
+            logits = model.forward(**arguments).logits
+        result: Tensor = own(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        return result
+
+    hook = model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.loss_function = loss
+    try:
+        yield
+    finally:
+        hook.remove()
+        del model._loss_function
+        if before is not None:
+            model.loss_function = before
+
+
+class _DecoderPass:
+    """Watches the next pass of a model's decoder, and makes logits of the last hidden states that it ends with.
+
+    Its methods take ``forward``: the model, or the model's ``forward`` inside a pass, where hooks must not run again.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._decoder = model.get_decoder()
+        self._output: Any = None
+        self._hook = self._decoder.register_forward_hook(self._see)
+
+    def _see(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
+        self._output = output
+        self._hook.remove()
+
+    def makes(self, last: Tensor, forward: Callable[..., Any]) -> bool:
+        """Whether the pass's own logits [B, 1, V] of the last positions come of the last hidden states alone; warns."""
+        self._hook.remove()
+        hidden = getattr(self._output, "last_hidden_state", None)
+        if hidden is not None:
+            with torch.no_grad():
+                again = self._logits(hidden[:, -1:], forward)
+            if torch.allclose(again.float(), last.float(), rtol=0.0, atol=0.0, equal_nan=True):
+                return True
+        _warn(self._model)
+        return False
+
+    def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+        """float32 [B, T - 1] of int64 ``targets`` [B, T - 1], the tokens after all hidden states but a block's last."""
+        return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view_as(targets)
+
+    def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+        """The sum of ``losses``, with gradients: those of a chunk are computed with it, and its logits not made twice.
+
+        The weights' are summed in float32.
+        """
+        if not torch.is_grad_enabled():
+            return self.losses(targets, forward).sum()
+        learning = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        sums: dict[int, Tensor] = {}  # of the gradients of those that the logits depend on
+        of_hidden, total = [], torch.zeros((), device=targets.device)
+        hidden = self._output.last_hidden_state
+        for states, ids in self._chunks(targets):
+            own = states.detach().requires_grad_()
+            loss = self._loss(own, ids, forward).sum()
+            first, *others = torch.autograd.grad(loss, [own, *learning], allow_unused=True)
+            total += loss.detach()
+            of_hidden.append(first)
+            for number, gradient in enumerate(others):
+                if gradient is not None:
+                    sums[number] = gradient.float() if number not in sums else sums[number].add_(gradient)
+        inputs = [learning[number] for number in sums]
+        gradients = [gradient.to(parameter.dtype) for parameter, gradient in zip(inputs, sums.values(), strict=True)]
+        of_all = F.pad(torch.cat(of_hidden).view(*targets.shape, -1), (0, 0, 0, 1))  # zeros for the last positions
+        result: Tensor = _Loss.apply(total, [of_all, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
+        return result
+
+    def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Last hidden states [n, C] and the tokens [n] that follow them, chunk by chunk."""
+        size = chunk_tokens(vocabulary_size(self._model))
+        hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
+        return zip(torch.split(hidden, size), torch.split(targets.flatten(), size), strict=True)
+
+    def _loss(self, hidden: Tensor, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
+        """float32 [n] of a chunk."""
+        logits = self._logits(hidden[None], forward)[0]
+        return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=_NO_TARGET)
+
+    def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
+        """[B, T, V] of last hidden states [B, T, C]."""
+        before = vars(self._decoder).get("forward")
+        answer = type(self._output)(last_hidden_state=hidden)
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self._model.device)  # only their shape counts
+        self._decoder.forward = lambda *_args, **_kwargs: answer
+        try:
+            logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
+            return logits
+        finally:
+            del self._decoder.forward
+            if before is not None:
+                self._decoder.forward = before
+
+
+class _Loss(torch.autograd.Function):
+    """A number with the gradients that it is known to have."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Any:
+        return None, None, *(gradient * grad[0] for gradient in ctx.saved_tensors)
+
+
+def _large_pass(model: PreTrainedModel, tokens: Tensor) -> _DecoderPass | None:
+    """The pass over ``tokens`` [B, T], if there are several chunks and it can give them."""
+    if not _is_large(model, tokens) or not _keeps_some(model):
+        return None
+    decoder_pass = _DecoderPass(model)
+    last = model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
+    return decoder_pass if decoder_pass.makes(last, model) else None
+
+
+def _is_large(model: PreTrainedModel, tokens: Tensor) -> bool:
+    return tokens.numel() > chunk_tokens(vocabulary_size(model))
+
+
+def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss) -> bool:
+    """Whether the model can be asked for logits of some positions alone, and a loss is the usual one; warns if not."""
+    can = loss is ForCausalLMLoss and "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    if not can:
+        _warn(model)
+    return can
+
+
+def _warn(model: PreTrainedModel) -> None:
+    warnings.warn(
+        f"{type(model).__name__} makes its logits in a way of its own: those of all tokens of a pass are made at once, "
+        "which takes much memory",
+        stacklevel=4,
+    )

@@ -1,0 +1,265 @@
+"""Losses in chunks: what the model's whole logits give, by every kind of head, without ever having them."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import FAMILIES, make_layouts, tiny_model, weights, write_project
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from spkv_nas import GateConfig
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.model import loss
+from spkv_nas.model.loss import logit_bytes, loss_in_chunks, mean_nll, token_nll
+from spkv_nas.probing.priced import learn_gates
+from spkv_nas.training.corpus import load_corpus
+from spkv_nas.training.dense import train_dense
+from spkv_nas.training.recipe import Recipe
+
+VOCABULARY, CHUNK = 97, 10
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "soft cap": ("gemma3_text", {"final_logit_softcapping": 2.0}),
+    "divided": ("granite", {"logits_scaling": 7.0}),
+    "multiplied": ("cohere2", {"logit_scale": 5.0}),
+    "bias": ("phi", {}),
+    "loss of experts": ("mixtral", EXPERTS),
+    "exaone4": ("exaone4", {}),
+    "olmo3": ("olmo3", {}),
+    "ministral": ("ministral", {"head_dim": 8}),
+}
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (3, 17), generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def in_chunks(model: PreTrainedModel, size: int = CHUNK) -> Iterator[None]:
+    """Inside the ``with`` block a chunk has ``size`` tokens, and the head may be given no more at once."""
+
+    def check(_head: object, args: tuple[Tensor]) -> None:
+        assert args[0].shape[:-1].numel() <= size
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(check)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "CHUNK_BYTES", size * 4 * model.config.get_text_config().vocab_size)
+        yield
+    hook.remove()
+
+
+def reference(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view(len(tokens), -1)
+
+
+def gradients(model: PreTrainedModel, value: Tensor) -> dict[str, Tensor]:
+    """Of every parameter that has one; those of the model are taken away."""
+    value.backward()  # type: ignore[no-untyped-call]
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_equal(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(mine[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("head", HEADS)
+class TestHeads:
+    def model(self, head: str) -> PreTrainedModel:
+        family, options = HEADS[head]
+        model = tiny_model(family, **options)
+        if head == "bias":
+            torch.nn.init.normal_(model.lm_head.bias)
+        return model
+
+    def test_nll(self, head: str, tokens: Tensor) -> None:
+        model = self.model(head)
+        expected = reference(model, tokens)
+        with in_chunks(model), torch.inference_mode():
+            torch.testing.assert_close(token_nll(model, tokens), expected)
+        theirs = gradients(model, expected.mean())
+        with in_chunks(model):
+            assert_equal(gradients(model, mean_nll(model, tokens)), theirs)
+
+    @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 70}], ids=["mean", "of a larger batch"])
+    def test_training(self, head: str, options: dict[str, Any], tokens: Tensor) -> None:
+        model = self.model(head)
+        labels = tokens.clone()
+        labels[1, :12] = -100
+        expected = model(input_ids=tokens, labels=labels, **options).loss
+        theirs = gradients(model, expected)
+        with in_chunks(model), loss_in_chunks(model):
+            found = model(input_ids=tokens, labels=labels, **options).loss
+            torch.testing.assert_close(found, expected)
+            assert_equal(gradients(model, found), theirs)
+        assert "_loss_function" not in vars(model)
+        assert not model._forward_pre_hooks
+        assert not model.get_decoder()._forward_hooks
+
+
+def test_one_chunk_is_the_models_own_pass(tokens: Tensor) -> None:
+    model = tiny_model()
+    expected = reference(model, tokens)
+    assert torch.equal(token_nll(model, tokens), expected)
+    whole = model(input_ids=tokens, labels=tokens)
+    with loss_in_chunks(model):
+        found = model(input_ids=tokens, labels=tokens)
+    assert torch.equal(found.loss, whole.loss)
+    assert torch.equal(found.logits, whole.logits)
+
+
+def test_gradients_of_weights_in_bfloat16_are_summed_in_float32(tokens: Tensor) -> None:
+    """Sixteen chunks; autocast would hand all of them one copy of the head."""
+    model = tiny_model()
+    exact = gradients(model, model(input_ids=tokens, labels=tokens).loss)["lm_head.weight"]
+    errors = []
+    for size in (3, 1 << 20):
+        with torch.autocast("cpu", torch.bfloat16), in_chunks(model, size), loss_in_chunks(model):
+            value = model(input_ids=tokens, labels=tokens).loss
+        errors.append(float((gradients(model, value)["lm_head.weight"] - exact).norm() / exact.norm()))
+    assert 0.0 < errors[0] < 1.1 * errors[1] < 0.05
+
+
+class OfTokens(LlamaForCausalLM):
+    """Its logits are not of the last hidden states alone."""
+
+    def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **{**kwargs, "labels": None})
+        output.logits = output.logits + input_ids[:, -logits_to_keep:, None] / VOCABULARY * torch.arange(VOCABULARY)
+        if (labels := kwargs.get("labels")) is not None:
+            output.loss = self.loss_function(output.logits, labels, VOCABULARY)
+        return output
+
+
+class OfAllTokens(LlamaForCausalLM):
+    """It has no choice of positions."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("kind", [OfTokens, OfAllTokens])
+def test_other_models_make_all_logits_and_say_so(kind: type, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kind(tiny_model().config).eval()
+    expected, trained = reference(model, tokens), model(input_ids=tokens, labels=tokens).loss
+    monkeypatch.setattr(loss, "CHUNK_BYTES", CHUNK * 4 * VOCABULARY)
+    with pytest.warns(UserWarning, match=f"{kind.__name__} makes its logits in a way of its own: .* at once"):
+        assert torch.equal(token_nll(model, tokens), expected)
+    theirs = gradients(model, trained)
+    with loss_in_chunks(model):
+        with pytest.warns(UserWarning, match="at once"):
+            first = model(input_ids=tokens, labels=tokens).loss
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            second = model(input_ids=tokens, labels=tokens).loss
+    for found in (first, second):
+        assert torch.equal(found, trained)
+        assert_equal(gradients(model, found), theirs)
+
+
+class TestWhoComputesLosses:
+    def test_scores_that_resume_in_the_middle(self, blocks: TokenBlocks) -> None:
+        layouts = [None, *make_layouts("a", "b", "c").values()]
+        model = tiny_model(vocab_size=300)
+        whole = zero_shot(model, layouts, blocks)
+        with in_chunks(model, 20):
+            parts = zero_shot(model, layouts, blocks)
+        for one, other in zip(whole, parts, strict=True):
+            assert one.total == pytest.approx(other.total, rel=1e-5)
+
+    def test_gates_that_learn(self, blocks: TokenBlocks) -> None:
+        found = []
+        for size in (1 << 20, 20):
+            model = tiny_model(vocab_size=300)
+            with in_chunks(model, size):
+                learn_gates(model, blocks, GateConfig(window=4, target_density=0.3), steps=3, step_tokens=96)
+            found.append({name: p for name, p in model.named_parameters() if "utility_predictor" in name})
+        assert all(torch.allclose(found[1][name], p, atol=1e-5) for name, p in found[0].items())
+
+    def test_training(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As in test_distributed, where every process computes its loss in chunks."""
+        recipe = Recipe.read(write_project(tmp_path / "project"))
+        corpus = load_corpus(recipe, tmp_path / "project", tmp_path)
+        finals = [train_dense(recipe, corpus, tmp_path / "whole")]
+        monkeypatch.setattr(loss, "CHUNK_BYTES", 20 * 4 * len(corpus.tokenizer))
+        finals.append(train_dense(recipe, corpus, tmp_path / "chunks"))
+        logged = [pd.read_csv(folder / "train-log.csv")["loss"].to_numpy() for folder in finals]
+        assert logged[1] == pytest.approx(logged[0], rel=1e-5)
+        whole, parts = (weights(folder)["lm_head.weight"] for folder in finals)
+        assert not torch.equal(whole, parts)
+        assert torch.allclose(whole, parts, atol=1e-4)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of new tensors that are there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor._is_view():
+                self._see(tensor.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address and address not in self._known:
+            self._known.add(address)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._forget, address, size)
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["inference", "learning"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no weight of the head learns; 15 % for the rest of the model, which is tiny."""
+    model = tiny_model(vocab_size=20000, max_position_embeddings=500, hidden_size=8, num_hidden_layers=1).to(dtype)
+    model.get_input_embeddings().requires_grad_(False)
+    model.get_output_embeddings().requires_grad_(False)
+    tokens = torch.zeros(1, 500, dtype=torch.long)
+    most = []
+    for size in (50, 500):
+        monkeypatch.setattr(loss, "CHUNK_BYTES", size * 4 * 20000)
+        with Live() as live, torch.set_grad_enabled(learns):
+            value = mean_nll(model, tokens) if learns else token_nll(model, tokens)
+            if learns:
+                value.backward()  # type: ignore[no-untyped-call]
+        assert live.most == pytest.approx(logit_bytes(model, 500, learns=learns), rel=0.15)
+        most.append(live.most)
+    assert most[1] > 8 * most[0]
+
+
+def test_a_chunk_has_a_token(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    expected = reference(model, tokens)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 1)
+    torch.testing.assert_close(token_nll(model, tokens), expected)
