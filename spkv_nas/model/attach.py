@@ -80,7 +80,7 @@ def detach(model: PreTrainedModel) -> None:
         attn_implementation, handle, caches = before
         handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
-        model.config.use_cache = caches[0]
+        model.config.get_text_config().use_cache = caches[0]
         if getattr(model, "generation_config", None):
             model.generation_config.use_cache = caches[1]
         del model._spkv_before
@@ -145,9 +145,10 @@ def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
     """Model-wide part of hooking: refuse attention weights, generate without a cache, remember what was there."""
     handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
     generation = getattr(model, "generation_config", None)
-    caches = (model.config.use_cache, generation.use_cache if generation else None)
+    text = model.config.get_text_config()  # of a model that also sees images, the part that has a cache
+    caches = (text.use_cache, generation.use_cache if generation else None)
     model._spkv_before = (attn_implementation, handle, caches)
-    model.config.use_cache = False
+    text.use_cache = False
     if generation:
         generation.use_cache = False
 
@@ -171,7 +172,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
         with evaluation_mode(model), watch_calls() as calls:
-            model(input_ids=tokens, use_cache=False)
+            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
     except UserError:
         raise
     except Exception as error:

@@ -291,7 +291,7 @@ def _mask_function(
             "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
             "ignore: leave position_ids out"
         )
-    if attention_mask is None:
+    if attention_mask is None or attention_mask.is_meta:  # which has no numbers to read
         return None
     real = attention_mask[:, -q_length:].bool()
     return None if bool(real.all()) else real

@@ -9,6 +9,7 @@ one whose logit is infinite: +inf keeps every key (global), -inf none (local).
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class UtilityPredictor(nn.Module):
 
         ``sinks`` says that the first token is that of a sequence, so that the first ``GateConfig.sinks`` are kept.
         """
-        with torch.autocast(device_type=hidden_states.device.type, enabled=False):
+        with _without_autocast(hidden_states.device.type):
             hidden = hidden_states.to(self.down.weight.dtype)
             if self.up is not None:
                 hidden = self.up(hidden)
@@ -77,6 +78,11 @@ class UtilityPredictor(nn.Module):
             if letter in _FIXED:
                 logits[:, head] = _FIXED[letter]
         return logits
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """The device meta has no autocast to switch off."""
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class FixedGates(nn.Module):
