@@ -82,7 +82,7 @@ class TestLearning:
         found = []
         for free in (1 << 40, 3_000_000, 1):
             monkeypatch.setattr(priced, "available_bytes", lambda _, free=free: free)
-            found.append(priced._passes(model, 32, 8))
+            found.append(priced._passes(model, GATES, 32, 8))
         assert found[0] == (8, False)
         assert 1 <= found[1][0] < 8
         assert found[2] == (1, True)

@@ -9,13 +9,12 @@ from helpers import fails, make_table, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.shape import HeadShape
+from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import read_size, save
-from spkv_nas.model.shape import ModelSize
 from spkv_nas.stages.options import ProbeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.stages.plan import plan_of
 from spkv_nas.stages.train import train
@@ -79,7 +78,7 @@ class TestModelSize:
         save(model, tiny_tokenizer, tmp_path)  # type: ignore[arg-type]
         size = read_size(tmp_path)
         assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-        assert size.num_looked_up == (0 if tied else 97 * 32)
+        assert size.num_multiplied == size.num_parameters - (0 if tied else 97 * 32)
         assert size.without_embeddings == sum(parameter.numel() for parameter in model.model.layers.parameters()) + 32
         assert (size.heads.grid, size.hidden_size, size.positions) == ((4, 2), 32, 128)
 
@@ -183,7 +182,8 @@ def test_times_as_text(seconds: float, text: str) -> None:
 def size_of(layers: int, width: int, positions: int | None = 4096) -> ModelSize:
     """A model of ``layers`` layers, 12 width^2 parameters each, and 32,000 tokens."""
     heads = HeadShape(layers, max(1, width // 64), max(1, width // 256), 64)
-    return ModelSize(heads, 12 * layers * width**2 + 64000 * width, 32000 * width, width, 32000, positions)
+    body = 12 * layers * width**2
+    return ModelSize(heads, body + 64000 * width, body, width, 4 * width, 32000, positions, num_full=layers)
 
 
 class TestFirstRecipe:

@@ -39,6 +39,10 @@ class GateConfig(BaseModel):
         None, description="one row per attention layer: S self-pruned, G global, L local; None: all S"
     )
 
+    def width(self, model_size: int) -> int:
+        """Width of the predictor's hidden layer in a model of so many channels."""
+        return self.hidden_size or max(1, model_size // 2)
+
     @model_validator(mode="before")
     @classmethod
     def _at_the_threshold(cls, data: Any) -> Any:

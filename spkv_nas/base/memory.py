@@ -13,12 +13,18 @@ import psutil
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
+CHUNK_BYTES = 1 << 28  # of the logits, in float32, that are made at once
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 _FILES = {  # limit and use, by the controllers' field in /proc/self/cgroup: version 2 has none, version 1 names them
     "": ("memory.max", "memory.current"),
     "memory": ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 }
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens, at least one, whose logits over a vocabulary of so many are made at once."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def available_bytes(device: str = "cpu") -> int:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from spkv_nas.artifacts.shape import Shape
+from spkv_nas.artifacts.shape import ModelSize, Shape
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import check_dtype, choose_dtype
 from spkv_nas.base.errors import UserError, first_line
@@ -32,7 +31,7 @@ from spkv_nas.base.memory import require
 from spkv_nas.model.own_type import stock_class
 from spkv_nas.model.restore import restoring_class
 from spkv_nas.model.section import saved_layers
-from spkv_nas.model.shape import ModelSize, check_counts, check_size, config_shape
+from spkv_nas.model.shape import check_counts, check_size, config_size
 from spkv_nas.model.weights import INDEX, check_files, check_loaded, check_room, index_names, quiet_report
 
 
@@ -263,27 +262,24 @@ def read_size(path_or_id: str | Path) -> ModelSize:
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = _read_config(source, what)
     with _as_user_error(what):
-        return ModelSize.of(config)
+        check_counts(config.to_dict(), what)
+        return config_size(config)
 
 
 def read_shape(path_or_id: str | Path) -> Shape:
     """What cost depends on in a decoder, from its config alone: a model folder, an id, or a config file.
 
-    Its parameters are counted on the meta device, without embeddings and predictors.
+    Its parameters are counted without embeddings and predictors.
 
     Raises:
         UserError: nothing there, an unsupported class, or a mixture of experts, whose tokens use only a part of N.
     """
-    source = str(resolve(path_or_id))
-    config = _read_config(source, f"model {source}")
-    with _as_user_error(f"model {source}"):
-        check_counts(config.to_dict(), f"model {source}")
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    if any(".experts." in name for name, _ in model.named_parameters()):
+    size = read_size(path_or_id)
+    check_dense(size, str(path_or_id))
+    return size.shape
+
+
+def check_dense(size: ModelSize, source: str) -> None:
+    """Raise ``UserError`` for a mixture of experts, whose tokens use only a part of its parameters."""
+    if size.is_mixture:
         raise UserError(f"model {source} is a mixture of experts; cost is known for dense decoders")
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
-    return Shape(
-        num_parameters=sum(p.numel() for p in model.parameters() if p not in outside), **asdict(config_shape(config))
-    )

@@ -36,7 +36,7 @@ class UtilityPredictor(nn.Module):
     def __init__(self, model_size: int, row: str, config: GateConfig) -> None:
         """``row`` says which KV heads of the layer have a gate, as in ``GateConfig.heads``."""
         super().__init__()
-        hidden_size = config.hidden_size or max(1, model_size // 2)
+        hidden_size = config.width(model_size)
         linear = config.predictor == "linear"
         self.up = None if linear else nn.Linear(model_size, hidden_size)
         self.mix = None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from spkv_nas.artifacts.shape import HeadShape
+from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
+from spkv_nas.model.gates import predictor_parameters
 
 MOST_LAYERS = 1000  # several times as many as any decoder has; a million would be built one by one
 _MOST_EXPERTS = 100_000
@@ -33,46 +33,44 @@ def config_shape(config: PreTrainedConfig) -> HeadShape:
     )
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """How large a decoder is.
+def config_size(config: PreTrainedConfig) -> ModelSize:
+    """How large the decoder is that ``config`` describes, counted on the device "meta"."""
+    with torch.device("meta"):
+        return model_size(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
 
-    Attributes:
-        heads: its layers and heads.
-        num_parameters: of the whole model.
-        num_looked_up: those of them in an input embedding of its own, of which a token takes a row alone.
-        hidden_size: channels of a token.
-        vocabulary: tokens V that it has logits of.
-        positions: tokens that it was made for; None where the config does not say.
-    """
 
-    heads: HeadShape
-    num_parameters: int
-    num_looked_up: int
-    hidden_size: int
-    vocabulary: int
-    positions: int | None
+def model_size(model: PreTrainedModel) -> ModelSize:
+    """How large a decoder is, predictors aside."""
+    text = model.config.get_text_config()
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
+    gates = predictor_parameters(model)
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * int(text.num_hidden_layers)
+    positions = getattr(text, "max_position_embeddings", None)
+    return ModelSize(
+        config_shape(model.config),
+        sum(parameter.numel() for parameter in model.parameters() if parameter not in gates),
+        sum(parameter.numel() for parameter in _body(model).parameters() if parameter not in outside | gates),
+        hidden_size=int(text.hidden_size),
+        intermediate_size=_ffn_width(text),
+        vocabulary=vocabulary_size(model),
+        positions=positions if isinstance(positions, int) else None,
+        num_full=sum(kind == "full_attention" for kind in kinds),
+        own_window=int(text.sliding_window) if "sliding_attention" in kinds else 0,
+        is_mixture=any(".experts." in name for name, _ in model.named_parameters()),
+    )
 
-    @property
-    def without_embeddings(self) -> int:
-        """N, the parameters of layers and norms."""
-        return self.num_parameters - self.num_looked_up - self.vocabulary * self.hidden_size
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> ModelSize:
-        """Of the decoder that ``config`` describes, counted on the device "meta"."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-        rows, logits = model.get_input_embeddings().weight, model.get_output_embeddings()
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return cls(
-            config_shape(config),
-            sum(parameter.numel() for parameter in model.parameters()),
-            0 if logits is not None and logits.weight is rows else rows.numel(),
-            int(config.get_text_config().hidden_size),
-            vocabulary_size(model),
-            positions if isinstance(positions, int) else None,
-        )
+def _body(model: PreTrainedModel) -> nn.Module:
+    """The layers with what is between them, without a part that sees images."""
+    body: nn.Module = model.get_decoder()
+    return body
+
+
+def _ffn_width(text: PreTrainedConfig) -> int:
+    """Channels of the widest FFN; four times the model's where its config does not say, as of old."""
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return max(width) if isinstance(width, list) else int(width)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

@@ -31,22 +31,23 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
+from spkv_nas.cost.memory import PassMemory, fitting_pass
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.loss import logit_bytes, mean_nll
+from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.model.shape import model_size
 from spkv_nas.probing.gate_state import GateState
 
 DEFAULT_STEPS = 160
 STEP_TOKENS = 2048
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
-_ROOM = 0.5  # share of the free memory that a pass may take
-_PER_CHANNEL = 34  # values of a layer by channel of a token; arXiv 2205.05198 counts 34 bytes, so rather too many
+ROOM = 0.5  # share of the free memory that a pass may take
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ def learn_gates(
         raise UserError("there is no text for gates to learn on")
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     attach_gates(model, config, seed=seed)
-    rate = learning_rate or predictor_learning_rate(_without_embeddings(model))
+    rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)
     learning = _Learning(model, config, rate, steps)
     with _only_predictors_learn(model), evaluation_mode(model):
-        together, recomputes = _passes(model, blocks.block_size, size)
+        together, recomputes = _passes(model, config, blocks.block_size, size)
         first = learning.restore(state)
         batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
         with _recomputed(model) if recomputes else nullcontext():
@@ -200,28 +201,10 @@ def _cosine(step: int, steps: int) -> float:
     return _FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
 
 
-def _without_embeddings(model: PreTrainedModel) -> int:
-    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
-    outside |= predictor_parameters(model)
-    return sum(parameter.numel() for parameter in model.parameters() if parameter not in outside)
-
-
-def _passes(model: PreTrainedModel, length: int, wanted: int) -> tuple[int, bool]:
+def _passes(model: PreTrainedModel, gates: GateConfig, length: int, wanted: int) -> tuple[int, bool]:
     """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
-    config, item = model.config.get_text_config(), int(model.dtype.itemsize)
-    entering = length * config.hidden_size * item  # of a layer
-    layer, num_layers = _PER_CHANNEL * entering, config.num_hidden_layers
-    room = _ROOM * available_bytes(str(model.device))
-
-    def fitting(block: int) -> int:
-        """Blocks that fit if each takes so many bytes beside its logits, of which there is one chunk at a time."""
-        sizes = {count: logit_bytes(model, count * length, learns=True) for count in range(1, wanted + 1)}
-        return max((count for count, logits in sizes.items() if logits + count * block <= room), default=0)
-
-    if whole := fitting(num_layers * layer):
-        return whole, False
-    return max(1, fitting(layer + num_layers * entering)), True
+    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates)
+    return fitting_pass(memory, length, wanted, ROOM * available_bytes(str(model.device)))
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spkv_nas.artifacts.gate_config import suitable_window
+from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_yaml, yaml_line
 from spkv_nas.cost.ladder import peak_learning_rate, predictor_learning_rate
-from spkv_nas.model.shape import ModelSize
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.text_size import TextSize

@@ -16,13 +16,14 @@ import torch
 from spkv_kernels.timing import device_name
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
 from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load, load_tokenizer, read_size, resolve
-from spkv_nas.model.shape import ModelSize
+from spkv_nas.model.shape import config_size
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import dress
 from spkv_nas.training.branches import branch_folder, is_finished
@@ -175,7 +176,7 @@ class Planner:
     def size(self) -> ModelSize:
         """How large the model is, its gates aside."""
         path = self.recipe.model.path
-        return ModelSize.of(new_config(self.recipe, self.tokenizer)) if path is None else read_size(path)
+        return config_size(new_config(self.recipe, self.tokenizer)) if path is None else read_size(path)
 
     def dense(self) -> list[PlannedRun]:
         """The run of the dense model; none where the recipe is given one."""

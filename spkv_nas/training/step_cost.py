@@ -20,13 +20,15 @@ from spkv_kernels.timing import synchronise
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.memory import chunk_tokens
 from spkv_nas.cost.formulas import attention_flops
-from spkv_nas.model.loss import chunk_tokens, loss_in_chunks
-from spkv_nas.model.shape import ModelSize, vocabulary_size
+from spkv_nas.cost.memory import FLOAT32, TRAINED, PassMemory
+from spkv_nas.model.loss import loss_in_chunks
+from spkv_nas.model.shape import vocabulary_size
 
 MOST_SECONDS = 5.0  # of a pass that is tried
 EFFICIENCY = 0.5  # speed of training over that of a matrix product
-_TRAINED, _FROZEN = 16, 4  # bytes per parameter
 _LOGIT_COPIES = 2 * 4  # bytes per logit beyond what autograd keeps
 _ROUNDS = 3  # passes that are timed, if they are quick
 _PATIENCE = 1.5  # seconds after which no further one is timed
@@ -101,24 +103,22 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bflo
         pass_seconds=passes / num_blocks,
         forward_seconds=_median(forward, device, passes) / num_blocks,
         update_seconds=update,
-        fixed_bytes=_TRAINED * sum(parameter.numel() for parameter in learning) + _FROZEN * frozen,
+        fixed_bytes=TRAINED * sum(parameter.numel() for parameter in learning) + FLOAT32 * frozen,
         block_bytes=(kept.num_bytes + copies) // num_blocks,
         is_measured=True,
     )
 
 
 def estimate(size: ModelSize, block_size: int, *, device: str, bfloat16: bool) -> StepCost:
-    """The cost of a model's training by its size; activations as a Llama's layer has them, about 20 of its width."""
-    speed = EFFICIENCY * _matmul_speed(device, bfloat16=bfloat16)
-    multiplied = size.num_parameters - size.num_looked_up
-    forward = block_size * (2 * multiplied + attention_flops(size.heads, block_size)) / speed
-    logits = min(block_size, chunk_tokens(size.vocabulary)) * size.vocabulary * (4 + _LOGIT_COPIES)
+    """The cost of a model's training by its size."""
+    speed = EFFICIENCY * matmul_speed(device, bfloat16=bfloat16)
+    forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
     return StepCost(
         pass_seconds=3 * forward,
         forward_seconds=forward,
         update_seconds=0.0,
-        fixed_bytes=_TRAINED * size.num_parameters,
-        block_bytes=block_size * size.heads.num_layers * 20 * size.hidden_size * 4 + logits,
+        fixed_bytes=TRAINED * size.num_parameters,
+        block_bytes=PassMemory(size, item=2 if bfloat16 else FLOAT32).learning(block_size, all_learn=True),
         is_measured=False,
     )
 
@@ -165,7 +165,7 @@ def _seconds(call: Callable[[], object], device: str) -> float:
     return perf_counter() - start
 
 
-def _matmul_speed(device: str, *, bfloat16: bool, width: int = 2048) -> float:
+def matmul_speed(device: str, *, bfloat16: bool, width: int = 2048) -> float:
     """FLOP/s of a product of two square matrices."""
     x = torch.randn(width, width, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     first = _seconds(lambda: x @ x, device)

@@ -1,0 +1,148 @@
+"""What a decoder takes in memory at the peak of a pass, by formula; needs no torch.
+
+Counted per token and layer are the values that PyTorch's autograd and a Llama's own code hold at once, with d and f the
+channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the predictor's hidden layer::
+
+    forward     4 d + max(3 f, 4 q + 4 kv)       of one layer, the others' are gone
+    kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, where gates alone learn
+                + d + 2 h                         of a predictor
+                + 4 d + f + q                     where all weights learn
+    backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
+
+Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
+pass. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the rest. The
+logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels take little:
+attention's memory is linear in the tokens. What an allocator keeps for itself comes on top. reports/LOG.md has
+measured peaks beside these.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spkv_nas.artifacts.gate_config import GATED, GateConfig
+from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.memory import chunk_tokens
+
+FLOAT32 = 4  # bytes
+MOMENTS = 8  # bytes of Adam's two per parameter
+TRAINED = FLOAT32 + FLOAT32 + MOMENTS  # weight, gradient and moments
+
+
+def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:
+    """Bytes at the peak of the logits of ``num_tokens``, and of what a loss makes of them.
+
+    Args:
+        item: bytes of a logit as the model makes it.
+        learns: with the gradient.
+    """
+    copies = (8 if learns else 4) + (4 if item < FLOAT32 else 0)  # log-softmax, its gradient, the logits in float32
+    return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
+
+
+def num_predictor_parameters(size: ModelSize, gates: GateConfig) -> int:
+    """Parameters of all predictors that gates put on a model."""
+    channels, heads, hidden = size.hidden_size, size.heads.num_kv_heads, gates.width(size.hidden_size)
+    one = (channels if gates.predictor == "linear" else hidden) * heads + heads
+    if gates.predictor != "linear":
+        one += channels * hidden + hidden
+    if gates.predictor == "bidirectional":
+        one += hidden * gates.kernel_size + hidden
+    return one * num_gated(size, gates)
+
+
+def num_gated(size: ModelSize, gates: GateConfig) -> int:
+    """Layers that have a predictor."""
+    return size.num_full if gates.heads is None else sum(GATED in row for row in gates.heads)
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes that passes of a decoder take beside its weights.
+
+    Attributes:
+        size: of the decoder.
+        item: bytes of an activation.
+        gates: that it has, if any.
+    """
+
+    size: ModelSize
+    item: int = FLOAT32
+    gates: GateConfig | None = None
+
+    def forward(self, num_tokens: int) -> int:
+        """Of a pass without gradients, up to the last hidden states."""
+        q, kv = self._attention
+        size = self.size
+        return num_tokens * self.item * (4 * size.hidden_size + max(3 * size.intermediate_size, 4 * (q + kv)))
+
+    def scored(self, num_tokens: int) -> int:
+        """Of a pass without gradients and the NLL of its tokens."""
+        hidden = 2 * num_tokens * self.item * self.size.hidden_size
+        return max(self.forward(num_tokens), hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item))
+
+    def shared(self, num_tokens: int) -> int:
+        """Of scored passes that go on from hidden states that earlier ones left, one for each layer at most."""
+        return self.scored(num_tokens) + self._hidden(num_tokens)
+
+    def learning(self, num_tokens: int, *, all_learn: bool = False, recomputes: bool = False) -> int:
+        """Of a forward and a backward pass.
+
+        Args:
+            all_learn: all weights, and not the gates alone.
+            recomputes: the activations of one layer after the other.
+        """
+        size, layers = self.size, self.size.heads.num_layers
+        layer, gate = num_tokens * self._layer(all_learn), num_tokens * self._predictor
+        gated = 0 if self.gates is None else num_gated(size, self.gates)
+        kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
+        logits = logit_bytes(size.vocabulary, num_tokens, item=self.item, learns=True)
+        last = 2 * num_tokens * FLOAT32 * size.hidden_size  # the last norm's
+        return kept + last + max(self._backward(num_tokens), logits)
+
+    @property
+    def _attention(self) -> tuple[int, int]:
+        """(q, kv)."""
+        return self.size.heads.attention_width, self.size.heads.num_kv_heads * self.size.heads.head_dim
+
+    @property
+    def _predictor(self) -> int:
+        """Bytes that a predictor keeps of a token."""
+        channels = self.size.hidden_size
+        return 0 if self.gates is None else FLOAT32 * (channels + 2 * self.gates.width(channels))
+
+    def _layer(self, all_learn: bool) -> int:
+        """Bytes that a layer keeps of a token."""
+        channels, ffn = self.size.hidden_size, self.size.intermediate_size
+        q, kv = self._attention
+        own, norms = 3 * ffn + 2 * (q + kv), 2 * channels
+        if all_learn:
+            own, norms = own + 2 * channels + ffn + q, 2 * norms
+        return self.item * own + FLOAT32 * norms
+
+    def _backward(self, num_tokens: int) -> int:
+        q, kv = self._attention
+        ffn = self.size.intermediate_size
+        return num_tokens * self.item * (2 * self.size.hidden_size + max(4 * ffn, 8 * q + 4 * kv))
+
+    def _hidden(self, num_tokens: int) -> int:
+        """What enters every layer."""
+        return num_tokens * self.item * self.size.hidden_size * self.size.heads.num_layers
+
+
+def fitting_pass(memory: PassMemory, block_size: int, wanted: int, room: float) -> tuple[int, bool]:
+    """How gates on a frozen model learn in ``room`` bytes: (blocks of a pass, whether layers are computed again).
+
+    They are only where not even one block's activations fit. One block there is, whether it fits or not.
+    """
+    whole = most(wanted, room, lambda blocks: memory.learning(blocks * block_size))
+    if whole:
+        return whole, False
+    return max(1, most(wanted, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True))), True
+
+
+def most(wanted: int, room: float, num_bytes: Callable[[int], float]) -> int:
+    """The largest number, up to ``wanted``, whose ``num_bytes``, which rise with it, are at most ``room``; or 0."""
+    return bisect.bisect_right(range(1, wanted + 1), room, key=num_bytes)
