@@ -218,7 +218,7 @@ class TestMeasuring:
 
 
 class TestRoofline:
-    gpu = Hardware("toy", bandwidth=1e3, peak=1e6)
+    gpu = Hardware("toy", bandwidth=1e3, peak=1e6, memory=1e9)
 
     def test_decode_reads_every_visible_key(self) -> None:
         times = Roofline(self.gpu, SHAPE, element_size=2)
@@ -226,7 +226,7 @@ class TestRoofline:
         assert times.layout_seconds(LAYOUT, 100) == pytest.approx(2 * 8 * 2 * (3 * 100 + 3 * 4) / 1e3)
 
     def test_prefill_computes_every_visible_score(self) -> None:
-        times = Roofline(Hardware("toy", 1e12, 1e6), SHAPE)
+        times = Roofline(Hardware("toy", 1e12, 1e6, 1e9), SHAPE)
         seen = [[min(position + 1, window) for position in range(100)] for window in (100, 4)]
         full, local = (sum(keys) / 100 for keys in seen)
         assert mean_visible_keys(100) == pytest.approx(full)
@@ -235,9 +235,9 @@ class TestRoofline:
         assert times.layout_seconds(LAYOUT, 100, "prefill") == pytest.approx(flops / 1e6)
 
     def test_the_larger_of_both(self) -> None:
-        slow_compute = Roofline(Hardware("toy", 1e12, 1.0), SHAPE)
+        slow_compute = Roofline(Hardware("toy", 1e12, 1.0, 1e9), SHAPE)
         assert slow_compute.layer_seconds(100) == pytest.approx(4 * 4 * 8 * 100)
-        slow_memory = Roofline(Hardware("toy", 1.0, 1e12), SHAPE)
+        slow_memory = Roofline(Hardware("toy", 1.0, 1e12, 1e9), SHAPE)
         assert slow_memory.layer_seconds(100, phase="prefill") == pytest.approx(2 * 2 * 8 * 2)
 
     def test_hardware(self) -> None:

@@ -147,9 +147,6 @@ class TestDryRun:
             assert all(word in printed for word in words), printed
         assert everything(tmp_path) == before
 
-    def test_a_probe_without_a_recipe_trains_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "says what a recipe would train" in fails(capsys, "probe", "--dry-run")
-
     def test_too_little_text_and_memory_are_said(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: 1 << 17)
         recipe = Recipe.read(recipe_file)

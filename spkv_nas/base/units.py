@@ -3,6 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from spkv_nas.base.errors import UserError
@@ -10,6 +11,7 @@ from spkv_nas.base.errors import UserError
 ITEM_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
 }  # fmt: skip
+_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # of a thousand
 MOST_CONTEXT = 2**40  # tokens
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -38,6 +40,12 @@ def format_bytes(number: int) -> str:
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+
+
+def format_flops(number: float) -> str:
+    """Such as "1.3 PFLOP"."""
+    power = min(len(_POWERS) - 1, max(0, math.floor(math.log10(number) / 3))) if number > 0 else 0
+    return f"{number / 1000**power:.3g} {_POWERS[power]}FLOP"
 
 
 def format_seconds(seconds: float) -> str:

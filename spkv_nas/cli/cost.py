@@ -1,12 +1,12 @@
-"""What attention costs, the times that this machine needs for it, and what compute buys."""
+"""What the path takes, what attention costs, the times that this machine needs for it, and what compute buys."""
 
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents
+from spkv_nas.cli import documents, show_plan
 from spkv_nas.cli import show_cost as show
 from spkv_nas.cli.result import Result
-from spkv_nas.stages.options import CalibrateOptions, CostOptions, ScalingOptions
+from spkv_nas.stages.options import CalibrateOptions, CostOptions, PlanOptions, ScalingOptions
 
 
 def cost(options: CostOptions, reporter: Reporter) -> Result:
@@ -19,6 +19,18 @@ def cost(options: CostOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import cost as stage
 
     return Result(stage.cost(options, reporter), show.cost, documents.cost)
+
+
+def plan(options: PlanOptions, reporter: Reporter) -> Result:
+    """Say what every stage takes on given hardware, before anything is loaded: memory, tokens, FLOPs, time.
+
+    By the config of a model, or of a recipe's: spkv-nas plan --model config.json --hardware h100 --devices 8.
+    Memory is that of one device at the peak, and where a stage does not fit it says what to change. Times are FLOPs at
+    an assumed share of a GPU's peak; to have steps really tried on this machine, use --dry-run with a recipe.
+    """
+    from spkv_nas.stages import forecast as stage
+
+    return Result(stage.plan(options, reporter), show_plan.forecast, documents.forecast)
 
 
 def calibrate(options: CalibrateOptions, reporter: Reporter) -> Result:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages.cost import CalibrationResult, CostResult
     from spkv_nas.stages.evaluate import EvaluationResult
+    from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.propose import BudgetsResult, ProposalResult
@@ -98,6 +99,21 @@ def search(result: SearchResult) -> Document:
         "guidance": {sampler: reached.as_mapping() for sampler, reached in guidance(result.rows).items()},
         "rank_correlation": correlations(result.rows),
         "folder": result.folder,
+    }
+
+
+def forecast(result: Forecast) -> Document:
+    """What every stage takes."""
+    return {
+        **{one.name: getattr(result, one.name) for one in fields(result)},
+        "stages": [
+            {
+                **{one.name: getattr(stage, one.name) for one in fields(stage)},
+                "bytes": stage.memory.total,
+                "fits": stage.fits,
+            }
+            for stage in result.stages
+        ],
     }
 
 

@@ -1,4 +1,4 @@
-"""Results for people: what would be trained, and a first recipe."""
+"""Results for people: what would be trained, what every stage takes, and a first recipe."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.units import format_seconds
+from spkv_nas.base.units import format_bytes, format_flops, format_seconds
 from spkv_nas.cli import documents
 from spkv_nas.cli.console import caution, out, say, say_where
 from spkv_nas.cli.result import Result
 
 if TYPE_CHECKING:
     from spkv_nas.base.progress import Reporter
+    from spkv_nas.cost.stage_costs import Site
+    from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.options import Trains
     from spkv_nas.training.plan import Plan
@@ -22,8 +24,12 @@ if TYPE_CHECKING:
 def dry_run(options: Trains, reporter: Reporter) -> Result:
     """What the command of these options would train."""
     from spkv_nas.stages.plan import plan_of
+    from spkv_nas.training.plan import Plan
 
-    return Result(plan_of(options, reporter), plan, documents.plan)
+    found = plan_of(options, reporter)
+    return (
+        Result(found, plan, documents.plan) if isinstance(found, Plan) else Result(found, forecast, documents.forecast)
+    )
 
 
 def plan(result: Plan) -> None:
@@ -40,6 +46,39 @@ def plan(result: Plan) -> None:
         say(remark)
     if not result.fits:
         caution("there is not enough memory for it")
+
+
+def forecast(result: Forecast) -> None:
+    """Memory, tokens, FLOPs and time of every stage, what to change where one does not fit, and what that rests on."""
+    size, heads = result.size, result.size.heads
+    out.print(
+        f"[bold]{escape(result.name)}[/bold]: {size.num_parameters:,} parameters, {heads.num_layers} layers x "
+        f"{heads.num_kv_heads} KV heads of size {heads.head_dim}; {result.num_predictor_parameters:,} in predictors"
+    )
+    fits = f"fits in\n{result.site.memory / 1e9:.3g} GB"
+    shown = Table("", "memory", "tokens", "FLOPs", "time", fits, title=f"each stage on {_where(result.site)}")
+    remedies: dict[str, list[str]] = {}
+    for stage in result.stages:
+        name = f"{escape(stage.name)}\n  [dim]{escape(stage.how)}[/dim]" if stage.how else escape(stage.name)
+        tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
+        time = "-" if stage.seconds is None else _time(stage.seconds)
+        answer = {True: "yes", False: "no", None: "-"}[stage.fits]
+        shown.add_row(name, format_bytes(round(stage.memory.total)), tokens, flops, time, answer)
+        if stage.remedy:
+            remedies.setdefault(stage.remedy, []).append(stage.name)
+    out.print(shown)
+    for remedy, names in remedies.items():
+        caution(f"does not fit: {'; '.join(names)}\n  {remedy}")
+    for remark in result.remarks:
+        say(remark)
+
+
+def _where(site: Site) -> str:
+    return site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else format_seconds(seconds)
 
 
 def first_recipe(result: FirstRecipe) -> None:

@@ -12,8 +12,9 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
 pass. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the rest. The
 logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels take little:
-attention's memory is linear in the tokens. What an allocator keeps for itself comes on top. reports/LOG.md has
-measured peaks beside these.
+attention's memory is linear in the tokens. What an allocator keeps for itself comes on top. Of other families autograd
+keeps within a tenth as much; of Gemma 3, with twice the norms, a quarter more where all weights learn. reports/LOG.md
+has measured peaks beside these.
 """
 
 from __future__ import annotations
@@ -88,7 +89,13 @@ class PassMemory:
         return self.scored(num_tokens) + self._hidden(num_tokens)
 
     def learning(self, num_tokens: int, *, all_learn: bool = False, recomputes: bool = False) -> int:
-        """Of a forward and a backward pass.
+        """Of a forward and a backward pass; the arguments are those of ``kept``."""
+        kept = self.kept(num_tokens, all_learn=all_learn, recomputes=recomputes)
+        logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
+        return kept + max(self._backward(num_tokens), logits)
+
+    def kept(self, num_tokens: int, *, all_learn: bool = False, recomputes: bool = False) -> int:
+        """Of what a forward pass keeps for the backward pass, logits aside.
 
         Args:
             all_learn: all weights, and not the gates alone.
@@ -98,9 +105,7 @@ class PassMemory:
         layer, gate = num_tokens * self._layer(all_learn), num_tokens * self._predictor
         gated = 0 if self.gates is None else num_gated(size, self.gates)
         kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
-        logits = logit_bytes(size.vocabulary, num_tokens, item=self.item, learns=True)
-        last = 2 * num_tokens * FLOAT32 * size.hidden_size  # the last norm's
-        return kept + last + max(self._backward(num_tokens), logits)
+        return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # the last norm's
 
     @property
     def _attention(self) -> tuple[int, int]:

@@ -11,9 +11,10 @@ Decoding reads every visible key and value for every token and is bound by bandw
 whole sequence and is bound by FLOPs. Queries, outputs, the index of a paged cache and the launch of kernels come on
 top, so real kernels are slower, and more so in short contexts.
 
-Numbers are those of NVIDIA's data sheets (H200, H100 and A100 Tensor Core GPU, the SXM and the 80 GB modules): memory
-bandwidth, and the peak of dense bfloat16 matrix products, which for Hopper is half of the sheet's "with sparsity" 1,979
-TFLOP/s. That peak is taken whatever the dtype of the cache, since scores are computed from 16-bit numbers at best.
+Numbers are those of NVIDIA's data sheets (H200, H100 and A100 Tensor Core GPU, the SXM and the 80 GB modules): memory,
+its bandwidth, and the peak of dense bfloat16 matrix products, which for Hopper is half of the sheet's "with sparsity"
+1,979 TFLOP/s. That peak is taken whatever the dtype of the cache, since scores are computed from 16-bit numbers at
+best.
 """
 
 from __future__ import annotations
@@ -28,17 +29,18 @@ from spkv_nas.cost.times import AttentionTimes, Phase
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU: ``bandwidth`` of its memory in bytes/s, ``peak`` of dense bfloat16 products in FLOP/s."""
+    """A GPU: its ``memory`` in bytes, their ``bandwidth`` in bytes/s, the ``peak`` of bfloat16 products in FLOP/s."""
 
     name: str
     bandwidth: float
     peak: float
+    memory: float
 
 
 HARDWARE = {
-    "h200": Hardware("H200", 4.8e12, 989e12),
-    "h100": Hardware("H100", 3.35e12, 989e12),
-    "a100": Hardware("A100 80GB", 2.039e12, 312e12),
+    "h200": Hardware("H200", 4.8e12, 989e12, 141e9),
+    "h100": Hardware("H100", 3.35e12, 989e12, 80e9),
+    "a100": Hardware("A100 80GB", 2.039e12, 312e12, 80e9),
 }
 
 

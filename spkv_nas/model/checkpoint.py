@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize, Shape
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import check_dtype, choose_dtype
@@ -30,7 +31,7 @@ from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, check_manifest, rea
 from spkv_nas.base.memory import require
 from spkv_nas.model.own_type import stock_class
 from spkv_nas.model.restore import restoring_class
-from spkv_nas.model.section import saved_layers
+from spkv_nas.model.section import saved_gates, saved_layers
 from spkv_nas.model.shape import check_counts, check_size, config_size
 from spkv_nas.model.weights import INDEX, check_files, check_loaded, check_room, index_names, quiet_report
 
@@ -189,6 +190,11 @@ def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
     config = _read_config(str(resolve(path_or_id)), f"model {path_or_id}")
     quantized = getattr(config, "quantization_config", None) is not None
     return None if quantized or not isinstance(config.dtype, torch.dtype) else config.dtype
+
+
+def read_gates(path_or_id: str | Path) -> GateConfig | None:
+    """The gates of a checkpoint, from its config alone; None where it has none. Raises ``UserError``."""
+    return saved_gates(_read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
 
 
 def _read_config(source: str, what: str) -> PreTrainedConfig:

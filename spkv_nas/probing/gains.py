@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
@@ -36,6 +37,12 @@ from spkv_nas.probing.heads import domain_means, signal_table, token_mean
 HEAD, LAYER = GRANULARITIES = ("head", "layer")
 
 Unit = tuple[int, range]  # what is opened or closed at once: a layer, and which of its heads
+
+
+def num_passes(grid: Grid) -> float:
+    """Passes over the text for the gains of all heads of a model of (layers, KV heads), and the one before."""
+    num_layers, num_heads = grid
+    return 1.0 + (num_layers + 1) / 2 * num_heads
 
 
 def opening(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> DensityTable:

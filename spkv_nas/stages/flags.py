@@ -51,6 +51,7 @@ class Flag:
 
 
 _MEMORY, _SEARCH = "Constraints and memory", "How much to search"
+_MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
@@ -66,6 +67,7 @@ _BUDGETS = Flag(
     ("--budget", "-b"), "N|N%|LIST|RANGE",
 )  # fmt: skip
 _MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1, high=MOST_WHOLE)
+_BLOCK_SIZE = Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)
 _SEED = Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)
@@ -84,7 +86,8 @@ Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.", v
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: files or folders; repeat for several.")]
-BlockSize = Annotated[int, Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)]
+BlockSize = Annotated[int, _BLOCK_SIZE]
+OptionalBlockSize = Annotated[int | None, _BLOCK_SIZE]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]
 RecipeFile = Annotated[Path, _RECIPE_FILE]
@@ -245,6 +248,11 @@ CalibrationName = Annotated[str | None, Flag("Take times from this calibration o
 Hardware = Annotated[
     str | None, Flag("Take times from the roofline of h200, h100 or a100.", values=("h200", "h100", "a100"))
 ]
+Devices = Annotated[
+    int, Flag("Devices that training is parted over, as the recipe's sharding says.", low=1, high=_MOST_DEVICES)
+]
+Utilisation = Annotated[float, Flag("Share of a GPU's peak FLOP/s that passes reach.", low=0.001, high=1.0)]
+Tokens = Annotated[int | None, Flag("Held-out tokens to measure on.", low=1, high=MOST_WHOLE)]
 Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
 TrainStep = Annotated[
     bool,

@@ -214,6 +214,23 @@ class InitOptions(InWorkspace, OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanOptions(InWorkspace, InDtype):
+    """Of ``plan``."""
+
+    recipe: flags.OptionalRecipeFile = None
+    model: flags.OptionalModel = default(None, note="A config file will do.")
+    data: flags.Data = None
+    tokens: flags.Tokens = default(None, "the text's with --data or a recipe, else 500,000")
+    block_size: flags.OptionalBlockSize = default(None, "the recipe's, or 512")
+    steps: flags.Steps = default(None, "the recipe's, or 160", note="Of gates, and of each model.")
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
+    context: flags.Context = default("128k", note="Of a text to generate.")
+    hardware: flags.Hardware = default(None, "this machine, without times", note="Also the memory of one.")
+    devices: flags.Devices = 1
+    utilisation: flags.Utilisation = default(0.4, note="An assumption; for times.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions(Trains, InPrecision):
     """Of ``train``."""
 

@@ -13,7 +13,9 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.stages import forecast
 from spkv_nas.stages.common import find_proposal, find_recipe, find_table, quiet_transformers
+from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.options import (
     PALINDROME,
     AblateOptions,
@@ -37,9 +39,9 @@ from spkv_nas.training.recipe_judge import shortened
 from spkv_nas.training.variants import Variant
 
 
-def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan:
-    """What the command of these options would train."""
-    planned: dict[type, Callable[[Any, Reporter], Plan]] = {
+def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
+    """What the command of these options would train; of ``probe`` without a recipe what its stages take."""
+    planned: dict[type, Callable[[Any, Reporter], Plan | Forecast]] = {
         TrainOptions: plan_train, ProbeOptions: plan_probe, TrainHybridOptions: plan_train_hybrid,
         SearchOptions: plan_search, AblateOptions: plan_ablate, PalindromeOptions: plan_palindrome,
     }  # fmt: skip
@@ -52,10 +54,10 @@ def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
     return planner.plan(reference_runs(planner))
 
 
-def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan:
-    """Of ``probe RECIPE``: what ``train`` trains, and the probe."""
+def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | Forecast:
+    """Of ``probe RECIPE``: what ``train`` trains, and the probe; else as ``forecast.plan_probe``."""
     if options.recipe is None:
-        raise UserError("--dry-run says what a recipe would train; without one, gates at most (--steps)")
+        return forecast.plan_probe(options, reporter)
     planner = _planner(options, options.recipe, reporter)
     return planner.plan([*reference_runs(planner), planner.heldout_pass("probe", Variant.sp_kv())])
 

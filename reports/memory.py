@@ -1,0 +1,107 @@
+"""Peak memory of commands, measured beside what ``spkv-nas plan`` says: python reports/memory.py, some 15 minutes.
+
+A command runs in a process of its own, after the same on a tiny model, so that what Python and its libraries take is
+there before. The peak is the resident memory's, above that. ``MALLOC_MMAP_THRESHOLD_`` has glibc give back every buffer
+at once; without it, it keeps what was freed of buffers below 32 MiB, which is an allocator's and not the model's.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SIZES = {  # d, f, L, Hq, Hkv
+    "small": (384, 1024, 6, 6, 2),
+    "medium": (512, 1376, 8, 8, 4),
+    "deep": (256, 1024, 16, 8, 1),
+}
+LENGTHS = (512, 1024, 2048)
+STAGES = ("evaluate", "probe", "priced gates, frozen model")
+BATCH = 8
+
+
+def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int) -> None:
+    """A random Llama without gates, ``dense``, and with, ``gated``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from spkv_nas import GateConfig, attach_gates
+    from spkv_nas.data.tokenizer import train_bpe
+    from spkv_nas.model.checkpoint import save
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=1024, hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096,
+    )  # fmt: skip
+    model, tokenizer = AutoModelForCausalLM.from_config(config), train_bpe(["a text of few words"] * 3, 260)
+    save(model, tokenizer, folder / "dense")
+    attach_gates(model, GateConfig(bias=0.0), seed=0)
+    save(model, tokenizer, folder / "gated")
+
+
+def command(stage: str, place: Path, size: str, length: int) -> list[str]:
+    """The command line of a stage."""
+    model = place / size / ("gated" if stage == "probe" else "dense")
+    line = ["evaluate" if stage == "evaluate" else "probe", "--model", str(model), "--data", str(place / "text.txt")]
+    line += ["--block-size", str(length), "--device", "cpu", "--workspace", str(place), "--quiet"]
+    if stage.startswith("priced"):
+        return [*line, "--gain-tokens", "0", "--max-tokens", str(length), "--steps", "2", "--name", f"{size}-{length}"]
+    return [*line, "--max-tokens", str(BATCH * length), *(["--gain-tokens", "0"] if stage == "probe" else [])]
+
+
+def status(key: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return 1024 * int(line.split()[1])
+
+
+def measure(stage: str, place: Path, size: str, length: int) -> None:
+    """Print the bytes of a stage above what is there after the same of the tiny model."""
+    from spkv_nas.cli import main
+
+    main(command(stage, place, "tiny", length))
+    base = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    main(command(stage, place, size, length))
+    print(status("VmHWM") - base)
+
+
+def predicted(stage: str, place: Path, size: str, length: int) -> float:
+    """What the plan says of it."""
+    from spkv_nas.stages.forecast import plan
+    from spkv_nas.stages.options import PlanOptions
+
+    options = PlanOptions(model=str(place / size / "dense"), block_size=length, tokens=BATCH * length, context="1")
+    found = plan(options)
+    return next(one.memory.total for one in found.stages if one.name == stage)
+
+
+def main() -> None:
+    """Measure every stage at every size and length."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        words = (rng.choices("abcdefgh ", k=4000) for _ in range(100))
+        (place / "text.txt").write_text("\n\n".join("".join(letters) for letters in words))
+        for size, shape in {"tiny": (32, 64, 2, 2, 1), **SIZES}.items():
+            make(place / size, *shape)
+        print("| stage | model | tokens of a block | measured MB | predicted MB | ratio |\n|---|---|---|---|---|---|")
+        for stage in STAGES:
+            for size in SIZES:
+                for length in LENGTHS:
+                    asked = [sys.executable, __file__, stage, name, size, str(length)]
+                    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+                    answer = subprocess.run(asked, env=env, capture_output=True, text=True, check=True)
+                    peak, said = int(answer.stdout.split()[-1]), predicted(stage, place, size, length)
+                    row = f"| {stage} | {size} | {length:,} | {peak / 1e6:.0f} | {said / 1e6:.0f} | {said / peak:.2f} |"
+                    print(row, flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
+    else:  # a child
+        measure(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,273 @@
+"""What the stages of the path take on a model, by its config alone: nothing is loaded or written (``plan``).
+
+A stage is counted as its command would run at its defaults, training of a model without a recipe as ``init`` would
+write it; text as far as it is at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.device import check_dtype, choose_device, choose_dtype, dtype_name, training_precision
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.memory import available_bytes
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import ITEM_BYTES, parse_context
+from spkv_nas.cost.roofline import find_hardware
+from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages, Training
+from spkv_nas.data.config import BLOCK_SIZE, DataConfig
+from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size, saved_dtype
+from spkv_nas.probing import signals
+from spkv_nas.probing.gains import num_passes
+from spkv_nas.probing.priced import DEFAULT_STEPS, ROOM, STEP_TOKENS
+from spkv_nas.probing.regression import DEFAULT_LAYOUTS
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
+from spkv_nas.stages.options import REFERENCE, PlanOptions, ProbeOptions
+from spkv_nas.stages.probe import GAIN_TOKENS
+from spkv_nas.training.first_recipe import Draft
+from spkv_nas.training.plan import Planner
+from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
+from spkv_nas.training.text_size import TextSize, count_text
+
+_ENOUGH = TextSize(documents=1000, tokens=10**9)  # for the largest blocks and batches that init would write
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What stages take.
+
+    Attributes:
+        name: of the model or the recipe.
+        size: of the model, predictors aside.
+        num_predictor_parameters: of the gates that it has or gets.
+        site: where the stages run.
+        stages: in the order of the path.
+        remarks: what the numbers rest on.
+    """
+
+    name: str
+    size: ModelSize
+    num_predictor_parameters: int
+    site: Site
+    stages: tuple[StageCost, ...]
+    remarks: tuple[str, ...]
+
+
+def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
+    """Of the whole path, on a recipe or a model.
+
+    Raises:
+        UserError: neither or both, a model that cannot be read, a mixture of experts, options that do not fit.
+    """
+    quiet_transformers(reporter)
+    check_dtype(options.dtype)
+    if (options.recipe is None) == (options.model is None):
+        raise UserError("give a recipe, or --model: a folder, an id or a config file")
+    given = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
+    stages = given.stages
+    trained = [part.train(name, how, gated=gated) for name, part, how, gated in given.trained]
+    measured = list(_measured(stages, given.tokens))
+    path = [*given.first, *measured, *trained] if options.recipe is None else [*trained, *measured]
+    remarks = (
+        _about_memory(stages.site),
+        f"text: {given.tokens:,} held-out tokens to measure on; everything but training runs on one device",
+        _about_time(options),
+    )
+    return Forecast(
+        given.name,
+        stages.size,
+        stages.num_predictor_parameters,
+        stages.site,
+        (*path, *_served(stages, options)),
+        remarks,
+    )
+
+
+def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
+    """Of ``probe`` without a recipe, on this machine.
+
+    Raises:
+        UserError: a signal of which nothing is known here, or as ``probe``.
+    """
+    subject = Subject.of(options, REFERENCE, "probe on")
+    device = choose_device(options.device)
+    data, base = subject.recipe.data, subject.base
+    if options.data:
+        data, base = DataConfig(sources=[*options.data], block_size=options.block_size), Path()
+    size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
+    item = _item(subject.source, Site(device, memory), options.dtype)
+    reporter.announce("measuring the speed of a matrix product")
+    speed = EFFICIENCY * matmul_speed(device, bfloat16=item == BFLOAT16)
+    learns = gates is None and options.signal == signals.DENSITY
+    there = MOST_WHOLE  # more than --max-tokens takes
+    if options.max_tokens is None:
+        reporter.announce("counting the tokens of the text")
+        text = count_text(data.sources, base, load_tokenizer(subject.source))
+        there = text.heldout(data) if learns or not options.data else text.tokens
+    stages = Stages(
+        size,
+        gates or GateConfig(window=options.window or suitable_window(data.block_size)),
+        Site(device, memory, speed, is_cpu=device == "cpu"),
+        data.block_size, BATCH_SIZE, item,
+    )  # fmt: skip
+    found = [*(_gates(stages, options.steps) if learns else ()), *_probed(stages, options, there)]
+    remarks = (
+        _about_memory(stages.site),
+        f"time: by FLOPs, at half the speed of a matrix product, {speed:.2g} FLOP/s as measured here",
+    )
+    return Forecast(subject.name, stages.size, stages.num_predictor_parameters, stages.site, tuple(found), remarks)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is planned: ``trained`` has (name, stages by their blocks, how, whether with gates)."""
+
+    name: str
+    stages: Stages
+    tokens: int
+    first: tuple[StageCost, ...]
+    trained: tuple[tuple[str, Stages, Training, bool], ...]
+
+
+_REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
+
+
+def _of_model(options: PlanOptions, reporter: Reporter) -> _Given:
+    source = str(options.model)
+    size, gates, length = read_size(source), read_gates(source), options.block_size or BLOCK_SIZE
+    check_dense(size, source)
+    site = _site(options)
+    config = gates or GateConfig(window=suitable_window(length))
+    stages = Stages(size, config, site, length, BATCH_SIZE, _item(source, site, options.dtype))
+    data = DataConfig(sources=[*(options.data or ("stdlib",))])
+    tokens = options.tokens or data.max_heldout_tokens
+    if options.data and options.tokens is None:
+        reporter.announce("counting the tokens of the text")
+        tokens = count_text(options.data, Path(), load_tokenizer(source)).heldout(data)
+    draft = Draft.of("plan", source, ("stdlib",), size, _ENOUGH, "cpu" if site.is_cpu else "cuda")
+    draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
+    recipe = draft.recipe(Path())
+    how = _training(recipe, recipe.branch, site)
+    own = replace(stages, block_size=draft.block_size)
+    first = tuple(_gates(stages, options.steps)) if gates is None else ()
+    return _Given(model_name(source), stages, tokens, first, ((_REFERENCE, own, how, True), (_HYBRID, own, how, False)))
+
+
+def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Given:
+    if options.data or options.block_size is not None or options.steps is not None:
+        raise UserError("a recipe says its text, blocks and steps: leave --data, --block-size and --steps out")
+    recipe, site = Recipe.read(file), _site(options)
+    planner = Planner(
+        recipe, file.parent, options.place.run_dir(recipe.name), announce=reporter.announce,
+        text=None if options.tokens is None else TextSize(1, options.tokens),
+    )  # fmt: skip
+    size = planner.size
+    check_dense(size, f"of recipe {file}")
+    stages = Stages(
+        size, recipe.gates.of_model(size.heads.grid), site, recipe.data.block_size, BATCH_SIZE,
+        ITEM_BYTES[options.dtype or "float32"],  # as training saves it
+    )  # fmt: skip
+    branch = _training(recipe, recipe.branch, site)
+    gated = replace(branch, frozen=recipe.gates.training == "frozen-model")
+    trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
+    if recipe.dense is not None:
+        trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, site), False))
+    tokens = options.tokens or planner.text.heldout(recipe.data)
+    return _Given(recipe.name, stages, tokens, (), tuple(trained))
+
+
+def _gates(stages: Stages, steps: int | None) -> Iterator[StageCost]:
+    yield stages.learn_gates("priced gates, frozen model", steps or DEFAULT_STEPS, STEP_TOKENS, ROOM)
+
+
+def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
+    """What ``probe`` measures of ``tokens`` of text."""
+    limit = options.max_tokens or (signals.SCORING_TOKENS if options.signal in signals.SCORING else tokens)
+    taken = min(limit, tokens)
+    if options.signal == signals.DENSITY:
+        yield _density(stages, taken)
+        if options.gain_tokens != 0:
+            yield _gains(stages, "judge the table", min(options.gain_tokens or GAIN_TOKENS, tokens))
+    elif options.signal == signals.REGRESSION:
+        passes = 1 + (options.num_layouts or DEFAULT_LAYOUTS)
+        yield stages.measure("signal regression, at most", taken, passes, shares=True)
+    elif options.signal in signals.SCORING:
+        yield _gains(stages, f"signal {options.signal}", taken)
+    else:
+        raise UserError(f"--dry-run knows density, opening, closing and regression, and not {options.signal}")
+
+
+def _measured(stages: Stages, tokens: int) -> Iterator[StageCost]:
+    """What needs no training, on ``tokens`` of text."""
+    yield _density(stages, tokens)
+    yield _gains(stages, "judge the table", min(GAIN_TOKENS, tokens))
+    for signal in (signals.OPENING, signals.CLOSING):
+        yield _gains(stages, f"signal {signal}", min(signals.SCORING_TOKENS, tokens))
+    yield stages.measure("score, each layout", tokens, shares=True)
+    yield stages.measure("evaluate", tokens, gated=True)
+
+
+def _density(stages: Stages, tokens: int) -> StageCost:
+    return stages.measure("probe", tokens, gated=True, scored=False)
+
+
+def _gains(stages: Stages, name: str, tokens: int) -> StageCost:
+    return stages.measure(name, tokens, num_passes(stages.size.heads.grid), shares=True)
+
+
+def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
+    """What becomes of a layout of the budget, beside full attention."""
+    size, context = stages.size, parse_context(options.context)
+    heads = size.heads.num_layers * size.heads.num_kv_heads
+    budget = parse_budget(options.budget, heads)
+    yield stages.export("export")
+    yield stages.generate(f"generate at {context:,}", context, density=size.own_density, window=size.own_window)
+    name = f"generate, {budget} of {heads} global"
+    yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)
+
+
+def _site(options: PlanOptions) -> Site:
+    """Of the hardware that is asked about, or of this machine, of which nothing is known but its memory."""
+    if options.hardware is None:
+        device = choose_device(options.device)
+        return Site(device, available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
+    found = find_hardware(options.hardware)
+    return Site(found.name, found.memory, options.utilisation * found.peak, found.bandwidth, options.devices)
+
+
+def _item(source: str, site: Site, asked: str | None) -> int:
+    """Bytes of a number that a checkpoint is measured in; GPUs that are asked about compute in any dtype."""
+    own = saved_dtype(source)
+    if asked is None and own is not None:
+        asked = dtype_name(own if site.speed is not None else choose_dtype(site.name, own))
+    return ITEM_BYTES[asked or "float32"]
+
+
+def _training(recipe: Recipe, phase: DenseConfig | BranchConfig, site: Site) -> Training:
+    """How a phase of a recipe trains."""
+    native = "bfloat16" if site.speed is not None else training_precision(site.name)
+    return Training(
+        phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding == "fsdp",
+        bfloat16=(native if recipe.precision == "auto" else recipe.precision) == "bfloat16",
+    )  # fmt: skip
+
+
+def _about_memory(site: Site) -> str:
+    return f"memory: {site.memory / 1e9:.4g} GB on {site.name}, of which a tenth is left to driver and allocator"
+
+
+def _about_time(options: PlanOptions) -> str:
+    if options.hardware is None:
+        return "time: nothing was measured here; name a GPU (--hardware), or try steps of a recipe (init, --dry-run)"
+    found = find_hardware(options.hardware)
+    return (
+        f"time: {options.utilisation:.0%} of the {found.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
+        "(--utilisation); of a token to generate the least that reading weights and cache takes"
+    )

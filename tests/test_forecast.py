@@ -1,0 +1,264 @@
+"""What stages take by a config alone: memory as autograd keeps it, tokens and FLOPs as commands pass them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from configs import BILLIONS, CONFIGS
+from helpers import FAMILIES, fails, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.units import format_flops
+from spkv_nas.cli import main
+from spkv_nas.cost.memory import PassMemory, fitting_pass, logit_bytes, num_predictor_parameters
+from spkv_nas.cost.stage_costs import Site, Stages, Training
+from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.attention import layer_states
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.gates import predictor_parameters, predictors
+from spkv_nas.model.shape import config_size, model_size
+from spkv_nas.model.windows import apply_layout
+from spkv_nas.training.step_cost import _Kept
+
+GATES = GateConfig(window=4, target_density=0.25)
+FIXED = "what no block changes takes more already: a device with more memory"
+FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
+
+
+def on_meta(name: str) -> PreTrainedModel:
+    config = dict(CONFIGS[name])
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config.pop("model_type"), **config)
+        )
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_real_model_on_the_device_meta(name: str) -> None:
+    """Its parameters as they are counted and as published; gates and then a layout on it. Nothing is loaded."""
+    model = on_meta(name)
+    size = model_size(model)
+    assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert size.num_parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)
+    with torch.device("meta"):
+        attach_gates(model)
+    num_layers, num_heads = size.heads.grid
+    assert len(predictors(model)) == size.num_full == (8 if name == "Gemma-3-12B" else num_layers)
+    counted = sum(parameter.numel() for parameter in predictor_parameters(model))
+    assert num_predictor_parameters(size, GateConfig()) == counted
+    assert model_size(model) == size  # predictors aside
+    rows = tuple("G" * (layer % 2) + "L" * (num_heads - layer % 2) for layer in range(num_layers))
+    apply_layout(model, Layout(rows, window=128))
+    assert not predictors(model)
+    windows = [state.head_windows(gated=False) for state in layer_states(model)]
+    assert [row.count(128) for row in windows] == [row.count("L") for row in rows]
+
+
+class TestMemory:
+    @pytest.mark.parametrize("family", FAMILIES)
+    @pytest.mark.parametrize("all_learn", [False, True])
+    def test_what_autograd_keeps(self, family: str, all_learn: bool) -> None:
+        model = tiny_model(family, hidden_size=64, intermediate_size=176)
+        attach_gates(model, GATES)
+        own = predictor_parameters(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(all_learn or parameter in own)
+        tokens, kept = torch.full((2, 24), 3), _Kept(model)
+        kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
+        said = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), all_learn=all_learn)
+        assert said == pytest.approx(kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12)
+
+    @pytest.mark.parametrize("predictor", ["mlp", "linear", "bidirectional"])
+    def test_parameters_of_predictors(self, predictor: str) -> None:
+        config = GateConfig(window=6, predictor=predictor, kernel_size=3, heads=["SL", "GG", "SS", "LL"])
+        model = tiny_model()
+        attach_gates(model, config)
+        counted = sum(parameter.numel() for parameter in predictor_parameters(model))
+        assert num_predictor_parameters(model_size(model), config) == counted
+
+    def test_logits_are_those_of_a_chunk(self) -> None:
+        assert logit_bytes(1000, 10, item=4) == 10 * 1000 * 8
+        assert logit_bytes(128_256, 1 << 20, item=2) == logit_bytes(128_256, 1 << 21, item=2) < 1 << 30
+
+    def test_layers_are_computed_again_where_nothing_else_fits(self) -> None:
+        memory = PassMemory(model_size(tiny_model()), gates=GATES)
+        whole, again = memory.learning(32), memory.learning(32, recomputes=True)
+        assert again < whole
+        assert fitting_pass(memory, 32, 8, 1e12) == (8, False)
+        assert fitting_pass(memory, 32, 8, memory.learning(96)) == (3, False)
+        assert fitting_pass(memory, 32, 8, whole - 1)[1]
+        assert fitting_pass(memory, 32, 8, 0) == (1, True)
+
+
+class TestStages:
+    @pytest.fixture
+    def stages(self) -> Stages:
+        size = config_size(AutoConfig.for_model(**CONFIGS["Llama-3-8B"]))
+        return Stages(size, GateConfig(), Site("H100", 80e9, 400e12, 3e12), **FULL_BLOCKS)
+
+    def test_flops_of_a_pass_as_counted(self) -> None:
+        """Against torch's counter; it counts every score of the square, Kaplan's mean over causal positions half."""
+        model, length = tiny_model(attn_implementation="eager"), 24
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=torch.zeros(1, length, dtype=torch.int64))
+        stages = Stages(model_size(model), GATES, Site("", 1e9), length, 1)
+        square = 2 * stages.size.heads.num_layers * stages.size.heads.attention_width * length * length
+        norms = 2 * length * 9 * 32
+        assert stages.measure("", length).flops + square - norms == counter.get_total_flops()
+
+    def test_learning_costs_passes(self, stages: Stages) -> None:
+        forward = stages.measure("", 8192).flops
+        how = Training(steps=1, batch_size=16)
+        assert stages.train("", how, gated=False).flops == 3 * forward
+        assert stages.train("", replace(how, recomputes=True), gated=False).flops == 4 * forward
+        gates = 6.0 * stages.num_predictor_parameters * 8192
+        assert stages.train("", replace(how, frozen=True), gated=True).flops == 2 * forward + gates
+        assert stages.learn_gates("", 4, 2048, 0.5).flops == 2 * forward + gates
+
+    def test_what_training_holds(self, stages: Stages) -> None:
+        """16 bytes of a parameter and autocast's 2; DDP adds 4, FSDP2 parts the 16 and gathers some layers."""
+        how, number = Training(160, 8), stages.size.num_parameters
+
+        def fixed(devices: int, **changes: object) -> float:
+            own = replace(stages, site=replace(stages.site, devices=devices))
+            memory = own.train("", replace(how, **changes), gated=False).memory  # type: ignore[arg-type]
+            return (memory.weights + memory.learning) / number
+
+        assert fixed(1) == 18
+        assert fixed(1, bfloat16=False) == 16
+        assert fixed(8) == 22
+        assert 2 < fixed(8, sharded=True) < 2.5
+
+    def test_what_to_change(self, stages: Stages) -> None:
+        how = Training(160, 8)
+        assert stages.train("", how, gated=True).remedy == "sharding: fsdp on 4 devices, micro_batch_size: 1"
+        sharded = replace(stages, block_size=2048, site=replace(stages.site, memory=141e9, devices=4))
+        remedy = sharded.train("", Training(160, 32, sharded=True), gated=True).remedy
+        assert remedy == "micro_batch_size: 4"
+        assert sharded.train("", Training(160, 32, 4, sharded=True), gated=True).fits
+        small = replace(stages, site=Site("", 19e9))
+        assert small.measure("", 1 << 20).fits
+        assert small.learn_gates("", 1, 2048, 0.5).remedy == FIXED
+        long = replace(stages, block_size=1 << 17, site=Site("", 32e9))
+        assert long.measure("", 1 << 20).remedy == "--block-size 65536"
+        assert not replace(small, item=4).measure("", 1 << 20).fits
+        assert replace(small, item=4).measure("", 1 << 20).remedy == "--dtype bfloat16"
+        assert "the weights alone" in str(
+            replace(small, site=Site("", 8e9)).generate("", 1, density=1, window=0).remedy
+        )
+        assert small.generate("", 1 << 17, density=1, window=0).remedy == "a shorter --context"
+        assert small.export("").fits is None
+
+    def test_batches_become_smaller_before_they_do_not_fit(self, stages: Stages) -> None:
+        assert stages.measure("", 1 << 20).how == "8 x 512 tokens a pass"
+        long = replace(stages, block_size=1 << 16, site=Site("", 32e9))
+        assert long.measure("", 1 << 20).how == "1 x 65,536 tokens a pass"
+        assert long.measure("", 1 << 20).fits
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    file = tmp_path / "Llama-3-8B" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(CONFIGS["Llama-3-8B"]))
+    return file
+
+
+class TestCommand:
+    def test_of_a_model(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["plan", "--model", str(llama), "--hardware", "h100", "--tokens", "100000"])
+        said = capsys.readouterr()
+        for words in ("8,030,261,248 parameters", "269,025,536 in predictors", "priced gates, frozen model",
+                      "80 GB", "40% of the 989 TFLOP/s", "100,000 held-out tokens"):  # fmt: skip
+            assert words in said.out
+        assert "does not fit: train the SP-KV reference; retrain a hybrid\n" in said.err
+        assert "sharding: fsdp on 4 devices" in said.err
+
+    def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        line = ["plan", "--model", str(llama), "--hardware", "a100", "--budget", "64", "--context", "32k", "--json"]
+        main([*line, "--utilisation", "0.2"])
+        slow = json.loads(capsys.readouterr().out)
+        main(line)
+        stages = {stage["name"]: stage for stage in json.loads(capsys.readouterr().out)["stages"]}
+        for stage in slow["stages"]:
+            if stage["seconds"] and not stage["name"].startswith("generate"):
+                assert stage["seconds"] == pytest.approx(2 * stages[stage["name"]]["seconds"])
+        opening = stages["signal opening"]
+        assert opening["tokens"] == 12_288 * (1 + 33 / 2 * 8)
+        assert opening["seconds"] == pytest.approx(opening["flops"] / (0.4 * 312e12))
+        kept = stages["generate, 64 of 256 global"]["memory"]["cache"]
+        assert kept == 2 * 128 * 2 * (64 * 32768 + 192 * 32)
+        assert stages["evaluate"]["bytes"] == sum(stages["evaluate"]["memory"].values())
+
+    def test_of_a_recipe(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        before = set(recipe_file.parent.rglob("*"))
+        main(["plan", str(recipe_file), "--workspace", str(recipe_file.parent), "--json", "--device", "cpu"])
+        found = json.loads(capsys.readouterr().out)
+        stages = {stage["name"]: stage for stage in found["stages"]}
+        assert [stages[name]["tokens"] for name in ("train the dense model", "train the SP-KV reference")] == [
+            6 * 4 * 32, 8 * 4 * 32,
+        ]  # fmt: skip
+        assert all(stage["fits"] and stage["seconds"] is None for stage in found["stages"])
+        assert "priced gates, frozen model" not in stages
+        assert any("nothing was measured here" in remark for remark in found["remarks"])
+        assert set(recipe_file.parent.rglob("*")) == before
+
+    def test_mistakes(self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "give a recipe, or --model" in fails(capsys, "plan")
+        assert "give a recipe, or --model" in fails(capsys, "plan", recipe_file, "--model", llama)
+        assert "says its text, blocks and steps" in fails(capsys, "plan", recipe_file, "--steps", "3")
+        assert "no hardware 'tpu'" in fails(capsys, "plan", "--model", llama, "--hardware", "tpu")
+        llama.write_text(json.dumps({**CONFIGS["Llama-3-8B"], "model_type": "mixtral", "num_hidden_layers": 1}))
+        assert "mixture of experts" in fails(capsys, "plan", "--model", llama)
+
+
+class TestDryRunOfAProbe:
+    @pytest.fixture(autouse=True)
+    def speed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("spkv_nas.stages.forecast.matmul_speed", lambda device, bfloat16: 1e11)
+
+    @pytest.fixture
+    def model(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "model")
+        return tmp_path / "model"
+
+    def run(
+        self, capsys: pytest.CaptureFixture[str], place: Path, *options: str | Path
+    ) -> dict[str, dict[str, object]]:
+        before = set(place.rglob("*"))
+        main(["probe", "--dry-run", "--json", "--workspace", str(place), "--device", "cpu", *map(str, options)])
+        assert set(place.rglob("*")) == before
+        return {stage["name"]: stage for stage in json.loads(capsys.readouterr().out)["stages"]}
+
+    def test_of_a_model_that_has_yet_to_learn_gates(
+        self, model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        size = ("--model", model, "--data", text, "--block-size", "32")
+        stages = self.run(capsys, tmp_path, *size, "--steps", "3")
+        assert list(stages) == ["priced gates, frozen model", "probe", "judge the table"]
+        assert stages["priced gates, frozen model"]["tokens"] == 3 * 2048
+        assert all(stage["fits"] and stage["seconds"] for stage in stages.values())
+        assert list(self.run(capsys, tmp_path, *size, "--signal", "closing")) == ["signal closing"]
+        regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
+        assert list(regression) == ["signal regression, at most"]
+        assert "and not duo" in fails(capsys, "probe", "--dry-run", *size, "--signal", "duo")
+
+    def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--gain-tokens", "0")
+        assert list(stages) == ["probe"]
+        assert stages["probe"]["tokens"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 FLOP"), (999, "999 FLOP"), (1500, "1.5 kFLOP"), (7.32e15, "7.32 PFLOP")]
+)  # fmt: skip
+def test_flops_as_text(number: float, text: str) -> None:
+    assert format_flops(number) == text
