@@ -14,7 +14,8 @@ from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.shape import check_size, check_tokens
 from spkv_nas.stages.common import Subject
-from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.evaluate import evaluate
+from spkv_nas.stages.options import EvaluateOptions, SubjectOptions
 
 GIB = 1 << 30
 
@@ -116,6 +117,23 @@ class TestPasses:
         with pytest.raises(UserError, match=r"logits of 8 x 64 tokens"):
             subject.load()
         subject.load(with_logits=False)
+
+    def test_batches_are_as_large_as_there_is_memory_for(
+        self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And what is measured is the same."""
+        options = EvaluateOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
+        whole = evaluate(options).evaluation.nll
+        sizes, said = [], []
+        for free in (1 << 40, 1_500_000, 1):
+            monkeypatch.setattr("spkv_nas.stages.common.available_bytes", lambda device, free=free: free)
+            said.clear()
+            reporter = Reporter(announce=said.append)
+            measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
+            sizes.append(measured.batch_size)
+            assert any("pass at once" in line for line in said) == (measured.batch_size < 8)
+            assert evaluate(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
+        assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
 
     def test_tokens_that_the_model_does_not_have(
         self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase

@@ -27,6 +27,7 @@ from spkv_nas.artifacts.gate_config import GATED, GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.memory import chunk_tokens
 
+ROOM = 0.9  # share of the memory that is there which passes may take; the rest is the allocator's and the driver's
 FLOAT32 = 4  # bytes
 MOMENTS = 8  # bytes of Adam's two per parameter
 TRAINED = FLOAT32 + FLOAT32 + MOMENTS  # weight, gradient and moments

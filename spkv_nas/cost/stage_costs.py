@@ -15,9 +15,8 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.units import format_bytes
 from spkv_nas.cost.formulas import flops_per_token, kv_cache_bytes
-from spkv_nas.cost.memory import FLOAT32, MOMENTS, PassMemory, fitting_pass, most, num_predictor_parameters
+from spkv_nas.cost.memory import FLOAT32, MOMENTS, ROOM, PassMemory, fitting_pass, most, num_predictor_parameters
 
-ROOM = 0.9  # share of a device's memory that stages may take; the rest is the allocator's and the driver's
 BFLOAT16 = 2  # bytes
 _SHORTEST_BLOCK = 128  # tokens, that is advised
 _MOST_DEVICES = 1024

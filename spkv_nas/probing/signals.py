@@ -47,6 +47,7 @@ _OPTIONS = {
     "num_layouts": (REGRESSION,),
     "seed": (DENSITY, DUO, RETRIEVAL, REGRESSION),
     "cache": (REGRESSION,),
+    "batch_size": SCORING,
 }
 
 

@@ -15,10 +15,11 @@ from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device, dtype_name
 from spkv_nas.base.distributed import process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import require
+from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.cost.memory import ROOM, PassMemory, most
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.options import SubjectOptions
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from spkv_nas.training.recipe import Recipe
 
 
-BATCH_SIZE = 8  # blocks of a pass, the default of what measures
+BATCH_SIZE = 8  # blocks of a pass of what measures, where there is memory for them
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # of an unfinished run
 _BEYOND = 16  # times a model's own length up to which blocks may be longer
 
@@ -39,7 +40,7 @@ class Measured:
     """A loaded subject: the model on its device, the blocks, what text they are of, and the checkpoint's own dtype.
 
     ``whole`` has all blocks that were read, also those beyond what is measured; ``train`` has other documents of the
-    text, for gates to learn on, if the model is to learn them.
+    text, for gates to learn on, if the model is to learn them. ``batch_size`` is how many blocks pass at once.
     """
 
     model: PreTrainedModel
@@ -48,6 +49,7 @@ class Measured:
     text: Any
     saved_dtype: str
     train: TokenBlocks | None = None
+    batch_size: int = BATCH_SIZE
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -155,10 +157,11 @@ class Subject:
         for part in (blocks, train):
             if part is not None:
                 check_tokens(model, part.largest_token)
+        batch_size = fitting_batch(model, blocks, reporter)
         if with_logits:
-            require_logits(model, min(BATCH_SIZE, blocks.num_blocks), length)
+            require_logits(model, batch_size, length)
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
-        return Measured(model, blocks, whole, text, saved, train)
+        return Measured(model, blocks, whole, text, saved, train, batch_size)
 
     def _parted(
         self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter
@@ -185,6 +188,20 @@ def _check_positions(model: PreTrainedModel, block_size: int) -> None:
             f"blocks of {block_size} tokens are more than {_BEYOND} times as long as the model's "
             f"max_position_embeddings of {positions}\ngive a smaller --block-size"
         )
+
+
+def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
+    """How many of the blocks pass at once: ``BATCH_SIZE``, or as many as there is memory for (``cost.memory``)."""
+    from spkv_nas.model.section import gate_config
+    from spkv_nas.model.shape import model_size
+
+    wanted, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
+    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
+    room = ROOM * available_bytes(str(model.device))
+    fitting = max(1, most(wanted, room, lambda number: memory.shared(number * length)))
+    if fitting < wanted:
+        reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")
+    return fitting
 
 
 def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> None:

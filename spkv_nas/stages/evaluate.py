@@ -51,11 +51,12 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     options.place.check_writable()
     folder = options.place.report_dir(subject.name)
     measured = subject.load(reporter)
+    size = measured.batch_size
     with reporter.bar("evaluating") as progress:
         if taus is None:
-            found = sweep.evaluate(measured.model, measured.blocks, options.tau, progress=progress)
+            found = sweep.evaluate(measured.model, measured.blocks, options.tau, batch_size=size, progress=progress)
             return EvaluationResult(subject.name, found, folder)
-        evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, progress=progress)
+        evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=size, progress=progress)
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import tau_sweep_chart
 
@@ -82,7 +83,12 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     measured = subject.load(reporter)
     cache = cache_folder(place.run_dir(name) / "zero-shot", measured.model, subject.source, measured.blocks)
     full, *scores = zero_shot(
-        measured.model, [None, *proposal.layouts.values()], measured.blocks, cache=cache, reporter=reporter
+        measured.model,
+        [None, *proposal.layouts.values()],
+        measured.blocks,
+        cache=cache,
+        reporter=reporter,
+        batch_size=measured.batch_size,
     )
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
     origin = _origin(subject, measured, full, probe=None if table is None else table.name)

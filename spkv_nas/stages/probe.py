@@ -23,7 +23,14 @@ from spkv_nas.probing import density, signals
 from spkv_nas.probing.gains import LAYER, opening_gains
 from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS, learn_gates
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages.common import BATCH_SIZE, Measured, Subject, check_tau, quiet_transformers, require_logits
+from spkv_nas.stages.common import (
+    Measured,
+    Subject,
+    check_tau,
+    fitting_batch,
+    quiet_transformers,
+    require_logits,
+)
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.train import train
 from spkv_nas.training.run_files import run_lock
@@ -59,6 +66,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     if options.signal == signals.REGRESSION:
         root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
         own["cache"] = cache_folder(root, measured.model, subject.source, measured.blocks)
+    if scores:
+        own["batch_size"] = measured.batch_size
     learned: dict[str, Any] = {}
     if measured.train is not None:
         subject = _renamed(subject, options)
@@ -79,7 +88,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
             "progress": progress,
         }
         if measures_density:
-            table = density.probe(measured.model, measured.blocks, options.tau, **told)
+            table = density.probe(measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **told)
         else:
             table = signals.measure_signal(
                 options.signal, measured.model, measured.blocks, window=options.window, **own, **told
@@ -102,9 +111,10 @@ def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, 
     assert table.window is not None
     try:
         check_tokens(model, blocks.largest_token)
-        require_logits(model, min(BATCH_SIZE, blocks.num_blocks), length)
+        size = fitting_batch(model, blocks)
+        require_logits(model, size, length)
         with reporter.bar("judging the table") as progress:
-            gains, took = opening_gains(model, blocks, table.window, batch_size=BATCH_SIZE, progress=progress)
+            gains, took = opening_gains(model, blocks, table.window, batch_size=size, progress=progress)
     except UserError as error:
         reporter.caution(f"how far the table can be trusted was not measured: {first_line(error)}")
         return table
