@@ -50,15 +50,13 @@ def attention(
             "triton" (not float64, D up to 256). One asked for by name never falls back to another.
 
     Returns:
-        [B, Hq, T, D] in the dtype of ``q``; of tensors on the device meta the shape alone. Without a gate every key is
-        visible to heads whose window is T or more, and only the window to the others.
+        [B, Hq, T, D] in the dtype of ``q``. Without a gate every key is visible to heads whose window is T or more,
+        and only the window to the others.
 
     Raises:
         ValueError: shapes, dtypes, devices or the backend do not fit; the message names the argument.
     """
     _check(q, k, v, log_utility, keep)
-    if q.is_meta:
-        return torch.empty_like(q)
     name = _backend(backend, q)
     windows = (_window_tensor if name == "triton" else _windows)(window, k.shape[1], q.shape[2], q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -233,6 +233,8 @@ def _attention_function(
             return observed.transpose(1, 2).to(value.dtype).contiguous(), None
     if gate is not None:
         state.check_gate_reach(query.shape[2])
+    if query.is_meta:  # shapes are all that there is
+        return query.transpose(1, 2).contiguous(), None
     out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
         query.to(value.dtype),
         key.to(value.dtype),

@@ -221,7 +221,7 @@ class PlanOptions(InWorkspace, InDtype):
     model: flags.OptionalModel = default(None, note="A config file will do.")
     data: flags.Data = None
     tokens: flags.Tokens = default(None, "the text's with --data or a recipe, else 500,000")
-    block_size: flags.OptionalBlockSize = default(None, "the recipe's, or 512")
+    block_size: flags.OptionalBlockSize = default(None, "the recipe's, or 512", note="Or with --model alone.")
     steps: flags.Steps = default(None, "the recipe's, or 160", note="Of gates, and of each model.")
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
     context: flags.Context = default("128k", note="Of a text to generate.")
