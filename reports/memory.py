@@ -14,17 +14,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-SIZES = {  # d, f, L, Hq, Hkv
-    "small": (384, 1024, 6, 6, 2),
-    "medium": (512, 1376, 8, 8, 4),
-    "deep": (256, 1024, 16, 8, 1),
+SIZES = {  # d, f, L, Hq, Hkv, V
+    "small": (384, 1024, 6, 6, 2, 1024),
+    "medium": (512, 1376, 8, 8, 4, 1024),
+    "deep": (256, 1024, 16, 8, 1, 1024),
+    "many words": (256, 1024, 4, 4, 1, 32768),
 }
 LENGTHS = (512, 1024, 2048)
 STAGES = ("evaluate", "probe", "priced gates, frozen model")
 BATCH = 8
 
 
-def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int) -> None:
+def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int, words: int) -> None:
     """A random Llama without gates, ``dense``, and with, ``gated``."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,7 +34,7 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
     from spkv_nas.model.checkpoint import save
 
     config = AutoConfig.for_model(
-        "llama", vocab_size=1024, hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
+        "llama", vocab_size=words, hidden_size=width, intermediate_size=ffn, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096,
     )  # fmt: skip
     model, tokenizer = AutoModelForCausalLM.from_config(config), train_bpe(["a text of few words"] * 3, 260)
@@ -86,7 +87,7 @@ def main() -> None:
         place = Path(name)
         words = (rng.choices("abcdefgh ", k=4000) for _ in range(100))
         (place / "text.txt").write_text("\n\n".join("".join(letters) for letters in words))
-        for size, shape in {"tiny": (32, 64, 2, 2, 1), **SIZES}.items():
+        for size, shape in {"tiny": (32, 64, 2, 2, 1, 1024), **SIZES}.items():
             make(place / size, *shape)
         print("| stage | model | tokens of a block | measured MB | predicted MB | ratio |\n|---|---|---|---|---|---|")
         for stage in STAGES:

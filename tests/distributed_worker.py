@@ -20,9 +20,9 @@ from accelerate.utils import DistributedType
 from transformers import TrainingArguments
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base import memory
 from spkv_nas.base.distributed import disconnect, on_main, process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import loss
 from spkv_nas.training import arguments, callbacks, trainer
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus, join_processes, load_corpus
@@ -151,7 +151,7 @@ def main(mode: str, recipe_file: Path, folder: Path) -> None:
     with pytest.raises(UserError, match="no"):
         on_main(refuse)
     corpus = load_corpus(recipe, recipe_file.parent, folder)
-    loss.CHUNK_BYTES = 24 * 4 * len(corpus.tokenizer)  # of 64 tokens that a process has in a step
+    memory.CHUNK_BYTES = 24 * 4 * len(corpus.tokenizer)  # of 64 tokens that a process has in a step
     gc.freeze()  # the trainer collects garbage after every run: leave what was imported out
     if mode == "ddp":
         with_ddp(recipe, corpus, folder)

@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from spkv_nas import GateConfig
+from spkv_nas.base import memory
+from spkv_nas.cost.memory import logit_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model import loss
-from spkv_nas.model.loss import logit_bytes, loss_in_chunks, mean_nll, token_nll
+from spkv_nas.model.loss import loss_in_chunks, mean_nll, token_nll
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.dense import train_dense
@@ -59,7 +60,7 @@ def in_chunks(model: PreTrainedModel, size: int = CHUNK) -> Iterator[None]:
 
     hook = model.get_output_embeddings().register_forward_pre_hook(check)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "CHUNK_BYTES", size * 4 * model.config.get_text_config().vocab_size)
+        patch.setattr(memory, "CHUNK_BYTES", size * 4 * model.config.get_text_config().vocab_size)
         yield
     hook.remove()
 
@@ -162,7 +163,7 @@ class OfAllTokens(LlamaForCausalLM):
 def test_other_models_make_all_logits_and_say_so(kind: type, tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = kind(tiny_model().config).eval()
     expected, trained = reference(model, tokens), model(input_ids=tokens, labels=tokens).loss
-    monkeypatch.setattr(loss, "CHUNK_BYTES", CHUNK * 4 * VOCABULARY)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK * 4 * VOCABULARY)
     with pytest.warns(UserWarning, match=f"{kind.__name__} makes its logits in a way of its own: .* at once"):
         assert torch.equal(token_nll(model, tokens), expected)
     theirs = gradients(model, trained)
@@ -201,7 +202,7 @@ class TestWhoComputesLosses:
         recipe = Recipe.read(write_project(tmp_path / "project"))
         corpus = load_corpus(recipe, tmp_path / "project", tmp_path)
         finals = [train_dense(recipe, corpus, tmp_path / "whole")]
-        monkeypatch.setattr(loss, "CHUNK_BYTES", 20 * 4 * len(corpus.tokenizer))
+        monkeypatch.setattr(memory, "CHUNK_BYTES", 20 * 4 * len(corpus.tokenizer))
         finals.append(train_dense(recipe, corpus, tmp_path / "chunks"))
         logged = [pd.read_csv(folder / "train-log.csv")["loss"].to_numpy() for folder in finals]
         assert logged[1] == pytest.approx(logged[0], rel=1e-5)
@@ -248,12 +249,12 @@ def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypat
     tokens = torch.zeros(1, 500, dtype=torch.long)
     most = []
     for size in (50, 500):
-        monkeypatch.setattr(loss, "CHUNK_BYTES", size * 4 * 20000)
+        monkeypatch.setattr(memory, "CHUNK_BYTES", size * 4 * 20000)
         with Live() as live, torch.set_grad_enabled(learns):
             value = mean_nll(model, tokens) if learns else token_nll(model, tokens)
             if learns:
                 value.backward()  # type: ignore[no-untyped-call]
-        assert live.most == pytest.approx(logit_bytes(model, 500, learns=learns), rel=0.15)
+        assert live.most == pytest.approx(logit_bytes(20000, 500, item=dtype.itemsize, learns=learns), rel=0.15)
         most.append(live.most)
     assert most[1] > 8 * most[0]
 
@@ -261,5 +262,5 @@ def test_memory_is_that_of_one_chunk(dtype: torch.dtype, learns: bool, monkeypat
 def test_a_chunk_has_a_token(tokens: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     expected = reference(model, tokens)
-    monkeypatch.setattr(loss, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 1)
     torch.testing.assert_close(token_nll(model, tokens), expected)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
+from spkv_nas.base.progress import Reporter
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.shape import check_size, check_tokens
 from spkv_nas.stages.common import Subject

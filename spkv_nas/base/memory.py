@@ -13,7 +13,7 @@ import psutil
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
-CHUNK_BYTES = 1 << 28  # of the logits, in float32, that are made at once
+CHUNK_BYTES = 1 << 28  # of a chunk's logits in float32, which are made at once
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
 _FILES = {  # limit and use, by the controllers' field in /proc/self/cgroup: version 2 has none, version 1 names them
@@ -23,7 +23,7 @@ _FILES = {  # limit and use, by the controllers' field in /proc/self/cgroup: ver
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Tokens, at least one, whose logits over a vocabulary of so many are made at once."""
+    """Tokens of a chunk, at least one, of a vocabulary of so many."""
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 

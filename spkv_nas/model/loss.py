@@ -24,22 +24,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from spkv_nas.base.memory import chunk_tokens
 from spkv_nas.model.shape import vocabulary_size
 
-CHUNK_BYTES = 1 << 28  # of a chunk's logits in float32
 _NO_TARGET = -100  # a label that is not predicted
-
-
-def chunk_tokens(vocabulary: int) -> int:
-    """Tokens of a chunk, at least one, of a vocabulary of so many."""
-    return max(1, CHUNK_BYTES // (4 * vocabulary))
-
-
-def logit_bytes(model: PreTrainedModel, num_tokens: int, *, learns: bool = False) -> int:
-    """Bytes at the peak of the logits of ``num_tokens`` and what a loss makes of them; ``learns``: with gradients."""
-    vocabulary, item = vocabulary_size(model), int(model.dtype.itemsize)
-    copies = (8 if learns else 4) + (4 if item < 4 else 0)  # in float32: log-softmax, its gradient, and the logits
-    return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
 
 
 def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.cost.memory import ROOM, PassMemory, most
+from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.options import SubjectOptions
 
@@ -210,12 +210,12 @@ def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> 
     Raises:
         UserError: there is not so much memory.
     """
-    from spkv_nas.model.loss import logit_bytes
+    from spkv_nas.model.shape import vocabulary_size
 
-    tokens = num_blocks * block_size
-    hidden = tokens * int(model.config.get_text_config().hidden_size * model.dtype.itemsize)
+    tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
+    hidden = tokens * int(model.config.get_text_config().hidden_size) * item
     what = f"hidden states and logits of {num_blocks} x {block_size} tokens"
-    size = 2 * hidden + logit_bytes(model, tokens)
+    size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)
     require(size, what, "give a smaller --block-size", device=model.device.type)
 
 
