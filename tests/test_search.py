@@ -19,8 +19,8 @@ from spkv_nas.artifacts.samplers import DENSITY, RANDOM, SURROGATE, TPE
 from spkv_nas.artifacts.search_table import Retraining, read_search
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
-from spkv_nas.evaluation.guidance import best_so_far, guidance, hypervolume
-from spkv_nas.evaluation.paired import PairedDifference
+from spkv_nas.evaluation.guidance import best_layouts, best_so_far, guidance, hypervolume
+from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.search.driver import Search
@@ -151,7 +151,7 @@ def made_trials(values: list[tuple[float, float | None]], sampler: str = DENSITY
     generator = np.random.default_rng(0)
     layouts = [Layout.from_mask(densest(generator.random((6, 3)), 6), window=8) for _ in values]
     return [
-        Trial(sampler, 0, i, layout, cost, PairedDifference(nll, 0.1))
+        Trial(sampler, 0, i, layout, cost, Score(nll, 0.1, 100))
         for i, (layout, (nll, cost)) in enumerate(zip(layouts, values, strict=True))
     ]
 
@@ -186,20 +186,31 @@ class TestResults:
 
 
 class TableJudge:
-    """Judges layouts by a table's densities, without any model; ``done`` are its retrainings, in order."""
+    """Judges layouts by a table's densities, without any model; ``done`` are its retrainings, in order.
+
+    With ``racing`` it stops whatever is behind its rival.
+    """
 
     shape = Shape(6, 6, 3, 4, 1000)
     identity = "none"
     tokens_chosen_on = tokens_judged_on = 100
 
-    def __init__(self, table: DensityTable) -> None:
-        self._table, self.settings, self.done = table, {"name": "no model"}, list[str]()
+    def __init__(self, table: DensityTable, racing: bool = False) -> None:
+        self._table, self.settings, self.done, self._racing = table, {"name": "no model"}, list[str](), racing
 
     def steps(self, fidelity: Retraining) -> int:
         return {"short": 1, "full": 4}[fidelity]
 
-    def score(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        return [PairedDifference(value(layout, self._table), 0.1) for layout in layouts]
+    def score(
+        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+    ) -> list[Score]:
+        assert {rival.heads for rival in rivals if rival} <= {layout.heads for layout in finished}
+        return [self._score(*pair) for pair in zip(layouts, rivals, strict=True)]
+
+    def _score(self, layout: Layout, rival: Layout | None) -> Score:
+        reached = value(layout, self._table)
+        behind = self._racing and rival is not None and reached > value(rival, self._table)
+        return Score(reached, 0.1, 25 if behind else 100, stopped=behind)
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
         return f"{fidelity}-{'full-attention' if layout is None else layout.content_hash}"
@@ -209,14 +220,16 @@ class TableJudge:
 
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
         assert {self.run_name(fidelity, layout) for layout in (None, *layouts)} <= set(self.done)
-        return [PairedDifference(2 * change.percent, 0.1) for change in self.score(layouts)]
+        return [PairedDifference(2 * value(layout, self._table), 0.1) for layout in layouts]
 
 
 class TestJudge:
     start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8, "start")
 
-    def search(self, table: DensityTable, folder: Path, effort: Effort, **options: Any) -> tuple[Search, TableJudge]:
-        judge = TableJudge(table)
+    def search(
+        self, table: DensityTable, folder: Path, effort: Effort, *, racing: bool = False, **options: Any
+    ) -> tuple[Search, TableJudge]:
+        judge = TableJudge(table, racing)
         starts = {"start": self.start}
         return Search(judge, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), judge
 
@@ -254,3 +267,21 @@ class TestJudge:
         assert best.heads == min(own, key=lambda trial: trial.values).layout.heads
         assert cost.of(second) < cost.of(best)  # the next of the front costs less
         assert all(trial.short is not None for trial in own if trial.layout.heads in (best.heads, second.heads))
+
+    @pytest.mark.parametrize("has_cost", [False, True], ids=["nll", "front"])
+    def test_whatever_is_promoted_or_on_the_front_was_not_stopped(
+        self, table: DensityTable, tmp_path: Path, has_cost: bool
+    ) -> None:
+        cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G"))) if has_cost else None
+        found = {}
+        for racing in (True, False):
+            effort = Effort(trials=20, samplers=(RANDOM,), short=2, full=0)
+            search, judge = self.search(table, tmp_path / str(racing), effort, racing=racing, cost=cost)
+            trials = search.run()
+            assert any(trial.zero_shot.stopped for trial in trials) is racing
+            assert not any(trial.zero_shot.stopped and trial.short for trial in trials)
+            found[racing] = front(trials), judge.done, result_table(trials, table)
+        assert [trial.name for trial in found[True][0]] == [trial.name for trial in found[False][0]]
+        assert found[True][1] == found[False][1]
+        stopped = found[True][2]["zero_shot_tokens"] == 25
+        assert not set(best_layouts(found[True][2], 100)["name"]) & set(found[True][2]["name"][stopped])

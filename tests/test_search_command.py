@@ -22,10 +22,13 @@ from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.cli import main
 from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.search.trials import first_front
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_judge import RecipeJudge
 
+_BYTES = ["--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4", "--kv-dtype", "float32"]
+_ENOUGH = ["--max-tokens", "1280"]  # to race on
 SEARCH_RECIPE = RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5")
 
 
@@ -126,8 +129,7 @@ class TestCommand:
 
     def test_a_front_of_nll_and_bytes(self, project: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
         recipe, workspace = project
-        more = ["--budget", "2..8", "--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4"]
-        more += ["--kv-dtype", "float32", "--trials", "15", "--short", "0", "--global-layers", "0"]
+        more = ["--budget", "2..8", *_BYTES, "--trials", "15", "--short", "0", "--global-layers", "0"]
         main(command(recipe, workspace, *more))
         assert "KV bytes" in capsys.readouterr().out
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
@@ -200,6 +202,29 @@ class TestCommand:
             Layout(("GG",) * layers, window, name).write(tmp_path / f"{name}.yaml")
         assert message in fails(capsys, *command(*project, *more))
 
+    @pytest.mark.parametrize("more", [["--budget", "4"], ["--budget", "2..8", *_BYTES]], ids=["nll", "front"])
+    def test_racing_changes_neither_the_best_nor_a_whole_score(
+        self, project: tuple[Path, Path], more: list[str]
+    ) -> None:
+        """Without racing the same command scores what it stopped on the whole text."""
+        found = []
+        for racing in ("--racing", "--no-racing"):
+            main(command(*project, *more, *_ENOUGH, "--trials", "40", "--control", "none", "--short", "0", racing))
+            found.append(pd.read_csv(project[1] / "reports" / "tiny" / "search.csv"))
+        raced, whole = found
+        stopped, error = (
+            raced["zero_shot_tokens"] < 1280,
+            raced["zero_shot_delta_percent"] - whole["zero_shot_delta_percent"],
+        )
+        assert raced["hash"].tolist() == whole["hash"].tolist()
+        assert stopped.sum() >= 4
+        assert (whole["zero_shot_tokens"] == 1280).all()
+        assert (error[~stopped] == 0).all()
+        assert (error[stopped].abs() < 4 * raced["zero_shot_standard_error"][stopped]).all()
+        values = [rows[["zero_shot_delta_percent", "cost"]].fillna(0.0).to_numpy() for rows in found]
+        assert first_front(values[0]) == first_front(values[1])
+        assert not stopped[first_front(values[0])].any()
+
     def test_what_the_cache_lacks_is_said_before_training(
         self, project: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -224,7 +249,8 @@ class TestCommand:
     def test_two_of_three_workers_are_killed(self, project: tuple[Path, Path], tmp_path: Path) -> None:
         """What is left finishes the study; the table is that of a worker that nobody disturbed."""
         recipe, workspace = project
-        more = ["--budget", "4", "--trials", "60", "--control", "random,tpe", "--seeds", "2", "--short", "0"]
+        more = ["--budget", "4", "--trials", "40", "--control", "random,tpe", "--seeds", "2", "--short", "0"]
+        more += _ENOUGH
         arguments = command(recipe, workspace, *more)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         run = [sys.executable, "-m", "spkv_nas"]
@@ -244,7 +270,7 @@ class TestCommand:
                 done = finished(database)
             for worker in workers[:2]:
                 worker.send_signal(signal.SIGKILL)
-            assert finished(database) < 360  # or the kill came too late to mean anything
+            assert finished(database) < 240  # or the kill came too late to mean anything
             assert workers[2].wait(300) == 0, logs[2].read_text()[-2000:]
         finally:
             for worker in workers:
@@ -257,7 +283,8 @@ class TestCommand:
         tables = [(place / "reports" / "tiny" / "search.csv").read_bytes() for place in (workspace, undisturbed)]
         assert tables[0] == tables[1]
         rows = pd.read_csv(workspace / "reports" / "tiny" / "search.csv")
-        assert len(rows[rows["sampler"] != BASELINE]) == 360
+        assert len(rows[rows["sampler"] != BASELINE]) == 240
+        assert set(rows["zero_shot_tokens"]) == {320, 640, 1280}
         assert not rows.duplicated(["sampler", "seed", "trial"]).any()
 
 

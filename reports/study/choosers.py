@@ -109,7 +109,8 @@ def search(subject: Subject, heads: int) -> None:
     folder = subject.folder / "search" / str(heads)
     folder.mkdir(parents=True, exist_ok=True)
     work = Search(
-        RecipeJudge(subject.searching, max_tokens=asked.tokens), space, dict(reversed(distinct.values())), {},
+        RecipeJudge(subject.searching, max_tokens=asked.tokens, racing=False), space,
+        dict(reversed(distinct.values())), {},
         Effort(trials=asked.trials, samplers=(asked.sampler,), short=0, full=0), folder,
         name=f"{subject.name}-{heads}", reporter=subject.reporter,
     )  # fmt: skip

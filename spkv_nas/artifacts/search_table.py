@@ -35,9 +35,16 @@ _COLUMNS = (
             Column(f"{fidelity}_standard_error", "number", high=MOST_SHOWN, gaps=True),
         )
     ),
+    Column("zero_shot_tokens", "whole", default="", gaps=True),
     Column("heads"),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
+
+
+def whole_scores(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose zero-shot ΔNLL is of the whole text; that of the others, which were stopped, is an estimate."""
+    tokens = rows["zero_shot_tokens"]
+    return rows[~(tokens < tokens.max())]
 
 
 def read_search(path: Path) -> pd.DataFrame:

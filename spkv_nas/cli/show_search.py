@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def search(result: SearchResult) -> None:
     """The best layouts, what each sampler reached, and how well cheap measures order the layouts."""
+    from spkv_nas.artifacts.search_table import whole_scores
     from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
 
     rows, cost = result.rows, result.cost_name
@@ -29,6 +30,8 @@ def search(result: SearchResult) -> None:
             change(row["short_delta_percent"]), change(row["full_delta_percent"], row["full_standard_error"]),
         )  # fmt: skip
     out.print(shown)
+    if stopped := len(rows) - len(whole_scores(rows)):
+        say(f"{stopped} of {len(rows)} layouts were clearly behind before the end of the text, and stopped")
     quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"
     for sampler, reached in guidance(rows).items():
         for sentence in _sentences(sampler, reached, quality):

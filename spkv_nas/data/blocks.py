@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 TOKENIZE_BATCH = 64  # documents
 _REMEDY = "remove it: the text is then tokenised again"
 _INT32 = 2**31 - 1
+_GOLDEN_RATIO = (1 + 5**0.5) / 2
 _ARRAYS = (
     Array("tokens", "whole", "N T", high=_INT32), Array("document", "whole", "N T", high=_INT32),
     Array("documents", "text"),
@@ -102,6 +104,14 @@ class TokenBlocks:
         num_blocks = min(num_blocks, self.num_blocks)
         chosen = np.arange(num_blocks) * self.num_blocks // max(num_blocks, 1)
         return TokenBlocks(self.tokens[chosen], self.document[chosen], self.documents)
+
+    def nested(self, ends: Sequence[int]) -> list[TokenBlocks]:
+        """The blocks in parts: the first ``ends[0]``, those up to ``ends[1]`` ..., of an order all of whose beginnings
+        are evenly spread: by the fractional part of a block's number times the golden ratio.
+        """
+        order = np.argsort(np.arange(self.num_blocks) * _GOLDEN_RATIO % 1.0)
+        parts = [np.sort(order[start:end]) for start, end in pairwise((0, *ends))]
+        return [TokenBlocks(self.tokens[part], self.document[part], self.documents) for part in parts]
 
     def every(self, step: int, start: int) -> TokenBlocks:
         """Every ``step``-th block, from ``start``."""

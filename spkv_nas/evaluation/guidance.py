@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES
+from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, whole_scores
 from spkv_nas.evaluation.ranking import rank_correlation
 
 _MILESTONES = (10, 20, 50, 100, 200, 500, 1000)
@@ -51,9 +51,9 @@ class Reached:
 
 
 def best_layouts(rows: pd.DataFrame, number: int = 12) -> pd.DataFrame:
-    """The first ``number`` distinct layouts by full retraining, then short, then zero-shot."""
+    """The first ``number`` distinct layouts by full retraining, then short, then zero-shot; no stopped one."""
     columns = [f"{fidelity}_delta_percent" for fidelity in reversed(FIDELITIES)]
-    return rows.drop_duplicates("hash").sort_values(columns).head(number)
+    return whole_scores(rows).drop_duplicates("hash").sort_values(columns).head(number)
 
 
 def best_so_far(rows: pd.DataFrame) -> pd.DataFrame:

@@ -57,6 +57,22 @@ class PairedDifference:
     standard_error: float
 
 
+@dataclass(frozen=True)
+class Score(PairedDifference):
+    """A layout's change of NLL without training, and the tokens of text that it rests on.
+
+    ``stopped``: it was behind on the first of the text (``evaluation.racing``), and what it has is an estimate.
+    """
+
+    num_tokens: int
+    stopped: bool = False
+
+    @classmethod
+    def of(cls, change: PairedDifference, num_tokens: int) -> Score:
+        """A change that was measured on the whole text."""
+        return cls(change.percent, change.standard_error, num_tokens)
+
+
 def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDifference:
     """ΔNLL of ``candidate`` against ``baseline`` in percent of the baseline's NLL.
 

@@ -96,7 +96,7 @@ def zero_shot(
         full = tuple(state.head_windows(gated=False) for state in states)
         wanted = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
         layout_of = dict(zip(wanted, layouts, strict=True))
-        kept = {windows: _read(_file(cache, x), len(blocks.documents)) for windows, x in layout_of.items()}
+        kept = {windows: read_score(cache, x, len(blocks.documents)) for windows, x in layout_of.items()}
         scores = {windows: score for windows, score in kept.items() if score is not None}
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
@@ -115,7 +115,7 @@ def zero_shot(
                 work.passes += passes
                 for windows, score in zip(group, found, strict=True):
                     scores[windows] = score
-                    _keep(cache, layout_of[windows], score)
+                    keep_score(cache, layout_of[windows], score)
     return [scores[windows] for windows in wanted]
 
 
@@ -170,17 +170,18 @@ def _file(cache: Path | None, layout: Layout | None) -> Path | None:
     return cache and cache / f"{FULL_ATTENTION if layout is None else layout.content_hash}.npz"
 
 
-def _keep(cache: Path | None, layout: Layout | None, score: DocumentNLL) -> None:
+def keep_score(cache: Path | None, layout: Layout | None, score: DocumentNLL) -> None:
     """Write a finished score, and which layout it is of."""
     if (file := _file(cache, layout)) is not None:
         score.save(file, **({} if layout is None else {_LAYOUT.name: np.array(layout.content)}))
 
 
-def _read(file: Path | None, num_documents: int) -> DocumentNLL | None:
-    """A finished score; None if it is not there or cannot be read, and so must be computed.
+def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> DocumentNLL | None:
+    """A finished score of a cache; None if it is not there or cannot be read, and so must be computed.
 
     The same blocks may have been cut from more or from fewer documents, of which they hold no token.
     """
+    file = _file(cache, layout)
     if file is None or not file.is_file():
         return None
     try:

@@ -31,10 +31,10 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, domain_means, signal_table
-from spkv_nas.probing.ridge import Ridge
 from spkv_nas.proposal.budget import parse_budget
 
 DEFAULT_LAYOUTS = 200

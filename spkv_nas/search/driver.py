@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.judge import Judge
-from spkv_nas.search.queue import Queue, Task, open_storage, storage_errors
-from spkv_nas.search.sampler import Sampler, first_of_generation
+from spkv_nas.search.queue import Queue, Task, is_stopped, open_storage, storage_errors
+from spkv_nas.search.rivals import Finished
+from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 
@@ -139,9 +142,9 @@ class Search:
                 if not unfinished:
                     return self._trials(finished)
                 for study in unfinished:
-                    tasks = study.queue.claim(total, CLAIM, study.sampler.point, first_of_generation)
+                    tasks = study.queue.claim(total, CLAIM, study.sampler.point, study.sampler.known_before)
                     if tasks:
-                        self._work(study.queue, tasks)
+                        self._work(study, tasks)
                         break
                 else:
                     time.sleep(POLL)  # other workers hold what is left of this generation
@@ -153,25 +156,55 @@ class Search:
             for study in studies
         }
 
-    def _work(self, queue: Queue, tasks: Sequence[Task]) -> None:
-        with queue.holding(tasks):
-            layouts = [self.space.layout(task.params) for task in tasks]
-            for task, layout, change in zip(tasks, layouts, self.judge.score(layouts), strict=True):
-                queue.finish(task, [change.percent, *([self.cost.of(layout)] if self.cost else [])])
+    def _work(self, study: _Study, tasks: Sequence[Task]) -> None:
+        with study.queue.holding(tasks):
+            layouts = {task.index: self.space.layout(task.params) for task in tasks}
+            scores = self._scores(study, layouts, study.queue.results())
+            for task, layout, score in zip(tasks, layouts.values(), scores, strict=True):
+                study.queue.finish(task, [score.percent, *self._costs_of(layout)], stopped=score.stopped)
+
+    def _scores(self, study: _Study, layouts: Mapping[int, Layout], trials: Mapping[int, FrozenTrial]) -> list[Score]:
+        """Of layouts by the numbers of their trials, in order; each races against what has finished before."""
+        baselines = {layout.heads for layout in self.baselines.values()}
+        never_promoted = baselines if self.effort.short else set()
+        scores: list[Score] = []
+        for known, numbers in groupby(layouts, study.sampler.known_before):
+            finished = self._finished_before(known, trials)
+            some = {number: layouts[number] for number in numbers}
+            rivals = [
+                None
+                if layout.heads in baselines or (number in trials and not is_stopped(trials[number]))
+                else finished.rival(max(self.effort.short, 1), self._costs_of(layout), left_out=never_promoted)
+                for number, layout in some.items()
+            ]
+            scores += self.judge.score(list(some.values()), rivals, finished.layouts)
+        return scores
+
+    def _finished_before(self, known: int, trials: Mapping[int, FrozenTrial]) -> Finished:
+        """Of the first ``known`` trials."""
+        whole = [trials[number] for number in range(known) if not is_stopped(trials[number])]
+        values = {self.space.layout(trial.params): trial.values for trial in whole}
+        return Finished(list(values), list(values.values()))
+
+    def _costs_of(self, layout: Layout) -> list[float]:
+        """The objectives beside the NLL."""
+        return [] if self.cost is None else [self.cost.of(layout)]
 
     def _trials(self, finished: Mapping[_Study, Mapping[int, FrozenTrial]]) -> list[Trial]:
-        """The baselines and all that was tried, scored again: the judge has their scores, unless they were deleted."""
-        compared = [(BASELINE, 0, number, layout) for number, layout in enumerate(self.baselines.values())]
-        tried = [
-            (study.kind, study.seed, number, self.space.layout(trial.params))
-            for study, trials in finished.items()
-            for number, trial in trials.items()
-        ]
-        every = [*compared, *tried]
-        changes = self.judge.score([layout for *_, layout in every])
+        """The baselines and all that was tried, scored again: the judge has their scores, unless they were deleted.
+
+        What one study has stopped and another has not has the score of that.
+        """
+        every = [(BASELINE, 0, number, layout) for number, layout in enumerate(self.baselines.values())]
+        scores = self.judge.score([layout for *_, layout in every], [None] * len(every), [])
+        for study, trials in finished.items():
+            layouts = {number: self.space.layout(trial.params) for number, trial in trials.items()}
+            every += [(study.kind, study.seed, number, layout) for number, layout in layouts.items()]
+            scores += self._scores(study, layouts, trials)
+        whole = {one[-1].heads: score for one, score in zip(every, scores, strict=True) if not score.stopped}
         return [
-            Trial(*one, self.cost.of(one[-1]) if self.cost else None, change)
-            for one, change in zip(every, changes, strict=True)
+            Trial(*one, self.cost.of(one[-1]) if self.cost else None, whole.get(one[-1].heads, score))
+            for one, score in zip(every, scores, strict=True)
         ]
 
     def _tell_front(self, study: _Study, trials: Mapping[int, FrozenTrial], before: list[int]) -> list[int]:
@@ -197,7 +230,7 @@ class Search:
             values: list[list[float]] = []
             for trial in trials:
                 key, change = trial.layout.content_hash, trial.change(by)
-                if trial.sampler != kind or key in baselines or key in layouts:
+                if trial.sampler != kind or trial.zero_shot.stopped or key in baselines or key in layouts:
                     continue
                 if change is not None:
                     layouts[key] = trial.layout

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.evaluation.paired import PairedDifference
+from spkv_nas.evaluation.paired import PairedDifference, Score
 
 
 class Judge(Protocol):
@@ -44,8 +44,14 @@ class Judge(Protocol):
     def steps(self, fidelity: Retraining) -> int:
         """Training steps of a retraining."""
 
-    def score(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Change of NLL by each layout, without training. A layout that was scored before costs nothing."""
+    def score(
+        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+    ) -> list[Score]:
+        """Change of NLL by each layout, without training. A layout that was scored before costs nothing.
+
+        A layout that its rival leaves behind, one of ``finished``, may be stopped with an estimate, which must depend
+        on the layout, its rival and ``finished`` alone.
+        """
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
         """Changes with whatever decides the result of a retraining; None is full attention."""

@@ -40,6 +40,7 @@ HEARTBEAT, GRACE = 20.0, 300.0  # seconds
 INDEX = "index"  # user attribute of a trial: the number of its task, the same when it is tried again
 _IF_DAMAGED = "if its file is damaged, remove it: what was scored and retrained is kept beside it"
 _WORKER, _MARK, _SETTINGS = "worker", "mark", "settings"
+_STOPPED = "stopped"  # user attribute of a trial whose score is an estimate: its values
 _POINT, _VALUES = "point", "values"  # user attributes: what a trial's number, parameters and values were when written
 
 
@@ -153,15 +154,17 @@ class Queue:
                 claimed.append(Task(index, self._put(index, params), params))
         return claimed
 
-    def finish(self, task: Task, values: Sequence[float]) -> None:
-        """Record a result; it is dropped if the task was given to another worker in the meantime.
+    def finish(self, task: Task, values: Sequence[float], *, stopped: bool = False) -> None:
+        """Record a result, and whether it is an estimate of what was stopped.
 
-        A NaN counts as infinite: Optuna would call the trial failed, and the task would be tried for ever.
+        It is dropped if the task was given to another worker in the meantime. A NaN counts as infinite: Optuna would
+        call the trial failed, and the task would be tried for ever.
         """
         told = [math.inf if math.isnan(value) else float(value) for value in values]
         try:
             trial = self._study.get_trials(deepcopy=False)[task.trial]
-            self._storage.set_trial_user_attr(trial._trial_id, _VALUES, told)
+            for key in (_VALUES, _STOPPED) if stopped else (_VALUES,):
+                self._storage.set_trial_user_attr(trial._trial_id, key, told)
             self._study.tell(task.trial, told)
         except (ValueError, UpdateFinishedTrialError):
             if self._study.get_trials(deepcopy=False)[task.trial].state != TrialState.FAIL:
@@ -196,7 +199,8 @@ class Queue:
         for trial in self._trials(TrialState.COMPLETE):
             attributes = trial.user_attrs
             point = _point(attributes[INDEX], trial.params)
-            if attributes.get(_POINT, point) != point or attributes.get(_VALUES, trial.values) != trial.values:
+            values = [attributes.get(key, trial.values) for key in (_VALUES, _STOPPED)]
+            if attributes.get(_POINT, point) != point or values != [trial.values] * 2:
                 raise UserError(
                     f"the study '{self._study.study_name}' is damaged: its trial {trial.number} has changed\n"
                     f"{_IF_DAMAGED}"
@@ -235,6 +239,11 @@ class Queue:
     def _attributes(self) -> dict[str, Any]:
         with _damage():
             return dict(self._study.user_attrs)
+
+
+def is_stopped(trial: FrozenTrial) -> bool:
+    """Whether the values of a finished task are an estimate."""
+    return _STOPPED in trial.user_attrs
 
 
 @contextmanager

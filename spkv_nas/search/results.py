@@ -37,6 +37,7 @@ def result_table(trials: Sequence[Trial], table: DensityTable) -> pd.DataFrame:
             "num_global": trial.layout.num_global,
             "coverage_percent": 100 * coverage(table, trial.layout),
             "cost": math.nan if trial.cost is None else trial.cost,
+            "zero_shot_tokens": trial.zero_shot.num_tokens,
             "heads": " ".join(trial.layout.heads),
         }
         for fidelity in FIDELITIES:
@@ -48,8 +49,9 @@ def result_table(trials: Sequence[Trial], table: DensityTable) -> pd.DataFrame:
 
 
 def front(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials on the front of the objectives without training, distinct, the lowest NLL first."""
-    distinct = list({trial.layout.content_hash: trial for trial in reversed(trials)}.values())
+    """The trials on the front of the objectives without training, distinct, the lowest NLL first; no stopped one."""
+    whole = [trial for trial in reversed(trials) if not trial.zero_shot.stopped]
+    distinct = list({trial.layout.content_hash: trial for trial in whole}.values())
     return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]
 
 

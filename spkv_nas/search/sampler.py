@@ -56,8 +56,17 @@ class Sampler:
         self._memory: optuna.Study | None = None  # of the trials before the generation
         self._remembered = -1  # number of them
 
+    def known_before(self, index: int) -> int:
+        """Number of the trials that must be finished before trial ``index`` begins, the first ones.
+
+        Its point depends on those of the generations before its own alone; its rival may be a start too.
+        """
+        starts = len(self._starts)
+        return max(first_of_generation(index), starts if index >= starts else 0)
+
     def point(self, index: int, known: Sequence[FrozenTrial]) -> Point:
-        """The point of trial ``index``, given the trials before its generation."""
+        """The point of trial ``index``, given at least the trials before its generation."""
+        known = known[: first_of_generation(index)]
         if self._kind == SURROGATE:
             return self._space.point(self._learnt(first_of_generation(index), known)[index % GENERATION])
         if index < len(self._starts):

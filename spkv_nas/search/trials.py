@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
-from spkv_nas.evaluation.paired import PairedDifference
+from spkv_nas.evaluation.paired import PairedDifference, Score
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Trial:
     number: int
     layout: Layout
     cost: float | None
-    zero_shot: PairedDifference
+    zero_shot: Score
     short: PairedDifference | None = None
     full: PairedDifference | None = None
 

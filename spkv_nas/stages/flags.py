@@ -229,6 +229,13 @@ Signals = Annotated[
         metavar="NAME|FILE", is_probe=True, panel=_SEARCH,
     ),
 ]  # fmt: skip
+Racing = Annotated[
+    bool,
+    Flag(
+        "Stop scoring a layout once it is two standard errors behind those that would be retrained.",
+        ("--racing/--no-racing",), panel=_SEARCH,
+    ),
+]  # fmt: skip
 Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
 Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
 ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]

@@ -188,6 +188,7 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
     sampler: flags.Sampler = "surrogate"
     control: flags.Control = "random"
     signals: flags.Signals = None
+    racing: flags.Racing = True
     short: flags.Short = 8
     full: flags.Full = 4
     short_steps: flags.ShortSteps = default(None, "a fourth of the recipe's")

@@ -101,7 +101,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     folder = place.report_dir(name)
     judge = RecipeJudge.prepare(
         asked.recipe, asked.file.parent, place.run_dir(asked.recipe.name), max_tokens=options.max_tokens,
-        short_steps=options.short_steps, device=options.device, reporter=reporter,
+        short_steps=options.short_steps, racing=options.racing, device=options.device, reporter=reporter,
     )  # fmt: skip
     if asked.second == "time":
         cost = _decode_time(options, asked.requirements, space.window, judge.shape, name, reporter)

@@ -22,7 +22,8 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, Score, paired_difference
+from spkv_nas.evaluation.racing import Course, Race
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
 from spkv_nas.training.branches import Trunk, is_finished, read_branch
@@ -37,11 +38,12 @@ class RecipeJudge:
     Args:
         max_tokens: held-out tokens to choose on; half of them all at most.
         short_steps: of a short retraining; a fourth of the recipe's by default.
+        racing: whether a layout may be stopped on a part of the text.
     """
 
-    def __init__(self, trunk: Trunk, *, max_tokens: int, short_steps: int | None = None) -> None:
+    def __init__(self, trunk: Trunk, *, max_tokens: int, short_steps: int | None = None, racing: bool = True) -> None:
         short = shortened(trunk.recipe, short_steps)
-        self._trunk, self._max_tokens = trunk, max_tokens
+        self._trunk, self._max_tokens, self._racing = trunk, max_tokens, racing
         self._trunks: dict[Retraining, Trunk] = {"short": replace(trunk, recipe=short), "full": trunk}
 
     @classmethod
@@ -53,6 +55,7 @@ class RecipeJudge:
         *,
         max_tokens: int,
         short_steps: int | None = None,
+        racing: bool = True,
         device: str | None = None,
         reporter: Reporter = SILENT,
     ) -> RecipeJudge:
@@ -64,7 +67,7 @@ class RecipeJudge:
         """
         join_processes(recipe, device)
         trunk = Trunk.prepare(recipe, base, runs, device=device, reporter=reporter)
-        return cls(trunk, max_tokens=max_tokens, short_steps=short_steps)
+        return cls(trunk, max_tokens=max_tokens, short_steps=short_steps, racing=racing)
 
     @cached_property
     def shape(self) -> Shape:
@@ -127,15 +130,31 @@ class RecipeJudge:
 
     @cached_property
     def _cache(self) -> Path:
-        return cache_folder(self._trunk.runs / "zero-shot", self._model, self._trunk.dense, self._chosen_on)
+        return self._cache_of(self._chosen_on)
 
-    def score(self, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Change of NLL by each layout on the dense checkpoint, without training."""
+    def _cache_of(self, text: TokenBlocks) -> Path:
+        return cache_folder(self._trunk.runs / "zero-shot", self._model, self._trunk.dense, text)
+
+    @cached_property
+    def _race(self) -> Race | None:
+        """None: every layout is scored on the whole text."""
+        course = Course.of(self._chosen_on) if self._racing else None
+        if course is None:
+            return None
+        batch_size = self._trunk.recipe.evaluation.batch_size
+        return Race(self._model, course, batch_size, self._cache, [self._cache_of(lap) for lap in course.laps[:-1]])
+
+    def score(
+        self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
+    ) -> list[Score]:
+        """Change of NLL by each layout on the dense checkpoint, without training; an estimate if it is stopped."""
+        if self._race is not None:
+            return self._race.run(layouts, rivals, finished)
         full, *scores = zero_shot(
             self._model, [None, *layouts], self._chosen_on,
             batch_size=self._trunk.recipe.evaluation.batch_size, cache=self._cache,
         )  # fmt: skip
-        return [paired_difference(score, full) for score in scores]
+        return [Score.of(paired_difference(score, full), self.tokens_chosen_on) for score in scores]
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
         """Name of the branch's folder, which changes with whatever decides its result; None is full attention."""

@@ -76,8 +76,8 @@ COMMANDS = {
         Command("palindrome", ("palindrome", "--steps", "4", "--batch-size", "4"), grows=True, trains=True),
         Command(
             "search",
-            ("search", "--recipe", _RECIPE, "--probe", "tiny", "--window", "4", "--max-tokens", "640", "--budget", "2",
-             "--trials", "6", "--short", "1", "--full", "1", "--short-steps", "2"),
+            ("search", "--recipe", _RECIPE, "--probe", "tiny", "--window", "4", "--max-tokens", "1280", "--budget", "2",
+             "--trials", "12", "--short", "1", "--full", "1", "--short-steps", "2"),
             "train-hybrid", reader="report", grows=True, trains=True,
         ),
         Command(

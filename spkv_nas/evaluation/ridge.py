@@ -22,7 +22,8 @@ class Ridge:
         variance: [p], of the coefficients, in units of the residuals' variance.
         freedom: of the residuals: n less the effective number of parameters.
         penalty: chosen.
-        explained: 1 - squared error of the responses, each predicted from the others / that of the others' mean.
+        squared_error: mean over the responses, each predicted from the others (leave-one-out).
+        explained: 1 - squared error / that of the others' mean.
     """
 
     design: Float
@@ -30,6 +31,7 @@ class Ridge:
     variance: Float
     freedom: float
     penalty: float
+    squared_error: float
     explained: float
 
     @classmethod
@@ -52,6 +54,7 @@ class Ridge:
             variance=(right**2).T @ (1 / (square + penalties[best])),
             freedom=number - 1 - float(shrunk[best].sum()),
             penalty=float(penalties[best]),
+            squared_error=float(errors[best] / number),
             explained=1 - float(errors[best] / max(np.square(centred * number / (number - 1)).sum(), 1e-300)),
         )
 
