@@ -21,8 +21,9 @@ from helpers import DENSITY, Page, make_comparison, make_domain_table, make_layo
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import read_search
+from spkv_nas.artifacts.search_table import read_search, whole_scores
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.tables import write_csv
 from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.data import page_data
 from spkv_nas.report.figures import write_study_figures
@@ -149,9 +150,16 @@ def test_page_is_accessible(page: Page) -> None:
     assert page.all("html")[0]["lang"] == "en"
 
 
+def test_a_search_from_before_layouts_were_stopped(tmp_path: Path) -> None:
+    write_csv(tmp_path / "search.csv", make_search().drop(columns="zero_shot_tokens"))
+    assert len(whole_scores(read_search(tmp_path / "search.csv"))) == 5
+
+
 def test_a_search_is_shown_best_first(page: Page) -> None:
     search = make_search()
     assert [cells[0] for cells in search_rows(search)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
+    stopped = search.assign(zero_shot_tokens=[400.0, 400.0, 400.0, 100.0, 400.0])
+    assert [cells[0] for cells in search_rows(stopped)] == ["density-0-1", "densest", "random-0-1"]
     assert search_rows(search)[0][1:] == ("3", "50.0", "+0.500 ± 0.100", "+0.600 ± 0.100", "+0.400 ± 0.100")
     progress, retrained = search_charts(search, None)
     assert isinstance(progress, Chart)
