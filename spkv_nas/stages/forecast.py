@@ -77,7 +77,7 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
     path = [*given.first, *measured, *trained] if options.recipe is None else [*trained, *measured]
     remarks = (
         _about_memory(stages.site),
-        f"text: {given.tokens:,} held-out tokens to measure on; everything but training runs on one device",
+        f"text: {given.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
         _about_time(options),
     )
     return Forecast(
