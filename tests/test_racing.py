@@ -160,20 +160,17 @@ TRIED = tuple(Layout((f"{number:012b}".replace("0", "L").replace("1", "G"),), 4)
 class TestRivals:
     values = tuple([float(value)] for value in (5, 3, 4, 1, 2, 9, 8, 7, 6, 10, 0, 0))
 
-    def rival(self, rank: int, left_out: tuple[int, ...] = (), costs: tuple[float, ...] = ()) -> int | None:
-        heads = [TRIED[one].heads for one in left_out]
-        found = Finished(TRIED, self.values).rival(rank, costs, left_out=heads)
+    def rival(self, *costs: float) -> int | None:
+        found = Finished(TRIED, self.values).rival(costs)
         return None if found is None else TRIED.index(found)
 
-    def test_is_the_last_to_be_promoted(self) -> None:
-        assert [self.rival(rank) for rank in (1, 2, 3, 12, 13)] == [10, 11, 3, 9, None]
-        assert self.rival(1, left_out=(10, 3)) == 11
-        assert self.rival(11, left_out=(10, 3)) is None
+    def test_is_the_first_of_the_best(self) -> None:
+        assert self.rival() == 10
+        assert Finished([], []).rival() is None
 
     def test_costs_no_more(self) -> None:
         self.values = [[value, 12.0 - number] for number, (value,) in enumerate(self.values)]  # the later, the cheaper
-        assert [self.rival(1, costs=(most,)) for most in (12.0, 6.0, 0.0)] == [10, 10, None]
-        assert [self.rival(rank, costs=(5.0,)) for rank in (1, 3, 6)] == [10, 8, None]
+        assert [self.rival(most) for most in (12.0, 2.0, 1.0, 0.0)] == [10, 10, 11, None]
 
     def test_starts_are_known_to_their_own_generation(self) -> None:
         """As rivals; what is proposed depends on whole generations alone."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,27 @@ class Search:
         trials = self._score([self._study(kind, seed) for kind in effort.samplers for seed in effort.seeds])
         if effort.short == 0:
             return trials
+        trials = self._finishing(trials, effort.short)
         trials = self._retrain("short", trials, self.promoted(trials, effort.short, "zero_shot"))
         if effort.full == 0:
             return trials
         return self._retrain("full", trials, self.promoted(trials, effort.full, "short"))
+
+    def _finishing(self, trials: list[Trial], number: int) -> list[Trial]:
+        """The trials, the best ``number`` layouts of each sampler scored on the whole text.
+
+        Those of them that were stopped are scored to the end, which may put others in their place.
+        """
+        while True:
+            estimated = {trial.layout.content_hash for trial in trials if trial.zero_shot.stopped}
+            best = self.promoted(trials, number, "zero_shot")
+            stopped = [layout for layout in best if layout.content_hash in estimated]
+            if not stopped:
+                return trials
+            self._reporter.announce(f"scoring {len(stopped)} of the best layouts on the whole text")
+            scores = self.judge.score(stopped, [None] * len(stopped), [])
+            whole = {layout.content_hash: score for layout, score in zip(stopped, scores, strict=True)}
+            trials = [replace(one, zero_shot=whole.get(one.layout.content_hash, one.zero_shot)) for one in trials]
 
     def _study(self, kind: str, seed: int) -> _Study:
         settings: dict[str, Any] = {
@@ -166,7 +183,6 @@ class Search:
     def _scores(self, study: _Study, layouts: Mapping[int, Layout], trials: Mapping[int, FrozenTrial]) -> list[Score]:
         """Of layouts by the numbers of their trials, in order; each races against what has finished before."""
         baselines = {layout.heads for layout in self.baselines.values()}
-        never_promoted = baselines if self.effort.short else set()
         scores: list[Score] = []
         for known, numbers in groupby(layouts, study.sampler.known_before):
             finished = self._finished_before(known, trials)
@@ -174,7 +190,7 @@ class Search:
             rivals = [
                 None
                 if layout.heads in baselines or (number in trials and not is_stopped(trials[number]))
-                else finished.rival(max(self.effort.short, 1), self._costs_of(layout), left_out=never_promoted)
+                else finished.rival(self._costs_of(layout))
                 for number, layout in some.items()
             ]
             scores += self.judge.score(list(some.values()), rivals, finished.layouts)
@@ -230,7 +246,7 @@ class Search:
             values: list[list[float]] = []
             for trial in trials:
                 key, change = trial.layout.content_hash, trial.change(by)
-                if trial.sampler != kind or trial.zero_shot.stopped or key in baselines or key in layouts:
+                if trial.sampler != kind or key in baselines or key in layouts:
                     continue
                 if change is not None:
                     layouts[key] = trial.layout

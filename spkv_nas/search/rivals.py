@@ -1,13 +1,13 @@
 """Rivals: whom a layout of a search must keep up with, or else be stopped (``evaluation.racing``).
 
-A rival is the last layout that would be promoted if the search ended before the trial begins, among those that cost no
-more: what does worse is neither promoted nor on the front, whatever comes. It depends on nothing but trials that any
-worker knows by then, so any number of workers, however interrupted, stop the same layouts.
+A rival is the best layout before the trial begins, among those that cost no more: what does worse is not on the front,
+whatever comes. It depends on nothing but trials that any worker knows by then, so any number of workers, however
+interrupted, stop the same layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,19 +26,13 @@ class Finished:
     layouts: Sequence[Layout]
     values: Sequence[Sequence[float]]
 
-    def rival(
-        self, rank: int, costs: Sequence[float] = (), *, left_out: Collection[tuple[str, ...]] = ()
-    ) -> Layout | None:
-        """The ``rank``-th best layout by the first objective; None if they are too few.
+    def rival(self, costs: Sequence[float] = ()) -> Layout | None:
+        """The best layout by the first objective; None if none is able.
 
         Args:
-            rank: number of layouts that are promoted.
-            costs: the further objectives of the layout that it is a rival of.
-            left_out: heads of the layouts that are never promoted.
+            costs: the further objectives of the layout that it is a rival of, which it must not exceed.
         """
         able = [
-            (values[0], number)
-            for number, (layout, values) in enumerate(zip(self.layouts, self.values, strict=True))
-            if layout.heads not in left_out and np.less_equal(values[1:], costs).all()
+            (values[0], number) for number, values in enumerate(self.values) if np.less_equal(values[1:], costs).all()
         ]
-        return self.layouts[sorted(able)[rank - 1][1]] if len(able) >= rank else None
+        return self.layouts[min(able)[1]] if able else None
