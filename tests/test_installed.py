@@ -11,11 +11,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data import installed
 from spkv_nas.data.installed import MAX_CHARACTERS
 from spkv_nas.data.sources import documents
+from spkv_nas.model.checkpoint import read_shape
 from spkv_nas.training.ablation import AblationPlan
 from spkv_nas.training.dense import dense_run
 from spkv_nas.training.recipe import Recipe
 
-PROBES = Path(__file__).parent.parent / "probes"
 Files = dict[str, str | bytes]
 LICENCE = "# Copyright 2026 the authors\n# under the Apache License\n\n"
 
@@ -165,23 +165,21 @@ def test_one_real_package() -> None:
     assert {installed.domain(file) for file in found} == {"code"}
 
 
-class TestTheNextEmbeddedModel:
+class TestTheEmbeddedModels:
     """The files that probes/README.md has in their order."""
 
-    def test_its_decay_starts_from_its_stable_phase(self) -> None:
-        stable = Recipe.read(PROBES / "embedded-next.yaml")
-        (decay,) = AblationPlan.read(PROBES / "embedded-next-decay.yaml").recipes.values()
+    def test_the_decay_starts_from_the_stable_phase(self) -> None:
+        stable = Recipe.read(EMBEDDED / "dense.yaml")
+        (decay,) = AblationPlan.read(EMBEDDED / "decay.yaml").recipes.values()
         folder = dense_run(stable, Path("runs") / stable.name)
         assert folder is not None
         assert str(folder / "final") == decay.model.path
         assert stable.dense is not None
         assert decay.branch.learning_rate == stable.dense.learning_rate
 
-    def test_it_has_the_shape_of_the_embedded_one_and_is_judged_against_it(self) -> None:
-        stable, embedded = Recipe.read(PROBES / "embedded-next.yaml"), Recipe.read(EMBEDDED / "recipe.yaml")
-        assert stable.model.config == {**(embedded.model.config or {}), "attn_implementation": "spkv"}
-        assert stable.tokenizer == embedded.tokenizer
-        judged = AblationPlan.read(PROBES / "embedded-next-judge.yaml").recipes
-        demo, reference = Recipe.read(EMBEDDED / "demo.yaml"), Recipe.read(PROBES / "embedded-next-reference.yaml")
-        assert [recipe.model.path for recipe in judged.values()] == ["embedded:dense", reference.model.path]
-        assert {recipe.branch for recipe in judged.values()} == {demo.branch}
+    def test_they_have_the_shape_of_the_recipe(self) -> None:
+        stable, reference = Recipe.read(EMBEDDED / "dense.yaml"), Recipe.read(EMBEDDED / "recipe.yaml")
+        assert reference.model.path == "embedded:dense"
+        assert stable.gates == reference.gates
+        asked = stable.model.config or {}
+        assert read_shape("embedded:dense").grid == (asked["num_hidden_layers"], asked["num_key_value_heads"])

@@ -52,7 +52,7 @@ def test_the_embedded_reference(monkeypatch: pytest.MonkeyPatch) -> None:
         StepTiming("dense forward", 1.0, 96 / 1, 1.0, None),
         StepTiming("probe", 2.0, 96 / 2, 0.5, 0.85),
     ]
-    assert (asked, sizes) == ([(3, "cpu")], [(8, 512)])
+    assert (asked, sizes) == ([(3, "cpu")], [(4, 512)])
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,13 +73,11 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
 
     It writes to a workspace of its own, the folder demo/.
     """
-    from spkv_nas.proposal.propose import MATCH_BUDGET
-
     start = time.perf_counter()
     where: dict[str, Any] = {"workspace": options.workspace}
     how: dict[str, Any] = {**where, "device": options.device, "dtype": options.dtype}
     yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **how), reporter)
-    yield propose(ProposeOptions(budget=options.budget, tau=MATCH_BUDGET, num_random=1, **where), reporter)
+    yield propose(ProposeOptions(budget=options.budget, num_random=1, **where), reporter)
     yield train_hybrid(TrainHybridOptions(probe=DEFAULT_PROBE, **how), reporter)
     yield report(ReportOptions(probe=DEFAULT_PROBE, **where), reporter)
     reporter.announce(f"{time.perf_counter() - start:.0f} s in all")
