@@ -25,7 +25,7 @@ PLAN = """\
 window: 8
 budgets: ["50%", "25%"]
 taus: [match-budget]
-compared: [priced-trained-match-budget]
+compared: [priced-trained-match-budget, priced-frozen-match-budget]
 chosen_on: 1300
 scored_on: 128
 common: {data: {max_heldout_tokens: 3000}}
@@ -88,6 +88,8 @@ def test_the_study_runs_and_goes_on(
     assert "tiny, 50%, zero-shot: nothing" in (out / "README.md").read_text()
     assert (out / "why-a-price-tiny.png").read_bytes().startswith(b"\x89PNG")
     assert "](why-a-price-tiny.png)" in (out / "README.md").read_text()
+    run("zero-shot", "--budget", "50%", "--chooser", "A")
+    assert len(list((runs / "tiny" / "zero-shot").glob("*.npz"))) == 2  # and full attention
     for command in ("zero-shot", "curves"):
         assert run(command) == "0 cells left\n"
     assert run("retrain", "--limit", "3") != "0 cells left\n"
@@ -126,6 +128,9 @@ def test_another_plan_needs_another_folder(
     assert "results of another plan" in capsys.readouterr().err
     assert driver.main(["signals", *given[:4], "--budget", "9%"]) == 2
     assert "the plan has no '9%'" in capsys.readouterr().err
+    plan.write_text(PLAN)
+    assert driver.main(["zero-shot", *given, "--chooser", "C"]) == 2
+    assert "there is no layout by 'C' yet; there is A, B, random-0" in capsys.readouterr().err
 
 
 def test_the_plan_is_one(driver: ModuleType) -> None:

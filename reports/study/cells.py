@@ -19,12 +19,14 @@ class Cell:
         kind: cells of one kind take about as long.
         title: for people.
         file: is there once the cell is done; ``make`` writes it last, and at once.
+        chooser: whose layout it judges; None if it is nobody's.
     """
 
     kind: str
     title: str
     file: Path
     make: Callable[[], object]
+    chooser: str | None = None
 
 
 def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) -> int:

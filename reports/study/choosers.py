@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import optuna
 from references import Subject
-from signals import COST, DENSITIES, ONCE, REGRESSION, SECONDS, SHIPPED, signal_folder
+from scipy.stats import rankdata
+from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
@@ -34,12 +35,14 @@ class Chooser:
         signal: whose table it reads; None: a rule, or a search.
         tau: threshold of densities, as ``propose --tau`` takes it.
         strategy: of ``propose``.
+        beside: a second signal; the heads of highest mean rank in both tables are chosen.
     """
 
     name: str
     signal: str | None = None
     tau: str | None = None
     strategy: str = DENSEST
+    beside: str | None = None
 
     def table(self, subject: Subject, heads: int) -> DensityTable | None:
         """The signal at its threshold; None if it has not been measured."""
@@ -58,13 +61,15 @@ class Chooser:
 def choosers(subject: Subject) -> list[Chooser]:
     """All of a reference."""
     plan = subject.plan
-    has_shipped = plan.references[subject.name].shipped is not None
-    densities = [name for name in DENSITIES if name != SHIPPED or has_shipped]
+    has_long = plan.references[subject.name].unpriced_long is not None
+    densities = [name for name in DENSITIES if name != LONG or has_long]
     found = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
     found += [Chooser(name, name) for name in (*ONCE, REGRESSION)]
-    control = next(chooser for chooser in found if chooser.name == plan.compared[0])
+    trained, frozen = (next(one for one in found if one.name == name) for name in plan.compared)
     rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
-    return [*found, Chooser(plan.search.sampler), *rules, Chooser(SPARSEST, control.signal, control.tau, SPARSEST)]
+    both = replace(frozen, name=f"{frozen.name}+{OPENING}", beside=OPENING)
+    sparsest = replace(trained, name=SPARSEST, strategy=SPARSEST)
+    return [*found, both, Chooser(plan.search.sampler), *rules, sparsest]
 
 
 def chosen(subject: Subject, heads: int) -> Iterator[tuple[Chooser, Layout]]:
@@ -83,8 +88,15 @@ def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
     window, grid = subject.plan.window, subject.grid
     if chooser.signal is not None:
         table = chooser.table(subject, heads)
-        return None if table is None else _by_signal(table, heads, window, chooser.strategy)
-    if chooser.name in RULES:
+        if table is None:
+            return None
+        if chooser.beside is None:
+            return _by_signal(table, heads, window, chooser.strategy)
+        other = Chooser(chooser.beside, chooser.beside).table(subject, heads)
+        if other is None:
+            return None
+        mask = strategies.densest(sum(rankdata(one.density, axis=None).reshape(grid) for one in (table, other)), heads)
+    elif chooser.name in RULES:
         mask = RULES[chooser.name](*grid, heads)
     elif chooser.name.startswith("random-"):
         mask = strategies.random_heads(*grid, heads, int(chooser.name.removeprefix("random-")))

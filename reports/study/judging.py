@@ -37,14 +37,15 @@ def score(subject: Subject, layout: Layout | None, block_size: int | None = None
 
 def score_cells(subject: Subject, budget: str) -> Iterator[Cell]:
     """Full attention, and every layout of a budget that is chosen by now."""
-    yield _score_cell(subject, FULL_ATTENTION, None)
-    for chooser, layout in chosen(subject, subject.heads(budget)):
-        yield _score_cell(subject, f"{chooser.name} at {budget}", layout)
+    for name, layout in _layouts(subject, budget):
+        what = f"{subject.name}: {name or FULL_ATTENTION} at {budget}, without training"
+        yield Cell("zero-shot", what, score_file(subject, layout), partial(score, subject, layout), name)
 
 
-def _score_cell(subject: Subject, what: str, layout: Layout | None) -> Cell:
-    file = score_file(subject, layout)
-    return Cell("zero-shot", f"{subject.name}: {what}, without training", file, partial(score, subject, layout))
+def _layouts(subject: Subject, budget: str) -> list[tuple[str | None, Layout | None]]:
+    """Full attention, which nobody chose, and every layout that is chosen by now, with the chooser's name."""
+    layouts = chosen(subject, subject.heads(budget))
+    return [(None, None), *((chooser.name, layout) for chooser, layout in layouts)]
 
 
 def retrained_file(subject: Subject, layout: Layout | None, seed: int) -> Path:
@@ -56,13 +57,12 @@ def retrained_file(subject: Subject, layout: Layout | None, seed: int) -> Path:
 def retrain_cells(subject: Subject) -> Iterator[Cell]:
     """Full attention, and every layout that is chosen by now: all of the first seed, then of the next."""
     asked = subject.plan.retrain
-    layouts: list[tuple[str, Layout | None]] = [(FULL_ATTENTION, None)]
-    layouts += [(chooser.name, layout) for chooser, layout in chosen(subject, subject.heads(asked.budget))]
+    layouts = _layouts(subject, asked.budget)
     for seed in asked.seeds:
         for name, layout in layouts:
             file = retrained_file(subject, layout, seed)
-            title = f"{subject.name}: {name} at {asked.budget}, retrained, seed {seed}"
-            yield Cell("retrained", title, file, partial(_retrain, subject, layout, seed))
+            title = f"{subject.name}: {name or FULL_ATTENTION} at {asked.budget}, retrained, seed {seed}"
+            yield Cell("retrained", title, file, partial(_retrain, subject, layout, seed), name)
 
 
 def _retrain(subject: Subject, layout: Layout | None, seed: int) -> None:

@@ -112,7 +112,7 @@ _CORRELATION = (
 _COST = (
     "Millions of tokens that pass forward (seconds of a core). A training step counts three times its tokens, on a "
     "frozen model twice; scores of layouts count the layers that were run; those of a search count in full, with the "
-    "signals that it starts from. Probing counts once. The seconds of the shipped reference are those of its probe."
+    "signals that it starts from. Probing counts once. The seconds of unpriced-long are those of its probe."
 )
 _CURVES = (
     "ΔNLL % against full attention at the same length, of the layout that the lane chose there (own), of the one it "

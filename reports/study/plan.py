@@ -14,7 +14,7 @@ from spkv_nas.base.schema import Section, merged, validate
 from spkv_nas.training.recipe import Recipe
 
 
-class Shipped(Section):
+class Long(Section):
     """A reference with gates that was trained before, without a price."""
 
     checkpoint: str
@@ -26,7 +26,7 @@ class Reference(Section):
 
     file: str | None = Field(None, description="a recipe, from the plan's folder")
     recipe: dict[str, Any] = Field(default_factory=dict)
-    shipped: Shipped | None = None
+    unpriced_long: Long | None = None
 
 
 class Frozen(Section):
@@ -77,7 +77,7 @@ class Plan(Section):
     window: int = Field(ge=1)
     budgets: list[str] = Field(min_length=1)
     taus: list[str] = Field(min_length=1)
-    compared: list[str]
+    compared: list[str] = Field(min_length=2, max_length=2, description="of a trained and of a frozen model")
     chosen_on: int = Field(ge=1)
     scored_on: int = Field(ge=1)
     common: dict[str, Any]

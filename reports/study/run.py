@@ -8,7 +8,7 @@
   tables     CSV, figures and README.md from what is there, in no time
 
 Every cell of a table is a file below --runs that is written once and at once, so any command may be killed and given
-again. --only, --budget and --limit cut the work into slices; one process at a time works on a reference.
+again. --only, --budget, --chooser and --limit cut the work into slices; one process at a time works on a reference.
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--runs", type=Path, default=HERE.parents[1] / "runs" / "study", help="folder of all cells")
     parser.add_argument("--only", action="append", metavar="REFERENCE", help="repeat for several; default: all")
     parser.add_argument("--budget", action="append", help="one of the plan's; repeat for several; default: all")
+    parser.add_argument(
+        "--chooser", action="append", help="zero-shot and retrain: whose layouts; repeat for several; default: all"
+    )
     parser.add_argument("--limit", type=int, help="stop after so many cells")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the tables")
     asked = parser.parse_args(arguments)
@@ -115,6 +118,12 @@ def _run(asked: argparse.Namespace) -> None:
             locks.enter_context(locked(subject.folder, "works on the same reference", reporter.announce))
         make = COMMANDS[asked.command]
         cells = [cell for subject in subjects for cell in make(subject, asked.budget or plan.budgets)]
+        if asked.chooser:
+            known = {cell.chooser: None for cell in cells if cell.chooser is not None}
+            for one in asked.chooser:
+                if one not in known:
+                    raise UserError(f"there is no layout by '{one}' yet; there is {', '.join(known) or 'none'}")
+            cells = [cell for cell in cells if cell.chooser in (None, *asked.chooser)]
         say(f"{work(cells, reporter, asked.limit)} cells left")
 
 

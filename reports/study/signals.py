@@ -26,7 +26,7 @@ from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.signals import SCORING, measure_signal
 from spkv_nas.training.variants import Variant
 
-PRICED, FROZEN, UNPRICED, SHIPPED = DENSITIES = ("priced-trained", "priced-frozen", "unpriced", "shipped")
+PRICED, FROZEN, UNPRICED, LONG = DENSITIES = ("priced-trained", "priced-frozen", "unpriced", "unpriced-long")
 OPENING, CLOSING, REGRESSION = SCORING
 ONCE = (OPENING, CLOSING, "duo", "retrieval", "attention-mass")  # that do not depend on the budget
 COST, SECONDS = "forward_tokens", "cpu_seconds"  # of a table's metadata
@@ -58,7 +58,7 @@ class Signal:
 
 def signal_folder(subject: Subject, name: str, heads: int | None) -> Path:
     """Of a signal's table; of one that does not depend on the budget whatever ``heads``."""
-    once = heads is None or name in (*ONCE, UNPRICED, SHIPPED)
+    once = heads is None or name in (*ONCE, UNPRICED, LONG)
     return subject.folder / "signals" / (name if once else f"{name}-{heads}")
 
 
@@ -70,8 +70,8 @@ def signals(subject: Subject, budgets: list[int]) -> list[Signal]:
         found.append(Signal(PRICED, heads, partial(_trained, heads=heads)))
         if number == 0:
             found.append(Signal(UNPRICED, None, _trained))
-            if subject.plan.references[subject.name].shipped is not None:
-                found.append(Signal(SHIPPED, None, _shipped))
+            if subject.plan.references[subject.name].unpriced_long is not None:
+                found.append(Signal(LONG, None, _long))
         found.append(Signal(REGRESSION, heads, partial(_other, name=REGRESSION, heads=heads)))
     return found
 
@@ -122,10 +122,10 @@ def _trained(subject: Subject, heads: int | None = None) -> Measured:
     return _probed(subject, branch.checkpoint, UNPRICED if heads is None else PRICED, _TRAINED * seen)
 
 
-def _shipped(subject: Subject) -> Measured:
-    shipped = subject.plan.references[subject.name].shipped
-    assert shipped is not None
-    return _probed(subject, shipped.checkpoint, SHIPPED, _TRAINED * shipped.tokens)
+def _long(subject: Subject) -> Measured:
+    long = subject.plan.references[subject.name].unpriced_long
+    assert long is not None
+    return _probed(subject, long.checkpoint, LONG, _TRAINED * long.tokens)
 
 
 def _probed(subject: Subject, checkpoint: str | Path, name: str, cost: int) -> Measured:

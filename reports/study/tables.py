@@ -144,7 +144,8 @@ def correlation_table(results: Sequence[Judged]) -> pd.DataFrame:
         changes = [paired_difference(one.nll, one.full).percent for one in own.values()]
         subject, heads = next(iter(own.values())).subject, next(iter(own.values())).subject.heads(group[1])
         for chooser in choosers(subject):
-            table = chooser.table(subject, heads) if chooser.strategy == "densest" else None
+            has_own = chooser.strategy == "densest" and chooser.beside is None
+            table = chooser.table(subject, heads) if has_own else None
             if table is None:
                 continue
             covered = [coverage(table, one.layout) for one in own.values()]
