@@ -134,6 +134,13 @@ def test_hostile_files_are_refused_or_change_nothing(
     assert refused >= 10
 
 
+def test_weights_can_be_read_by_whoever_can_read_the_config(tmp_path: Path) -> None:
+    """safetensors 0.8 gives its files to their owner alone, so that a group's members cannot share a workspace."""
+    save(tiny_model(), None, tmp_path)
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
+    assert (tmp_path / FILE).is_file()
+
+
 class TestFullDisk:
     @pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("PytorchStreamWriter failed")])
     def test_of_weights(self, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,9 @@ def save_files(
     """
     try:
         model.save_pretrained(folder, state_dict=weights)
+        mode = (folder / "config.json").stat().st_mode
+        for file in folder.glob("*.safetensors"):
+            file.chmod(mode)  # safetensors makes them readable by their owner alone, whatever the umask is
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _unwritten(folder, error) from error
     if tokenizer is not None:
