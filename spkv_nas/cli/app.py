@@ -23,7 +23,7 @@ from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.result import Results
 
-DISTRIBUTED = ("train", "train-hybrid")
+DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and torchrun then ends this process
 
 app = typer.Typer(
@@ -64,8 +64,9 @@ def _options(
     debug: Debug = False,
 ) -> None:
     context.obj = Voice(quiet, verbose)
-    if num_processes() > 1 and context.invoked_subcommand not in DISTRIBUTED:
-        raise UserError(f"torchrun is for {' and '.join(DISTRIBUTED)}: run {context.invoked_subcommand} without it")
+    if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
+        several = "\nits workers need none: start the same command several times" if name == "search" else ""
+        raise UserError(f"torchrun is for {', '.join(DISTRIBUTED)}: run {name} without it{several}")
 
 
 def main(arguments: list[str] | None = None) -> None:
