@@ -39,15 +39,15 @@ def process_index() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def processes_here() -> int:
+def num_local_processes() -> int:
     """How many of them this machine runs."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def own_share(number: int) -> range:
-    """Which of ``number`` things in a row this process does: as many as any other, or one more or less, side by side.
+    """Which of ``number`` things in a row this process does, side by side: as many as any other, or one more or less.
 
-    None, where there are fewer of them than processes before it.
+    Some do nothing where there are fewer things than processes.
     """
     processes, index = num_processes(), process_index()
     return range(number * index // processes, number * (index + 1) // processes)

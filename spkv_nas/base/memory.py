@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from spkv_nas.base.distributed import processes_here
+from spkv_nas.base.distributed import num_local_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
@@ -40,7 +40,7 @@ def available_bytes(device: str = "cpu") -> int:
 
 def own_bytes(device: str = "cpu") -> int:
     """``available_bytes``, but of the machine's only this process's share, where torchrun has started several on it."""
-    return available_bytes(device) // (1 if device.startswith("cuda") else processes_here())
+    return available_bytes(device) // (1 if device.startswith("cuda") else num_local_processes())
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:

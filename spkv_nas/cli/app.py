@@ -108,7 +108,7 @@ def explained(error: Exception) -> tuple[str, int]:
         asked, said = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
         return said and f"{said}\n{asked} --help says what there is", 2  # without a command the help is shown already
     if is_lost_process(error):
-        return "another process of this run is gone\nthe same command goes on from the newest checkpoint", 2
+        return "another process of this run is gone\nthe same command goes on from what is finished", 2
     said = shortened(printable(shortened(first_line(error), 2000)), 300)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: {said}\na smaller batch, block, text or model needs less", 2

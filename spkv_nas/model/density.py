@@ -29,7 +29,7 @@ class DensityWatch:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._watch = ExitStack()
-        self._counts = False
+        self._started = False
         self._tau = 0.0
         self._kept: dict[int, list[Tensor]] = {}  # by layer: counts of each forward pass [Hkv], left on the device
         self._num_tokens: dict[int, int] = {}  # by layer
@@ -38,7 +38,7 @@ class DensityWatch:
     def start(self) -> None:
         """Count from now on, at the threshold that the gates have now."""
         self.close()
-        self._counts, self._kept, self._num_tokens, self._wrong = True, {}, {}, {}
+        self._started, self._kept, self._num_tokens, self._wrong = True, {}, {}, {}
         self._tau = gate_settings(self._model).tau
         self._watch = watch_logits(self._model, self._count)
 
@@ -60,7 +60,7 @@ class DensityWatch:
         Raises:
             UserError: a utility was NaN, which no gate keeps: the density would look like 0.
         """
-        if not self._counts:
+        if not self._started:
             return None
         self.close()
         states = layer_states(self._model)
@@ -70,7 +70,7 @@ class DensityWatch:
             both = torch.stack([torch.stack(kept).sum(0), self._wrong[layer]])
             counts[:2, layer] = both.cpu().numpy()
             counts[2, layer] = self._num_tokens[layer]
-        self._counts = False
+        self._started = False
         kept, wrong, tokens = sum_over_processes(counts)
         if not tokens.any():
             return None

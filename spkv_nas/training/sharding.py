@@ -47,13 +47,12 @@ def sharded_checkpoint(folder: Path) -> bool:
 
 @torch.inference_mode()
 def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
-    """Before an evaluation: the passes that it takes another process more than this one, for nothing.
+    """Before an evaluation of ``blocks``: as many passes as another process makes more than this one, for nothing.
 
     A forward pass of a sharded model is collective, so all processes must make the same number of them.
     """
-    spare = num_spare_batches(blocks.num_blocks, batch_size)
     with evaluation_mode(model):
-        for _ in range(spare):
+        for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
             token_nll(model, block_tokens(blocks, 0, batch_size, model.device))
 
 
