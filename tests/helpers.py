@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
@@ -113,6 +116,22 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     message = capsys.readouterr().err
     assert "Traceback" not in message
     return " ".join(message.split())
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*arguments: str | Path, processes: int = 2, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """Run a script or ``-m module`` in several processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(processes), *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as run:
+        try:
+            out, err = run.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # torchrun ends the processes that it started
+            out, err = run.communicate()
+    return subprocess.CompletedProcess(command, run.returncode, out, err)
 
 
 @torch.no_grad()

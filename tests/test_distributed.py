@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from distributed_worker import RUNS, train
-from helpers import RECIPE, fails, write_project
+from helpers import RECIPE, fails, torchrun, write_project
 from safetensors.torch import load_file
 
 from spkv_nas.artifacts.layout import Layout
@@ -27,22 +24,6 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE
 
 ONE_KV_HEAD = RECIPE.replace("num_key_value_heads: 2", "num_key_value_heads: 1")  # so shards of predictors are empty
-
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def torchrun(*arguments: str | Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
-    """Run a script or ``-m module`` in two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", "2", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as run:
-        try:
-            out, err = run.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            run.terminate()  # torchrun ends the processes that it started
-            out, err = run.communicate()
-    return subprocess.CompletedProcess(command, run.returncode, out, err)
 
 
 def logged(file: Path, key: str) -> list[float]:
@@ -138,4 +119,9 @@ def test_other_commands_are_for_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun is for train and train-hybrid: run report without it" in fails(capsys, "report")
+    assert "torchrun is for train, train-hybrid, probe, evaluate, score: run report without it" in fails(
+        capsys, "report"
+    )
+    assert "run search without it its workers need none: start the same command several times" in fails(
+        capsys, "search"
+    )

@@ -81,7 +81,7 @@ class TestLearning:
         model = tiny_model()
         found = []
         for free in (1 << 40, 3_000_000, 1):
-            monkeypatch.setattr(priced, "available_bytes", lambda _, free=free: free)
+            monkeypatch.setattr(priced, "own_bytes", lambda _, free=free: free)
             found.append(priced._passes(model, GATES, 32, 8))
         assert found[0] == (8, False)
         assert 1 <= found[1][0] < 8

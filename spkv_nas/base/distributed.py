@@ -1,8 +1,11 @@
-"""The processes that torchrun started: which one this is, what they do once, what they add up.
+"""The processes that torchrun started: which one this is, what they do once, what they part and add up.
 
 All of them run the same command. Process 0 alone builds caches, writes files and prints; the others wait for it and
-read what it wrote, so the nodes of a cluster share the workspace's file system. Without torchrun there is one process,
-and everything here does nothing.
+read what it wrote, so the nodes of a cluster share the workspace's file system. What measures takes its share of the
+text (``own_share``, of blocks ``data.batches.own_batches``) and adds up what it has found (``sum_over_processes``), so
+that all have the whole result. Without torchrun there is one process, and everything here does nothing.
+
+What is collective must be called by every process, in the same order.
 """
 
 from __future__ import annotations
@@ -10,16 +13,19 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from spkv_nas.base.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 Result = TypeVar("Result")
+Values = TypeVar("Values", "Tensor", "NDArray[np.float64]", "NDArray[np.int64]")
 TIMEOUT = timedelta(hours=6)  # process 0 may tokenise for hours; a process that fails is torchrun's to notice, at once
 
 
@@ -31,6 +37,20 @@ def num_processes() -> int:
 def process_index() -> int:
     """Which of them this is, from 0."""
     return int(os.environ.get("RANK", "0"))
+
+
+def num_local_processes() -> int:
+    """How many of them this machine runs."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def own_share(number: int) -> range:
+    """Which of ``number`` things in a row this process does, side by side: as many as any other, or one more or less.
+
+    Some do nothing where there are fewer things than processes.
+    """
+    processes, index = num_processes(), process_index()
+    return range(number * index // processes, number * (index + 1) // processes)
 
 
 def connect(device: str | None = None) -> None:
@@ -99,13 +119,51 @@ def on_main(work: Callable[[], Result]) -> Result:
     return result
 
 
-def sum_over_processes(values: Tensor) -> Tensor:
-    """``values`` added up over the processes, in float64; collective, and the same bits on each of them."""
+def after_main(work: Callable[[], Result]) -> Result:
+    """What ``work`` returns on each process, once process 0 is done with it: the others find on disk what it has left.
+
+    Collective. An error of process 0 is one of all.
+    """
+    done: list[Result] = []
+    on_main(lambda: done.append(work()))
+    return done[0] if done else work()
+
+
+def gathered(value: Result) -> list[Result]:
+    """What every process gives, in their order; collective. Tensors in it must be on the CPU."""
+    if num_processes() == 1:
+        return [value]
+    import torch
+
+    values: list[Any] = [None] * num_processes()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def sum_over_processes(values: Values) -> Values:
+    """Values added up over the processes, where they are: whole numbers as such, others in float64.
+
+    Collective, and the same bits on each of them.
+    """
     if num_processes() == 1:
         return values
     import torch
     from accelerate import PartialState
 
-    total = values.to(PartialState().device, torch.float64, copy=True)
+    own = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+    dtype = torch.float64 if own.is_floating_point() else own.dtype
+    total = own.detach().to(PartialState().device, dtype, copy=True).contiguous()
     torch.distributed.all_reduce(total)
-    return total
+    total = total.to(own.device)
+    return total if isinstance(values, torch.Tensor) else total.numpy()
+
+
+def sum_gradients(parameters: Iterable[Tensor]) -> None:
+    """Add up the gradients of parameters over the processes, where one that has none counts as 0; collective."""
+    if num_processes() == 1:
+        return
+    import torch
+
+    for parameter in parameters:
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = sum_over_processes(own).to(parameter.dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from spkv_nas.base.distributed import num_local_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
@@ -35,6 +36,11 @@ def available_bytes(device: str = "cpu") -> int:
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, for itself
         return int(torch.cuda.mem_get_info(device)[0]) + kept
     return min(int(psutil.virtual_memory().available), *_left_to_groups())
+
+
+def own_bytes(device: str = "cpu") -> int:
+    """``available_bytes``, but of the machine's only this process's share, where torchrun has started several on it."""
+    return available_bytes(device) // (1 if device.startswith("cuda") else num_local_processes())
 
 
 def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") -> None:

@@ -23,7 +23,7 @@ from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.result import Results
 
-DISTRIBUTED = ("train", "train-hybrid")
+DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and torchrun then ends this process
 
 app = typer.Typer(
@@ -64,8 +64,9 @@ def _options(
     debug: Debug = False,
 ) -> None:
     context.obj = Voice(quiet, verbose)
-    if num_processes() > 1 and context.invoked_subcommand not in DISTRIBUTED:
-        raise UserError(f"torchrun is for {' and '.join(DISTRIBUTED)}: run {context.invoked_subcommand} without it")
+    if num_processes() > 1 and (name := context.invoked_subcommand) not in DISTRIBUTED:
+        several = "\nits workers need none: start the same command several times" if name == "search" else ""
+        raise UserError(f"torchrun is for {', '.join(DISTRIBUTED)}: run {name} without it{several}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -107,7 +108,7 @@ def explained(error: Exception) -> tuple[str, int]:
         asked, said = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
         return said and f"{said}\n{asked} --help says what there is", 2  # without a command the help is shown already
     if is_lost_process(error):
-        return "another process of this run is gone\nthe same command goes on from the newest checkpoint", 2
+        return "another process of this run is gone\nthe same command goes on from what is finished", 2
     said = shortened(printable(shortened(first_line(error), 2000)), 300)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: {said}\na smaller batch, block, text or model needs less", 2

@@ -1,7 +1,8 @@
-"""Token blocks as a model takes them."""
+"""Token blocks as a model takes them: in batches, of which each process of torchrun runs its share."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,12 +10,59 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spkv_nas.base.distributed import num_processes, own_share
+from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
 
 def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.device) -> Tensor:
     """int64 [at most ``number``, T] on ``device``: the blocks from ``start`` on."""
     return torch.from_numpy(blocks.tokens[start : start + number].astype(np.int64)).to(device)
+
+
+def own_batches(
+    blocks: TokenBlocks, batch_size: int, device: torch.device, progress: Progress | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """The batches that this process runs: the number of the first block, and int64 tokens [B, T] on ``device``.
+
+    Shares are in the order of the text, process 0 has its beginning. Batches are those of a single process, so that the
+    same blocks pass together and round alike, unless all processes are busy with smaller ones alone.
+
+    Args:
+        batch_size: the most blocks of a batch.
+        progress: called with (blocks done, in all) of this process, once a batch is done.
+    """
+    size, share = _shared(blocks.num_blocks, batch_size)
+    done, own = 0, num_own_blocks(blocks.num_blocks, batch_size)
+    for number in share:
+        tokens = block_tokens(blocks, number * size, size, device)
+        yield number * size, tokens
+        done += len(tokens)
+        if progress is not None:
+            progress(done, own)
+
+
+def num_own_blocks(num_blocks: int, batch_size: int) -> int:
+    """How many of the blocks are in the batches that this process runs."""
+    size, share = _shared(num_blocks, batch_size)
+    return min(share.stop * size, num_blocks) - share.start * size if share else 0
+
+
+def num_spare_batches(num_blocks: int, batch_size: int) -> int:
+    """How many batches less this process runs than another."""
+    size, share = _shared(num_blocks, batch_size)
+    return math.ceil(math.ceil(num_blocks / size) / num_processes()) - len(share)
+
+
+def _shared(num_blocks: int, batch_size: int) -> tuple[int, range]:
+    """(blocks of a batch, which of the batches are this process's).
+
+    With 24 blocks and batches of up to 8, two processes run two batches of 6 each.
+    """
+    most = math.ceil(num_blocks / num_processes())  # blocks of a process
+    size = batch_size if num_processes() == 1 else math.ceil(most / max(1, math.ceil(most / batch_size)))
+    size = max(1, size)
+    return size, own_share(math.ceil(num_blocks / size))
 
 
 def shuffled_batches(num_blocks: int, batch_size: int, steps: int, seed: int) -> Iterator[NDArray[np.int64]]:

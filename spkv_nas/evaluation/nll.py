@@ -1,4 +1,7 @@
-"""Next-token negative log-likelihood (NLL, nats per token) of a model on token blocks, by document."""
+"""Next-token negative log-likelihood (NLL, nats per token) of a model on token blocks, by document.
+
+Collective: each process of torchrun runs its share of the blocks, and all have the whole result.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.batches import own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.model.loss import token_nll
@@ -31,15 +35,20 @@ class DocumentSums:
         np.add.at(self._count, owner, 1)
 
     def result(self) -> DocumentNLL:
-        """The sums so far. Raises ``UserError`` if one is not finite: a mean over the others would be invented."""
-        wrong, seen = int((~np.isfinite(self._total)).sum()), int((self._count > 0).sum())
+        """The sums so far, of all processes; collective.
+
+        Raises:
+            UserError: one is not finite, so that a mean over the others would be invented.
+        """
+        total, count = sum_over_processes(self._total), sum_over_processes(self._count)
+        wrong, seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
         if wrong:
             raise UserError(
                 f"the NLL of {wrong} of {seen} documents is not a finite number\n"
                 "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in "
                 "float32"
             )
-        return DocumentNLL(self._total, self._count)
+        return DocumentNLL(total, count)
 
 
 @torch.inference_mode()
@@ -52,13 +61,11 @@ def document_nll(
 ) -> DocumentNLL:
     """NLL of ``blocks`` under ``model``, in evaluation mode, by document.
 
-    ``progress`` is called with (blocks done, blocks in all). Raises ``UserError`` if a document's NLL is not finite.
+    ``progress`` is called with (blocks done, in all) of this process. Raises ``UserError`` if a document's NLL is not
+    finite.
     """
     sums = DocumentSums(blocks)
     with evaluation_mode(model):
-        for start in range(0, blocks.num_blocks, batch_size):
-            tokens = block_tokens(blocks, start, batch_size, model.device)
+        for start, tokens in own_batches(blocks, batch_size, model.device, progress):
             sums.add(start, token_nll(model, tokens))
-            if progress is not None:
-                progress(start + len(tokens), blocks.num_blocks)
     return sums.result()

@@ -53,10 +53,12 @@ def evaluate(
 ) -> Evaluation:
     """NLL of ``blocks`` under ``model``; its gates, if it has any, are hard at ``tau``. Leaves them as they were.
 
+    Collective, as ``document_nll``.
+
     Args:
         model: any causal language model, with or without gates.
         tau: threshold in [0, 1]; None takes the model's own.
-        progress: called with (blocks done, blocks in all).
+        progress: called with (blocks done, in all) of this process.
 
     Raises:
         UserError: ``tau`` is outside [0, 1], or given for a model without gates.
@@ -72,8 +74,9 @@ def evaluate(
         watch.start()
         try:
             nll = document_nll(model, blocks, batch_size=batch_size, progress=progress)
-        finally:
             heads = watch.stop()
+        finally:
+            watch.close()
     return Evaluation(nll, tau, None if heads is None else float(np.nanmean(heads)))
 
 

@@ -25,12 +25,13 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.arrays import Array, read_arrays
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
-from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.batches import block_tokens, num_own_blocks, own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -77,6 +78,8 @@ def zero_shot(
 ) -> list[DocumentNLL]:
     """NLL by document of ``blocks`` under ``model`` with each layout on its weights, in the order of ``layouts``.
 
+    Collective: each process of torchrun runs its share of the blocks, process 0 alone reads and writes the cache.
+
     Args:
         model: dense, hybrid or SP-KV. Its own windows are lifted and its gates open meanwhile, so that a global head
             sees every key and a local one its window; it is left as it was.
@@ -96,18 +99,19 @@ def zero_shot(
         full = tuple(state.head_windows(gated=False) for state in states)
         wanted = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
         layout_of = dict(zip(wanted, layouts, strict=True))
-        kept = {windows: read_score(cache, x, len(blocks.documents)) for windows, x in layout_of.items()}
+        known = partial(read_score, cache, num_documents=len(blocks.documents))
+        kept = on_main(lambda: {windows: known(layout) for windows, layout in layout_of.items()})
         scores = {windows: score for windows, score in kept.items() if score is not None}
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
         work.reused += len(scores)
-        done = 0
+        done, own = 0, num_own_blocks(blocks.num_blocks, batch_size)
         with reporter.bar("scoring without training") as progress:
 
             def step(num_blocks: int) -> None:
                 nonlocal done
                 done += num_blocks
-                progress(done, len(missing) * blocks.num_blocks)
+                progress(done, len(missing) * own)
 
             for start in range(0, len(missing), _GROUP):
                 group = missing[start : start + _GROUP]
@@ -115,7 +119,7 @@ def zero_shot(
                 work.passes += passes
                 for windows, score in zip(group, found, strict=True):
                     scores[windows] = score
-                    keep_score(cache, layout_of[windows], score)
+                    on_main(partial(keep_score, cache, layout_of[windows], score))
     return [scores[windows] for windows in wanted]
 
 
@@ -204,16 +208,17 @@ def score_windows(
 ) -> tuple[list[DocumentNLL], float]:
     """The NLL under each of ``ordered``, and the passes over the text that this took, parts counted as such.
 
+    Collective.
+
     Args:
         model: inside ``full_attention``, which yields ``states``; their windows are set.
         ordered: different from each other and sorted, so that neighbours share the most layers.
-        step: called with the number of blocks that were run under one of them.
+        step: called with the number of blocks that this process has run under one of them.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
-        for first in range(0, blocks.num_blocks, batch_size):
-            tokens = block_tokens(blocks, first, batch_size, model.device)
+        for first, tokens in own_batches(blocks, batch_size, model.device):
             for i, windows in enumerate(ordered):
                 for state, own in zip(states, windows, strict=True):
                     state.windows = own

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from spkv_nas.model.attention import layer_states
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.watch import watch_logits
 
@@ -87,7 +88,7 @@ class BenefitWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._num_layers = len(predictors(model))
+        self._num_layers, self._num_heads = len(predictors(model)), layer_states(model)[0].num_kv_heads
         self._watch = watch_logits(model, self._see)
         self._benefits: dict[int, Tensor] = {}  # by layer: [Hkv], left on the device
 
@@ -101,7 +102,7 @@ class BenefitWatch:
         self._benefits[layer] = self._benefits.get(layer, torch.zeros_like(benefit)) + benefit
 
     def stop(self) -> NDArray[np.float64]:
-        """Watch no more; benefits [layers with gates, KV heads], NaN of heads without a gate."""
+        """Watch no more; benefits [layers with gates, KV heads], NaN of heads without a gate, 0 where none was seen."""
         self._watch.close()
         found = [self._benefits[layer] for layer in sorted(self._benefits)]
-        return torch.stack(found).double().cpu().numpy() if found else np.empty((0, 0))
+        return torch.stack(found).double().cpu().numpy() if found else np.zeros((self._num_layers, self._num_heads))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.batches import own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
@@ -37,12 +37,12 @@ def attention_mass(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> DensityTable:
-    """The mass of every KV head, by domain, over the queries that have a key outside the window.
+    """The mass of every KV head, by domain, over the queries that have a key outside the window. Collective.
 
     Args:
         window: w, recent keys that a local head sees, the query's own included.
         sinks: number of first keys of a block whose mass does not count.
-        progress: called with (blocks done, blocks in all).
+        progress: called with (blocks done, in all) of this process.
 
     Raises:
         UserError: the blocks are not longer than the window, or the model cannot be hooked.
@@ -53,12 +53,10 @@ def attention_mass(
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
         for layer, state in enumerate(states):
             state.observer = _observer(collected, layer, state, window, sinks)
-        for start in range(0, blocks.num_blocks, batch_size):
-            tokens = block_tokens(blocks, start, batch_size, model.device)
+        for start, tokens in own_batches(blocks, batch_size, model.device, progress):
             collected.count(start, start + len(tokens), slice(window, None))
             model.get_decoder()(input_ids=tokens, use_cache=False)
-            if progress is not None:
-                progress(start + len(tokens), blocks.num_blocks)
+    collected.add_up()
     facts = {**(metadata or {}), "sinks": sinks}
     return signal_table(
         "attention-mass", collected.means(), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts

@@ -2,12 +2,16 @@
 
 Memory is O(layers x KV heads) whatever the number of tokens: moments over documents are kept, from which the standard
 errors follow, and counts per document (per group of documents beyond 256), which are resampled.
+
+Each process of torchrun counts its share of the text. The sums of all are exact, because they are whole numbers; a
+document that begins with one process and ends with another is put together before it counts.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +20,7 @@ from torch import Tensor
 
 from spkv_nas.artifacts.documents import group_documents
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.base.distributed import gathered, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import keeps
@@ -40,8 +45,24 @@ class Counts:
     document_kept: Tensor  # [groups, L, H] tokens kept, by group of documents
     document_bins: Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
-    documents: list[set[int]]  # document numbers by domain
-    wrong: Tensor  # bool [L, H] whether a utility was NaN, which no gate keeps
+    seen: NDArray[np.int64]  # [documents] how often each was closed; above 0 of those that there was text of
+    wrong: Tensor  # int64 [L, H] batches in which a utility was NaN, which no gate keeps
+
+    def of_all_processes(self) -> Counts:
+        """Those of all processes together; collective."""
+        return Counts(**{field.name: sum_over_processes(getattr(self, field.name)) for field in fields(self)})
+
+
+class _Part(NamedTuple):
+    """What was counted of a document so far."""
+
+    number: int
+    kept: Tensor  # [L, H]
+    tokens: int
+
+    def after(self, earlier: _Part) -> _Part:
+        """With an earlier part of the same document."""
+        return _Part(self.number, self.kept + earlier.kept, self.tokens + earlier.tokens)
 
 
 class Bins:
@@ -82,7 +103,7 @@ class GateCounter:
     """Adds up ``Counts`` over batches of blocks: ``begin``, then ``see`` for each layer, then ``end``.
 
     Attributes:
-        counts: those of the batches that have ended, but for the last document, which ``finish`` adds.
+        counts: those of the batches that have ended, but for the first document and the last, which ``finish`` adds.
         domain_of: int64 [documents], number of each document's domain.
         group_of: int64 [documents], number of the group that it is counted in.
         bucket_of: int64 [T], number of each position's bucket.
@@ -97,8 +118,10 @@ class GateCounter:
         num_buckets = min(NUM_POSITION_BUCKETS, blocks.block_size)
         self.bucket_of = torch.arange(blocks.block_size, device=device) * num_buckets // blocks.block_size
         self.bins = Bins(math.prod((groups, *grid)))
-        self.counts = _no_counts(len(numbers), groups, grid, num_buckets, self.bins, device)
-        self._open: tuple[int, Tensor, int] | None = None  # last document: number, kept [L, H], tokens
+        sizes = len(numbers), len(blocks.documents), groups
+        self.counts = _no_counts(sizes, grid, num_buckets, self.bins, device)
+        self._first: _Part | None = None  # once it has ended; of it there may be more in the process before
+        self._open: _Part | None = None  # the last one
 
     def begin(self, start: int, stop: int) -> None:
         """Prepare for the blocks ``start:stop``."""
@@ -119,7 +142,7 @@ class GateCounter:
 
     def see(self, layer: int, logits: Tensor) -> None:
         """Count the gates of one layer, utility logits [B, H, T]."""
-        self.counts.wrong[layer] |= logits.isnan().any(2).any(0)
+        self.counts.wrong[layer] += logits.isnan().any(2).any(0)
         logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
         kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
         self._kept[layer] = kept.flatten(1) @ self._membership
@@ -137,36 +160,55 @@ class GateCounter:
         """Close the batch: documents that ended are added to the moments, the last one stays open."""
         self.counts.document_kept.index_add_(0, self._groups, self._kept.permute(2, 0, 1).double())
         for column, number in enumerate(self._numbers.tolist()):
-            kept, tokens = self._kept[:, :, column].double(), int(self._tokens[column])
-            if self._open is not None and self._open[0] == number:
-                kept, tokens = kept + self._open[1], tokens + self._open[2]
-                self._open = None
-            self._close_document()
-            self._open = (number, kept, tokens)
+            part = _Part(number, self._kept[:, :, column].double(), int(self._tokens[column]))
+            if self._open is not None and self._open.number == number:
+                part = part.after(self._open)
+            elif self._first is None:
+                self._first = self._open
+            else:
+                self._close(self._open)
+            self._open = part
 
     def finish(self) -> Counts:
-        """The counts of everything seen. Raises ``UserError`` if a utility was NaN: its density would look like 0."""
+        """The counts of everything that all processes have seen; collective.
+
+        Raises:
+            UserError: a utility was NaN: its density would look like 0.
+        """
+        outer = [part._replace(kept=part.kept.cpu()) for part in (self._first, self._open) if part is not None]
+        self.counts = self.counts.of_all_processes()
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
             raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
-        self._close_document()
+        last: _Part | None = None  # of the processes so far
+        for first, *others in filter(None, gathered(outer)):
+            if last is not None and last.number == first.number:
+                first = first.after(last)
+            else:
+                self._close(last)
+            *ended, last = first, *others
+            for part in ended:
+                self._close(part)
+        self._close(last)
         return self.counts
 
-    def _close_document(self) -> None:
-        if self._open is None:
+    def _close(self, part: _Part | None) -> None:
+        """Add a whole document to the moments."""
+        if part is None:
             return
-        number, kept, tokens = self._open
-        domain = int(self.domain_of[number])
+        number, tokens, domain = part.number, part.tokens, int(self.domain_of[part.number])
+        kept = part.kept.to(self.counts.kept.device)
         self.counts.kept[domain] += kept
         self.counts.kept_squared[domain] += kept**2
         self.counts.kept_times_tokens[domain] += kept * tokens
         self.counts.tokens[domain] += tokens
         self.counts.tokens_squared[domain] += tokens**2
-        self.counts.documents[domain].add(number)
-        self._open = None
+        self.counts.seen[number] += 1
 
 
-def _no_counts(num_domains: int, groups: int, grid: Grid, num_buckets: int, bins: Bins, device: torch.device) -> Counts:
+def _no_counts(sizes: tuple[int, int, int], grid: Grid, num_buckets: int, bins: Bins, device: torch.device) -> Counts:
+    """``sizes``: domains, documents, and groups of them."""
+    num_domains, num_documents, groups = sizes
     shape = (num_domains, *grid)
     kept, kept_squared, kept_times_tokens = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))
     return Counts(
@@ -180,6 +222,6 @@ def _no_counts(num_domains: int, groups: int, grid: Grid, num_buckets: int, bins
         document_kept=torch.zeros(groups, *grid, dtype=torch.float64, device=device),
         document_bins=torch.zeros(groups, *grid, bins.num_coarse, dtype=torch.int32, device=device),
         document_tokens=np.zeros(groups, dtype=np.int64),
-        documents=[set() for _ in range(num_domains)],
-        wrong=torch.zeros(grid, dtype=torch.bool, device=device),
+        seen=np.zeros(num_documents, dtype=np.int64),
+        wrong=torch.zeros(grid, dtype=torch.int64, device=device),
     )

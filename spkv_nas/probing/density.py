@@ -21,7 +21,7 @@ from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
-from spkv_nas.data.batches import block_tokens
+from spkv_nas.data.batches import own_batches
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import BLOCK_SIZE
 from spkv_nas.model.attention import layer_states
@@ -29,7 +29,7 @@ from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import gate_config
 from spkv_nas.model.shape import config_shape
 from spkv_nas.model.watch import watch_logits
-from spkv_nas.probing.counting import Counts, GateCounter
+from spkv_nas.probing.counting import GateCounter
 
 
 @torch.inference_mode()
@@ -46,13 +46,15 @@ def probe(
 ) -> DensityTable:
     """Density of every KV head of ``model`` on ``blocks``, with hard gates at ``tau`` as at inference.
 
+    Collective: each process of torchrun runs its share of the blocks, and all have the whole table.
+
     Args:
         model: a model with gates, which are left as they were.
         blocks: held-out text; a document should be in consecutive blocks (it counts as a cluster per batch run).
             Strings are made into blocks of the default size, or of the model's length if that is less.
         tau: threshold in [0, 1]; None takes the model's own.
         tokenizer: the model's, needed with strings.
-        progress: called with (blocks done, blocks in all).
+        progress: called with (blocks done, in all) of this process.
 
     Raises:
         UserError: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
@@ -69,19 +71,15 @@ def probe(
     with gate_mode(model, "hard", tau), evaluation_mode(model):
         counter = GateCounter(blocks, (len(states), states[0].num_kv_heads), tau, model.device)
         with watch_logits(model, counter.see):
-            for start in range(0, blocks.num_blocks, batch_size):
-                tokens = block_tokens(blocks, start, batch_size, model.device)
-                stop = start + len(tokens)
-                counter.begin(start, stop)
+            for start, tokens in own_batches(blocks, batch_size, model.device, progress):
+                counter.begin(start, start + len(tokens))
                 body(input_ids=tokens, use_cache=False)
                 counter.end()
-                if progress is not None:
-                    progress(stop, blocks.num_blocks)
     counts = counter.finish()
     present = [i for i, number in enumerate(counts.tokens) if number]
     return DensityTable(
         name=name,
-        rows=_rows(counts, blocks.domains, present),
+        rows=_rows(counter, blocks.domains, present),
         tau=tau,
         window=config.window,
         positions=_positions(counter, blocks.block_size),
@@ -109,9 +107,10 @@ def _cache_format(model: PreTrainedModel) -> dict[str, Any]:
     return {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
 
 
-def _rows(counts: Counts, domains: tuple[str, ...], present: list[int]) -> pd.DataFrame:
+def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> pd.DataFrame:
     """The rows of the density table, of the domains of which there was text."""
-    num_documents = np.array([len(numbers) for numbers in counts.documents])
+    counts = counter.counts
+    num_documents = np.bincount(counter.domain_of[counts.seen > 0], minlength=len(domains))
     kept = counts.kept.cpu().numpy()
     tokens = counts.tokens.reshape(-1, 1, 1)
     density = kept / np.maximum(tokens, 1)

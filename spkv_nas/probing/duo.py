@@ -14,6 +14,8 @@ What differs: the text is held-out text, of which every token counts, where thei
 book and the loss on their repetition alone; the squared error is in units of the mean square of ``hidden_full``, so
 that lambda means the same on any model; 200 steps by default, theirs 2,000; 4 sinks and the layout's window, theirs
 128 and 256. A layout has no sinks, so its local heads see less than alpha was learned with.
+
+The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from spkv_kernels import attention
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.distributed import num_processes, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -87,7 +91,7 @@ def duo(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> DensityTable:
-    """Alpha of every KV head, learned on ``blocks``. The model is left as it was.
+    """Alpha of every KV head, learned on ``blocks``. The model is left as it was. Collective.
 
     Args:
         window: recent keys that a local head sees, the query's own included.
@@ -112,16 +116,14 @@ def duo(
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, steps))
         error = 0.0
         for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
-            tokens = torch.from_numpy(blocks.tokens[chosen].astype(np.int64)).to(model.device)
-            distance = distillation_loss(model, mixtures, tokens)
-            torch.autograd.backward(distance + regularisation * torch.cat(alphas).mean())
+            distance = _add_gradients(model, mixtures, blocks.tokens[chosen], regularisation)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 for alpha in alphas:
                     alpha.clamp_(0.0, 1.0)
-            error = _finite(float(distance.detach()), step)
+            error = _finite(distance, step)
             if progress is not None:
                 progress(step, steps)
     values = torch.stack([alpha.detach() for alpha in alphas]).double().cpu().numpy()
@@ -130,6 +132,19 @@ def duo(
     size, seen = blocks.tokens.size, steps * min(batch_size, blocks.num_blocks) * blocks.block_size  # tokens
     means, passes = HeadMeans(values, "all", seen, 0), _STEP_PASSES * seen / size
     return signal_table("duo", [means], window, passes=passes, tokens=size, name=name, metadata=facts)
+
+
+def _add_gradients(
+    model: PreTrainedModel, mixtures: list[Mixture], blocks: NDArray[np.int32], regularisation: float
+) -> float:
+    """The distillation loss of a step's ``blocks`` [B, T], whose gradients the alphas get. Collective."""
+    mine, alphas = own_share(len(blocks)), [mixture.alpha for mixture in mixtures]
+    own = blocks[mine.start : mine.stop] if mine else blocks[:1]  # of weight 0
+    tokens = torch.from_numpy(own.astype(np.int64)).to(model.device)
+    distance = distillation_loss(model, mixtures, tokens, len(mine) / len(blocks))
+    torch.autograd.backward(distance + regularisation / num_processes() * torch.cat(alphas).mean())
+    sum_gradients(alphas)
+    return float(sum_over_processes(distance.detach()))
 
 
 def _finite(loss: float, step: int) -> float:
@@ -141,10 +156,14 @@ def _finite(loss: float, step: int) -> float:
     return loss
 
 
-def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor) -> Tensor:
+def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor, weight: float = 1.0) -> Tensor:
     """Mean squared error of the mixture's last hidden states, in units of the full model's mean square.
 
-    ``tokens`` int64 [B, T]. Differentiable in the mixtures' alphas.
+    Differentiable in the mixtures' alphas. Collective: what the processes get adds up to that of all tokens.
+
+    Args:
+        tokens: int64 [B, T].
+        weight: the share that these are of all tokens.
     """
     for mixture in mixtures:
         mixture.records = True
@@ -153,7 +172,8 @@ def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: T
     for mixture in mixtures:
         mixture.records = False
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
-    relative: Tensor = F.mse_loss(hidden, target) / target.square().mean()
+    scale = sum_over_processes(target.square().mean() * weight).to(target.dtype)
+    relative: Tensor = F.mse_loss(hidden, target) * weight / scale
     return relative
 
 

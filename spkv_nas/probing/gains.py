@@ -29,6 +29,7 @@ from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
+from spkv_nas.data.batches import num_own_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
 from spkv_nas.model.windows import full_attention
@@ -126,7 +127,7 @@ def _measure(
         granularity: "head", or "layer": every head of a layer then has the layer's gain divided by its heads, so that
             the sum over them is the layer's own.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
-        progress: called with (blocks done, in all), of all passes.
+        progress: called with (blocks done, in all) of this process, of all passes.
 
     Raises:
         UserError: the blocks are not longer than the window, the model cannot be hooked, or an NLL is not finite.
@@ -139,7 +140,7 @@ def _measure(
         before, after = (local, own) if opens else (own, local)
         changed = {unit: _changed(before, after, unit) for unit in _units(before, granularity)}
         ordered = sorted({before, *changed.values()})
-        done, total = 0, len(ordered) * blocks.num_blocks
+        done, total = 0, len(ordered) * num_own_blocks(blocks.num_blocks, batch_size)
 
         def step(num_blocks: int) -> None:
             nonlocal done

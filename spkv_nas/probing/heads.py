@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_rows import COLUMNS, NATS
+from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.blocks import TokenBlocks
@@ -87,6 +88,10 @@ class HeadSums:
     def add(self, layer: int, values: Tensor) -> None:
         """``values`` [B, H, tokens] of the tokens that ``count`` announced."""
         self.sums[layer].index_add_(1, self._owner, values.transpose(0, 1).flatten(1).to(torch.float64))
+
+    def add_up(self) -> None:
+        """Take in what the other processes have added; collective, once all is there."""
+        self.sums, self.counts = sum_over_processes(self.sums), sum_over_processes(self.counts)
 
     def means(self, sums: NDArray[np.float64] | None = None) -> list[HeadMeans]:
         """``domain_means`` of what was added; of other ``sums`` over the same tokens if given."""

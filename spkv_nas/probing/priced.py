@@ -7,6 +7,8 @@ keeps a target share of them. The choice of heads that follows is as good as tha
 Adam without decay of vectors, betas 0.9 and 0.95, and a cosine to a hundredth of the rate, as in the paper ("Scaling
 analysis details"). Memory is that of inference, the predictors with their moments, and the activations of a pass; where
 those of a single block would not fit, each layer's are computed again (activation checkpointing).
+
+The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import available_bytes
+from spkv_nas.base.memory import own_bytes
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.cost.memory import PassMemory, fitting_pass
@@ -87,7 +90,7 @@ def learn_gates(
     state: Path | None = None,
     progress: Bar = no_progress,
 ) -> Learned:
-    """Put gates on ``model`` and have them learn on ``blocks`` at the price of ``config.target_density``.
+    """Put gates on ``model`` and have them learn on ``blocks`` at the price of ``config.target_density``. Collective.
 
     Args:
         model: a decoder without gates; its own weights are left as they are. The gates are left soft.
@@ -117,11 +120,13 @@ def learn_gates(
             for step, chosen in enumerate(batches):
                 if step < first:
                     continue
-                tokens = torch.from_numpy(blocks.tokens[np.sort(chosen)].astype(np.int64)).to(model.device)
-                learning.step(step, torch.split(tokens, together))
+                mine = own_share(size)
+                own = np.sort(chosen)[mine.start : mine.stop]
+                tokens = torch.from_numpy(blocks.tokens[own].astype(np.int64)).to(model.device)
+                learning.step(step, torch.split(tokens, together) if mine else (), size)
                 progress(step + 1, steps, f"density {learning.density:.2f}")
                 if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
-                    learning.save(state, step + 1)
+                    on_main(partial(learning.save, state, step + 1))
     set_price(model, 0.0)
     return Learned(steps, steps * size * blocks.block_size, learning.density, learning.last_price, first)
 
@@ -149,29 +154,32 @@ class _Learning:
         self._watch = DensityWatch(model)
         self.density = self.last_price = math.nan
 
-    def step(self, number: int, parts: tuple[Tensor, ...]) -> None:
-        """Update ``number``, from 0, from int64 [B, T] tokens in parts."""
+    def step(self, number: int, parts: tuple[Tensor, ...], num_blocks: int) -> None:
+        """Update ``number``, from 0, from int64 [B, T] tokens in parts: ``num_blocks`` of all processes. Collective."""
         moved = self._price
         benefits = BenefitWatch(self._model) if moved is not None and not moved.is_measured else None
         self.last_price = self._config.price if moved is None else moved.value
         self._watch.start()
-        total = sum(map(len, parts))
+        total = torch.zeros((), device=self._model.device)
         for tokens in parts:
-            share = len(tokens) / total  # the last part may be smaller
+            share = len(tokens) / num_blocks  # the last part may be smaller
             set_price(self._model, self.last_price * share)
             loss = mean_nll(self._model, tokens) * share
-            if not torch.isfinite(loss):
-                raise UserError(
-                    f"the loss is {float(loss.detach())}\nthe model's weights are damaged or diverged, or its "
-                    "activations overflow in its dtype: --dtype float32"
-                )
+            total += loss.detach()
             torch.autograd.backward(loss)
+        total = sum_over_processes(total)
+        if not torch.isfinite(total):
+            raise UserError(
+                f"the loss is {float(total)}\nthe model's weights are damaged or diverged, or its activations overflow "
+                "in its dtype: --dtype float32"
+            )
+        sum_gradients(self._parameters.values())
         measured = self._watch.stop()
         assert measured is not None
         self.density = float(np.nanmean(measured))
         if moved is not None:
             if benefits is not None:
-                moved.begin(benefits.stop())
+                moved.begin(sum_over_processes(benefits.stop()))
             moved.move(self.density, self._rates[number])
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
@@ -204,7 +212,7 @@ def _cosine(step: int, steps: int) -> float:
 def _passes(model: PreTrainedModel, gates: GateConfig, length: int, wanted: int) -> tuple[int, bool]:
     """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates)
-    return fitting_pass(memory, length, wanted, ROOM * available_bytes(str(model.device)))
+    return fitting_pass(memory, length, wanted, ROOM * own_bytes(str(model.device)))
 
 
 @contextmanager

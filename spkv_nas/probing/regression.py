@@ -28,6 +28,7 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.data.blocks import TokenBlocks
@@ -65,7 +66,7 @@ def regression(
         budget: global heads of every layout, or a share such as "25%"; by default the paper's.
         num_layouts: random layouts, drawn by ``seed``; what the cache has beside them counts as well.
         cache: folder of the finished scores of this model on this text (``cache_folder``); read and added to.
-        progress: called with (blocks done, in all), of all layouts.
+        progress: called with (blocks done, in all) of this process, of all layouts.
 
     Raises:
         UserError: the blocks are not longer than the window, there are too few layouts, or an NLL is not finite.
@@ -78,7 +79,8 @@ def regression(
     with full_attention(model) as states:
         grid = len(states), states[0].num_kv_heads
     num_global = parse_budget(budget, grid[0] * grid[1])
-    layouts = _layouts(grid, num_global, window, num_layouts, seed, [] if cache is None else kept_layouts(cache))
+    earlier = on_main(lambda: [] if cache is None else kept_layouts(cache))
+    layouts = _layouts(grid, num_global, window, num_layouts, seed, earlier)
     work = Work()
     scores = zero_shot(
         model, layouts, blocks, batch_size=batch_size, cache=cache, reporter=_shown_by(progress), work=work

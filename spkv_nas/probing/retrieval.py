@@ -25,10 +25,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
+from spkv_nas.data.batches import own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
+from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
@@ -49,14 +52,14 @@ def retrieval(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> DensityTable:
-    """The retrieval score of every KV head, by domain: one needle per block of text.
+    """The retrieval score of every KV head, by domain: one needle per block of text. Collective.
 
     Args:
         blocks: the text around the needles.
         window: what is to be copied lies outside this many recent keys.
         needle_length: m, tokens of a needle; m - 1 of them are asked for.
         seed: of needles and depths.
-        progress: called with (blocks done, blocks in all).
+        progress: called with (blocks done, in all) of this process.
 
     Raises:
         UserError: the blocks are too short for needle, window and repetition, or the model cannot be hooked.
@@ -66,28 +69,28 @@ def retrieval(
     """
     tokens, depth = needles(blocks, window, needle_length, seed)
     asked = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # queries; the last has nothing to copy
-    right = 0
+    done = 0
+    right = np.zeros(1, dtype=np.int64)
     with full_attention(model) as states:
         head = model.get_output_embeddings()
-        collected: HeadSums | None = None
-        for start in range(0, blocks.num_blocks, batch_size):
-            batch = torch.from_numpy(np.stack(list(islice(tokens, batch_size)))).to(model.device)
-            source = torch.from_numpy(depth[start : start + batch_size]).to(model.device)
+        collected = HeadSums(blocks, len(states), config_shape(model.config).num_heads, model.device)
+        for start, text in own_batches(blocks, batch_size, model.device, progress):
+            stop = start + len(text)
+            rows = list(islice(tokens, start - done, stop - done))  # those before are another process's
+            done = stop
+            batch = torch.from_numpy(np.stack(rows)).to(model.device)
+            source = torch.from_numpy(depth[start:stop]).to(model.device)
             scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
             for state in states:
                 state.observer = _observer(scores, state, source, asked)
             hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, asked]
             right += int((head(hidden).argmax(-1) == batch[:, asked.start + 1 :]).sum())
-            if collected is None:
-                collected = HeadSums(blocks, len(states), scores[0].shape[1], model.device)
-            collected.count(start, start + len(batch), asked)
+            collected.count(start, stop, asked)
             for layer, values in enumerate(scores):
                 collected.add(layer, values)
-            if progress is not None:
-                progress(start + len(batch), blocks.num_blocks)
-        assert collected is not None
+    collected.add_up()
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
-    accuracy = right / (blocks.num_blocks * (needle_length - 1))
+    accuracy = float(sum_over_processes(right)[0]) / (blocks.num_blocks * (needle_length - 1))
     if accuracy < _COPIES:
         warnings.warn(
             f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",

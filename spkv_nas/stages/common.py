@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,9 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device, dtype_name
-from spkv_nas.base.distributed import process_index
+from spkv_nas.base.distributed import after_main, connect, gathered, on_main, process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import available_bytes, require
+from spkv_nas.base.memory import own_bytes, require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
@@ -107,7 +108,7 @@ class Subject:
     def load(
         self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None, learns: bool = False
     ) -> Measured:
-        """The model and the blocks.
+        """The model and the blocks. Joins the processes of torchrun; collective.
 
         Args:
             with_logits: whether the pass that follows makes logits of ``BATCH_SIZE`` blocks, which must fit.
@@ -129,6 +130,7 @@ class Subject:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
         reporter.announce(f"loading {self.source}")
         device = choose_device(options.device)
+        connect(device)
         own = saved_dtype(self.source)
         model, tokenizer = load_on(self.source, device, options.dtype)
         saved, used = dtype_name(own or model.dtype), dtype_name(model.dtype)
@@ -144,12 +146,11 @@ class Subject:
             text = text or recipe.data.model_dump(mode="json")
         elif options.data:
             cache = options.place.run_dir(self.name) / "blocks"
-            whole = load_text(
-                options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit, reporter=reporter
-            )
+            read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit)
+            whole = after_main(partial(read, reporter=reporter))
         else:
             cache = options.place.run_dir(recipe.name) / "blocks"
-            whole = load_heldout(recipe.data, tokenizer, cache, self.base, reporter)
+            whole = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter))
             text = recipe.data.model_dump(mode="json")
         blocks = whole if limit is None else whole.take(limit // length)
         if limit is None and tokens is not None:
@@ -173,7 +174,8 @@ class Subject:
         data, base, name = self.recipe.data, self.base, self.recipe.name
         if self.options.data:
             data, base, name = DataConfig(sources=[*self.options.data], block_size=length), Path(), self.name
-        folder = cache_split(data, tokenizer, self.options.place.run_dir(name) / "blocks", base, reporter)
+        cache = self.options.place.run_dir(name) / "blocks"
+        folder = on_main(partial(cache_split, data, tokenizer, cache, base, reporter))
         return read_split(folder, data)
 
 
@@ -191,14 +193,17 @@ def _check_positions(model: PreTrainedModel, block_size: int) -> None:
 
 
 def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
-    """How many of the blocks pass at once: ``BATCH_SIZE``, or as many as there is memory for (``cost.memory``)."""
+    """How many of the blocks pass at once: ``BATCH_SIZE``, or as many as there is memory for (``cost.memory``).
+
+    Collective: as many as every process has memory for.
+    """
     from spkv_nas.model.section import gate_config
     from spkv_nas.model.shape import model_size
 
     wanted, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
-    room = ROOM * available_bytes(str(model.device))
-    fitting = max(1, most(wanted, room, lambda number: memory.shared(number * length)))
+    room = ROOM * own_bytes(str(model.device))
+    fitting = min(gathered(max(1, most(wanted, room, lambda number: memory.shared(number * length)))))
     if fitting < wanted:
         reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")
     return fitting

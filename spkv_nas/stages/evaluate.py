@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
@@ -57,13 +58,19 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
             found = sweep.evaluate(measured.model, measured.blocks, options.tau, batch_size=size, progress=progress)
             return EvaluationResult(subject.name, found, folder)
         evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=size, progress=progress)
+    rows = sweep.sweep_table(evaluations)
+    origin = _origin(subject, measured, evaluations[0].nll)
+    on_main(lambda: _write_sweep(folder, rows, origin))
+    return EvaluationResult(subject.name, evaluations[0], folder, rows)
+
+
+def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
+    """Table, origin and figure."""
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import tau_sweep_chart
 
-    rows = sweep.sweep_table(evaluations)
-    sweep.write_sweep(folder, rows, _origin(subject, measured, evaluations[0].nll))
+    sweep.write_sweep(folder, rows, origin)
     save_chart(folder, tau_sweep_chart(rows))
-    return EvaluationResult(subject.name, evaluations[0], folder, rows)
 
 
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
@@ -81,7 +88,8 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
         covered = {key: coverage(counted, layout) for key, layout in proposal.layouts.items()}
     place.check_writable()
     measured = subject.load(reporter)
-    cache = cache_folder(place.run_dir(name) / "zero-shot", measured.model, subject.source, measured.blocks)
+    root = place.run_dir(name) / "zero-shot"
+    cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     full, *scores = zero_shot(
         measured.model,
         [None, *proposal.layouts.values()],
@@ -93,7 +101,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
     origin = _origin(subject, measured, full, probe=None if table is None else table.name)
     folder = place.report_dir(name)
-    write_scores(folder, rows, origin)
+    on_main(lambda: write_scores(folder, rows, origin))
     return ScoreResult(name, rows, folder)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
@@ -65,7 +66,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     )
     if options.signal == signals.REGRESSION:
         root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
-        own["cache"] = cache_folder(root, measured.model, subject.source, measured.blocks)
+        own["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     if scores:
         own["batch_size"] = measured.batch_size
     learned: dict[str, Any] = {}
@@ -94,9 +95,9 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
                 options.signal, measured.model, measured.blocks, window=options.window, **own, **told
             )
     folder = options.place.probe_dir(subject.name)
-    table.write(folder)
+    on_main(lambda: table.write(folder))
     if measures_density and (judged := _with_gains(table, measured, options, reporter)) is not table:
-        judged.write(folder)
+        on_main(lambda: judged.write(folder))
         return judged
     return table
 
@@ -112,7 +113,7 @@ def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, 
     try:
         check_tokens(model, blocks.largest_token)
         size = fitting_batch(model, blocks)
-        require_logits(model, size, length)
+        on_main(lambda: require_logits(model, size, length))  # so that all processes go on, or none
         with reporter.bar("judging the table") as progress:
             gains, took = opening_gains(model, blocks, table.window, batch_size=size, progress=progress)
     except UserError as error:
@@ -138,7 +139,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
     )
     how = {"steps": options.steps or DEFAULT_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
-    parts = [checkpoint_hash(model, subject.source), str(model.dtype), config.model_dump(), how]
+    parts = [on_main(lambda: checkpoint_hash(model, subject.source)), str(model.dtype), config.model_dump(), how]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     blocks.feed(key)
     folder = options.place.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.evaluation.split import split_evaluation
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import load_on, weights_identity
 from spkv_nas.training.arguments import training_arguments
@@ -47,7 +46,7 @@ from spkv_nas.training.run_files import (
     write_density_log,
     write_heldout_log,
 )
-from spkv_nas.training.sharding import whole_weights
+from spkv_nas.training.sharding import spare_passes, whole_weights
 from spkv_nas.training.trainer import BlockDataset, SPKVTrainer
 from spkv_nas.training.variants import Kind, Variant
 
@@ -242,8 +241,8 @@ def _evaluate(setup: BranchSetup, recipe: Recipe, corpus: Corpus, progress: Prog
     """On the held-out text, at the recipe's tau where there are gates; collective."""
     tau = None if setup.gates is None else recipe.gates.tau
     size = recipe.evaluation.batch_size
-    measure = partial(evaluate, setup.model, tau=tau, batch_size=size, progress=progress)
-    return split_evaluation(setup.model, corpus.heldout, size, measure)
+    spare_passes(setup.model, corpus.heldout, size)
+    return evaluate(setup.model, corpus.heldout, tau, batch_size=size, progress=progress)
 
 
 def _record(variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int) -> dict[str, Any]:

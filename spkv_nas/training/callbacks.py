@@ -15,14 +15,14 @@ from spkv_nas.base.interrupt import Pending
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.evaluation.split import split_evaluation
-from spkv_nas.evaluation.sweep import Evaluation, evaluate
+from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
 from spkv_nas.training.phases import GateSchedule
 from spkv_nas.training.recipe import GatesConfig
+from spkv_nas.training.sharding import spare_passes
 
 
 class InterruptCallback(TrainerCallback):
@@ -127,20 +127,15 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         assert self._watch is not None
         measured = self._watch.stop()
         if measured is not None:
-            self.density = measured = _mean_over_processes(measured)
+            self.density = measured
         if self._benefits is not None and self._moved is not None:
-            self._moved.begin(_mean_over_processes(self._benefits.stop()))
+            self._moved.begin(sum_over_processes(self._benefits.stop()) / num_processes())
             self._benefits = None
         if self.frozen(state.global_step):
             for parameter in predictor_parameters(kwargs["model"]):
                 parameter.grad = None
         elif self._moved is not None and measured is not None:
             self._moved.move(float(np.nanmean(measured)), kwargs["optimizer"].param_groups[0]["lr"])
-
-
-def _mean_over_processes(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    mean: NDArray[np.float64] = (sum_over_processes(torch.from_numpy(values)) / num_processes()).cpu().numpy()
-    return mean
 
 
 class HeldoutCallback(TrainerCallback):
@@ -155,14 +150,14 @@ class HeldoutCallback(TrainerCallback):
         self._trainer.check_finite()  # an evaluation could not say in which step it began
         model, size = kwargs["model"], args.per_device_train_batch_size
         with gate_mode(model, "soft"):
-            soft = split_evaluation(
-                model, self._blocks, size, lambda part: Evaluation(document_nll(model, part, batch_size=size))
-            )
-        hard = split_evaluation(model, self._blocks, size, lambda part: evaluate(model, part, batch_size=size))
+            spare_passes(model, self._blocks, size)
+            soft = document_nll(model, self._blocks, batch_size=size)
+        spare_passes(model, self._blocks, size)
+        hard = evaluate(model, self._blocks, batch_size=size)
         assert hard.density is not None
         should_log = control.should_log  # the step's own loss, which logging anything else would cancel
         self._trainer.log(
-            {"heldout_soft_nll": soft.nll.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
+            {"heldout_soft_nll": soft.mean, "heldout_hard_nll": hard.nll.mean, "heldout_density": hard.density}
         )
         control.should_log = should_log
 

@@ -92,7 +92,7 @@ def train_hybrids(
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts)
     trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
-    untrained = on_main(partial(zero_shot_scores, trunk, layouts))
+    untrained = zero_shot_scores(trunk, layouts)
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
     there = {(name, seed) for name, seed in runs if trunk.is_trained(variants[name], seed)}
     reporter.reused(len(there), len(runs), "runs")
@@ -128,7 +128,10 @@ def hybrid_variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
 
 
 def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
-    """Held-out NLL of the dense checkpoint with each layout on it before any training, and of full attention."""
+    """Held-out NLL of the dense checkpoint with each layout on it before any training, and of full attention.
+
+    Collective.
+    """
     model = trunk.load_dense()
     heldout = trunk.corpus.heldout
     scores = zero_shot(
@@ -136,7 +139,7 @@ def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, Docu
         [None, *layouts.values()],
         heldout,
         batch_size=trunk.recipe.evaluation.batch_size,
-        cache=cache_folder(trunk.runs / "zero-shot", model, trunk.dense, heldout),
+        cache=on_main(partial(cache_folder, trunk.runs / "zero-shot", model, trunk.dense, heldout)),
         reporter=trunk.reporter,
     )
     return dict(zip([FULL_ATTENTION, *layouts], scores, strict=True))

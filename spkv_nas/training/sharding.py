@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
+from spkv_nas.data.batches import block_tokens, num_spare_batches
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.loss import token_nll
+from spkv_nas.model.modes import evaluation_mode
 
 FSDP_CONFIG = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
 
@@ -38,6 +43,17 @@ def is_sharded(model: nn.Module) -> bool:
 def sharded_checkpoint(folder: Path) -> bool:
     """Whether a checkpoint of an interrupted run holds shards."""
     return any(folder.glob("pytorch_model_fsdp*"))
+
+
+@torch.inference_mode()
+def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
+    """Before an evaluation of ``blocks``: as many passes as another process makes more than this one, for nothing.
+
+    A forward pass of a sharded model is collective, so all processes must make the same number of them.
+    """
+    with evaluation_mode(model):
+        for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
+            token_nll(model, block_tokens(blocks, 0, batch_size, model.device))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -1,0 +1,99 @@
+"""What ``test_distributed_measures.py`` measures: called by pytest in one process, a script in those of torchrun."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.distributed import on_main, process_index
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.probing.signals import SIGNALS
+from spkv_nas.stages.common import Subject
+from spkv_nas.stages.evaluate import evaluate, score
+from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions
+from spkv_nas.stages.probe import probe
+
+SHORT = 48  # tokens of a text of one block: fewer than there are processes
+
+Found = dict[str, pd.DataFrame | np.ndarray]
+
+
+def measure_all(ground: Path, workspace: Path) -> Found:
+    """All that is measured, of the checkpoints ``gated`` and ``dense`` on the text in ``ground``, to a workspace."""
+    subject: dict[str, Any] = {
+        "workspace": workspace, "data": [str(ground / "text")], "block_size": 48, "device": "cpu",
+    }  # fmt: skip
+    gated, dense = str(ground / "gated"), str(ground / "dense")
+    found: Found = {}
+
+    def take(name: str, **options: Any) -> None:
+        table = probe(ProbeOptions(name=name, **{"model": dense, **options, **subject}))
+        found.update(_arrays(name, table))
+
+    for name, tokens in (("long", None), ("short", SHORT)):
+        options = EvaluateOptions(model=gated, max_tokens=tokens, name=name, **subject)
+        at_tau = evaluate(options).evaluation
+        found[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
+        sweep = evaluate(replace(options, tau_sweep="0.2..0.8", points=3)).sweep
+        assert sweep is not None
+        found[f"{name}, sweep"] = sweep
+    found["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
+    take("density", model=gated, gain_tokens=200)
+    take("learned", steps=6, gain_tokens=0)
+    for signal in SIGNALS[1:]:
+        some: dict[str, Any] = {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
+        some |= {"steps": 4} if signal == "duo" else {}
+        take(signal, signal=signal, window=6, **some)
+    take("duo, short", signal="duo", window=6, steps=4, max_tokens=SHORT)
+    return found
+
+
+def _arrays(name: str, table: DensityTable) -> Found:
+    """All numbers of a table."""
+    found: Found = {name: table.rows}
+    if table.positions is not None:
+        found[f"{name}, positions"] = table.positions
+    if table.histogram is not None:
+        found[f"{name}, histogram"] = table.histogram.counts
+    if table.documents is not None:
+        found[f"{name}, documents"] = table.documents.kept
+    if table.gains is not None:
+        found[f"{name}, gains"] = np.stack([table.gains.values, table.gains.standard_error])
+    return found
+
+
+def spoil_one(ground: Path, workspace: Path) -> None:
+    """What one process cannot measure is an error of all, in the same words."""
+    options = EvaluateOptions(
+        workspace=workspace, model=str(ground / "dense"), data=[str(ground / "text")], block_size=48, device="cpu"
+    )
+    measured = Subject.of(options, "", "measure").load()
+    if process_index() == 1:
+        with torch.no_grad():
+            measured.model.get_output_embeddings().weight.fill_(math.nan)
+    with pytest.raises(UserError, match="of 10 documents is not a finite number"):
+        document_nll(measured.model, measured.blocks)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1]), Path(sys.argv[2])
+    everything = measure_all(*place)
+    on_main(lambda: (place[1] / "found.pickle").write_bytes(pickle.dumps(everything)))
+    spoil_one(*place)
+    subject = ["--model", "dense", "--data", "text", "--block-size", "48", "--device", "cpu"]
+    os.chdir(place[0])
+    main(["score", "last.yaml", *subject, "--workspace", "printed"])

@@ -1,0 +1,84 @@
+"""Measuring in several processes on gloo: the tables are those of one process."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import gated, make_layouts, tiny_model, torchrun
+from measuring_worker import measure_all
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.base.distributed import own_share, sum_over_processes
+from spkv_nas.data.batches import num_own_blocks, num_spare_batches, own_batches
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.checkpoint import save
+
+
+@pytest.fixture
+def ground(tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """The checkpoints ``gated`` and ``dense``, two layouts, and the text."""
+    save(gated(), tiny_tokenizer, tmp_path / "gated")
+    save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
+    for name, layout in make_layouts("densest", "last").items():
+        layout.write(tmp_path / f"{name}.yaml")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_several_processes_measure_what_one_does(ground: Path) -> None:
+    """Every table of every measure, to 1e-6; of a text with fewer blocks than processes too. A command prints once."""
+    one, several = ground / "one", ground / "several"
+    worker = Path(__file__).with_name("measuring_worker.py")
+    done = torchrun(worker, ground, several)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("full-attention") == 1
+    assert done.stderr.count("loading ") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # random models neither copy nor are sums of their heads
+        expected = measure_all(ground, one)
+    found = pickle.loads((several / "found.pickle").read_bytes())
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        if isinstance(values, pd.DataFrame):
+            pd.testing.assert_frame_equal(found[name], values, check_exact=False, rtol=1e-6, atol=1e-9, obj=name)
+        else:
+            assert np.allclose(found[name], values, rtol=1e-6, atol=1e-9), name
+    results = [{file.relative_to(place) for file in place.glob("[pr]*s/*/*.*")} for place in (one, several)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 8])
+def test_every_block_is_one_process_s(
+    blocks: TokenBlocks, batch_size: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    seen: list[int] = []
+    runs, spare, told = [], [], []
+    for rank in range(processes):
+        monkeypatch.setenv("RANK", str(rank))
+        own = list(own_batches(blocks, batch_size, "cpu", lambda done, total: told.append((done, total))))
+        numbers = [number for start, tokens in own for number in range(start, start + len(tokens))]
+        assert all(np.array_equal(tokens, blocks.tokens[start : start + len(tokens)]) for start, tokens in own)
+        assert all(len(tokens) <= batch_size for _, tokens in own)
+        assert len(numbers) == num_own_blocks(blocks.num_blocks, batch_size)
+        assert not own or told[-1] == (len(numbers), len(numbers))
+        seen += numbers
+        runs.append(len(own))
+        spare.append(num_spare_batches(blocks.num_blocks, batch_size))
+    assert seen == list(range(blocks.num_blocks))
+    assert {run + more for run, more in zip(runs, spare, strict=True)} == {max(runs)}
+    assert max(runs) - min(runs) <= 1
+    assert max(runs) == math.ceil(math.ceil(blocks.num_blocks / processes) / batch_size)
+
+
+def test_alone_nothing_is_parted() -> None:
+    assert own_share(5) == range(5)
+    values = np.arange(3.0)
+    assert sum_over_processes(values) is values
