@@ -14,6 +14,7 @@ from helpers import gated, make_layouts, tiny_model, torchrun
 from measuring_worker import measure_all
 from transformers import PreTrainedTokenizerBase
 
+from spkv_nas.base import distributed
 from spkv_nas.base.distributed import own_share, sum_over_processes
 from spkv_nas.data.batches import num_own_blocks, num_spare_batches, own_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -59,6 +60,7 @@ def test_every_block_is_one_process_s(
     blocks: TokenBlocks, batch_size: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(processes))
+    monkeypatch.setattr(distributed, "_connected", True)
     seen: list[int] = []
     runs, spare, told = [], [], []
     for rank in range(processes):
@@ -82,3 +84,12 @@ def test_alone_nothing_is_parted() -> None:
     assert own_share(5) == range(5)
     values = np.arange(3.0)
     assert sum_over_processes(values) is values
+
+
+def test_a_program_of_somebody_else_s_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun it may measure on one process, which would wait for the others for ever."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert distributed.own_share(5) == range(5)
+    assert distributed.sum_over_processes(np.ones(3)).tolist() == [1.0] * 3
+    assert distributed.on_main(lambda: "here") == "here"

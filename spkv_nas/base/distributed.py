@@ -3,7 +3,8 @@
 All of them run the same command. Process 0 alone builds caches, writes files and prints; the others wait for it and
 read what it wrote, so the nodes of a cluster share the workspace's file system. What measures takes its share of the
 text (``own_share``, of blocks ``data.batches.own_batches``) and adds up what it has found (``sum_over_processes``), so
-that all have the whole result. Without torchrun there is one process, and everything here does nothing.
+that all have the whole result. Without torchrun there is one process, and everything here does nothing; nor does it in
+a program of somebody else's under torchrun, which may well measure on one process alone, unless that calls ``connect``.
 
 What is collective must be called by every process, in the same order.
 """
@@ -29,9 +30,17 @@ Values = TypeVar("Values", "Tensor", "NDArray[np.float64]", "NDArray[np.int64]")
 TIMEOUT = timedelta(hours=6)  # process 0 may tokenise for hours; a process that fails is torchrun's to notice, at once
 
 
+_connected = False  # whether ``connect`` joined the other processes
+
+
 def num_processes() -> int:
     """Number of processes, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def num_connected() -> int:
+    """Number of processes that share what they do: 1 until ``connect``."""
+    return num_processes() if _connected else 1
 
 
 def process_index() -> int:
@@ -49,7 +58,8 @@ def own_share(number: int) -> range:
 
     Some do nothing where there are fewer things than processes.
     """
-    processes, index = num_processes(), process_index()
+    processes = num_connected()
+    index = process_index() if processes > 1 else 0
     return range(number * index // processes, number * (index + 1) // processes)
 
 
@@ -60,6 +70,8 @@ def connect(device: str | None = None) -> None:
     import torch
     from accelerate import PartialState
 
+    global _connected
+    _connected = True
     if not torch.distributed.is_initialized():
         PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=TIMEOUT)
 
@@ -68,6 +80,8 @@ def disconnect() -> None:
     """Leave the other processes, if ``connect`` joined them."""
     import torch
 
+    global _connected
+    _connected = False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -102,7 +116,7 @@ def blocks_per_process(batch_size: int) -> int:
 
 def on_main(work: Callable[[], Result]) -> Result:
     """What ``work`` returns on process 0, which alone runs it; the others wait, and get its ``UserError`` too."""
-    if num_processes() == 1:
+    if num_connected() == 1:
         return work()
     import torch
 
@@ -131,11 +145,11 @@ def after_main(work: Callable[[], Result]) -> Result:
 
 def gathered(value: Result) -> list[Result]:
     """What every process gives, in their order; collective. Tensors in it must be on the CPU."""
-    if num_processes() == 1:
+    if num_connected() == 1:
         return [value]
     import torch
 
-    values: list[Any] = [None] * num_processes()
+    values: list[Any] = [None] * num_connected()
     torch.distributed.all_gather_object(values, value)
     return values
 
@@ -145,7 +159,7 @@ def sum_over_processes(values: Values) -> Values:
 
     Collective, and the same bits on each of them.
     """
-    if num_processes() == 1:
+    if num_connected() == 1:
         return values
     import torch
     from accelerate import PartialState
@@ -160,7 +174,7 @@ def sum_over_processes(values: Values) -> Values:
 
 def sum_gradients(parameters: Iterable[Tensor]) -> None:
     """Add up the gradients of parameters over the processes, where one that has none counts as 0; collective."""
-    if num_processes() == 1:
+    if num_connected() == 1:
         return
     import torch
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.base.distributed import num_processes, own_share
+from spkv_nas.base.distributed import num_connected, own_share
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -51,7 +51,7 @@ def num_own_blocks(num_blocks: int, batch_size: int) -> int:
 def num_spare_batches(num_blocks: int, batch_size: int) -> int:
     """How many batches less this process runs than another."""
     size, share = _shared(num_blocks, batch_size)
-    return math.ceil(math.ceil(num_blocks / size) / num_processes()) - len(share)
+    return math.ceil(math.ceil(num_blocks / size) / num_connected()) - len(share)
 
 
 def _shared(num_blocks: int, batch_size: int) -> tuple[int, range]:
@@ -59,8 +59,8 @@ def _shared(num_blocks: int, batch_size: int) -> tuple[int, range]:
 
     With 24 blocks and batches of up to 8, two processes run two batches of 6 each.
     """
-    most = math.ceil(num_blocks / num_processes())  # blocks of a process
-    size = batch_size if num_processes() == 1 else math.ceil(most / max(1, math.ceil(most / batch_size)))
+    most = math.ceil(num_blocks / num_connected())  # blocks of a process
+    size = batch_size if num_connected() == 1 else math.ceil(most / max(1, math.ceil(most / batch_size)))
     size = max(1, size)
     return size, own_share(math.ceil(num_blocks / size))
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.base.distributed import num_processes, own_share, sum_gradients, sum_over_processes
+from spkv_nas.base.distributed import num_connected, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
@@ -142,7 +142,7 @@ def _add_gradients(
     own = blocks[mine.start : mine.stop] if mine else blocks[:1]  # of weight 0
     tokens = torch.from_numpy(own.astype(np.int64)).to(model.device)
     distance = distillation_loss(model, mixtures, tokens, len(mine) / len(blocks))
-    torch.autograd.backward(distance + regularisation / num_processes() * torch.cat(alphas).mean())
+    torch.autograd.backward(distance + regularisation / num_connected() * torch.cat(alphas).mean())
     sum_gradients(alphas)
     return float(sum_over_processes(distance.detach()))
 
