@@ -9,7 +9,7 @@ there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from spkv_nas.artifacts.gate_config import GateConfig
@@ -262,22 +262,26 @@ class Stages:
 
     def _training_remedy(self, how: Training, gated: bool) -> str:
         """The least change of a recipe with which training fits."""
-        again = replace(how, recomputes=True)
+        again, micro = replace(how, recomputes=True), self._micro(how)
         ways = {"": how, f"{_AGAIN}, ": again}
         for said, way in ways.items():
             if fitting := self._fitting(way, gated):
-                micro = self._micro(how)
-                return f"{said}micro_batch_size: {max(n for n in range(1, fitting + 1) if micro % n == 0)}"
-        remedy, number = "a smaller data.block_size, or devices with more memory", max(2, self.site.devices)
-        while number <= _MOST_DEVICES:
-            for said, way in ways.items():
-                if self.site.holds(self._training_bytes(replace(way, sharded=True), number, 1, gated)):
-                    remedy, number = f"sharding: fsdp on {number} devices, {said}micro_batch_size: 1", _MOST_DEVICES
-                    break
-            number *= 2
+                smaller = f"{said}micro_batch_size: {max(n for n in range(1, fitting + 1) if micro % n == 0)}"
+                return _AGAIN if fitting == micro else smaller
+        remedy = self._sharded_remedy(ways, gated)
         adapted = replace(again, learns=Learns.ADAPTERS, adapters=num_adapter_parameters(self.size, _RANK))
         adapts = how.learns is Learns.ALL and self._fitting(adapted, gated)
         return f"lora: {{}} and {_AGAIN}, or {remedy}" if adapts else remedy
+
+    def _sharded_remedy(self, ways: Mapping[str, Training], gated: bool) -> str:
+        """The fewest devices over which training fits in one of the ways."""
+        number = max(2, self.site.devices)
+        while number <= _MOST_DEVICES:
+            for said, way in ways.items():
+                if self.site.holds(self._training_bytes(replace(way, sharded=True), number, 1, gated)):
+                    return f"sharding: fsdp on {number} devices, {said}micro_batch_size: 1"
+            number *= 2
+        return "a smaller data.block_size, or devices with more memory"
 
     def _fitting(self, how: Training, gated: bool) -> int:
         """The most blocks that pass at once on one of the site's devices; 0 where not even one does."""
