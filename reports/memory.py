@@ -1,4 +1,4 @@
-"""Peak memory of commands, measured beside what ``spkv-nas plan`` says: python reports/memory.py, some 15 minutes.
+"""Peak memory of commands, measured beside what ``spkv-nas plan`` says: python reports/memory.py, half an hour.
 
 A command runs in a process of its own, after the same on a tiny model, so that what Python and its libraries take is
 there before. The peak is the resident memory's, above that. ``MALLOC_MMAP_THRESHOLD_`` has glibc give back every buffer
@@ -22,6 +22,21 @@ SIZES = {  # d, f, L, Hq, Hkv, V
 }
 LENGTHS = (512, 1024, 2048)
 STAGES = ("evaluate", "probe", "priced gates, frozen model")
+TRAINING = {  # by what is said of it: keys of a recipe
+    "train": "",
+    "train, gradient_checkpointing": "gradient_checkpointing: true",
+    "train, lora": "lora: {}",
+    "train, lora, gradient_checkpointing": "gradient_checkpointing: true\nlora: {}",
+}
+RECIPE = """\
+name: {name}
+model: {{path: '{model}'}}
+data: {{sources: [text.txt], block_size: {length}, max_heldout_tokens: {length}}}
+branch: {{steps: 2, batch_size: 4}}
+gates: {{window: 32}}
+precision: float32
+{keys}
+"""
 BATCH = 8
 
 
@@ -43,8 +58,18 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
     save(model, tokenizer, folder / "gated")
 
 
+def recipe(stage: str, place: Path, size: str, length: int) -> Path:
+    """The recipe of a training stage, which trains the SP-KV reference."""
+    name = f"{size}-{length}-{list(TRAINING).index(stage)}".replace(" ", "-")
+    file = place / f"{name}.yaml"
+    file.write_text(RECIPE.format(name=name, model=place / size / "dense", length=length, keys=TRAINING[stage]))
+    return file
+
+
 def command(stage: str, place: Path, size: str, length: int) -> list[str]:
     """The command line of a stage."""
+    if stage in TRAINING:
+        return ["train", str(recipe(stage, place, size, length)), "--device", "cpu", "--workspace", str(place)]
     model = place / size / ("gated" if stage == "probe" else "dense")
     line = ["evaluate" if stage == "evaluate" else "probe", "--model", str(model), "--data", str(place / "text.txt")]
     line += ["--block-size", str(length), "--device", "cpu", "--workspace", str(place), "--quiet"]
@@ -76,6 +101,9 @@ def predicted(stage: str, place: Path, size: str, length: int) -> float:
     from spkv_nas.stages.options import PlanOptions
 
     options = PlanOptions(model=str(place / size / "dense"), block_size=length, tokens=BATCH * length, context="1")
+    if stage in TRAINING:
+        options = PlanOptions(recipe=recipe(stage, place, size, length), tokens=length, context="1")
+        stage = "train the SP-KV reference"
     found = plan(options)
     return next(one.memory.total for one in found.stages if one.name == stage)
 
@@ -90,7 +118,7 @@ def main() -> None:
         for size, shape in {"tiny": (32, 64, 2, 2, 1, 1024), **SIZES}.items():
             make(place / size, *shape)
         print("| stage | model | tokens of a block | measured MB | predicted MB | ratio |\n|---|---|---|---|---|---|")
-        for stage in STAGES:
+        for stage in (*STAGES, *TRAINING):
             for size in SIZES:
                 for length in LENGTHS:
                     asked = [sys.executable, __file__, stage, name, size, str(length)]

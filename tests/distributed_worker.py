@@ -23,6 +23,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import memory
 from spkv_nas.base.distributed import disconnect, on_main, process_index
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.schema import merged
 from spkv_nas.training import arguments, callbacks, trainer
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus, join_processes, load_corpus
@@ -39,10 +40,11 @@ VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe
     "frozen-gates": {"gates": {"soft_fraction": 0.0}},
     "one-layer": {"gates": {"layers": [1], "predictor": "bidirectional", "kernel_size": 5, "sinks": 2}},
     "sampled": {"gates": {"mode": "sampled"}},
+    "adapters": {"lora": {"rank": 2}, "gradient_checkpointing": True},
 }
 RUNS = {
-    "ddp": ("dense", "hybrid", "sp-kv", "target", "frozen-model", "frozen-gates", "sampled"),
-    "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer"),
+    "ddp": ("dense", "hybrid", "sp-kv", "target", "frozen-model", "frozen-gates", "adapters", "sampled"),
+    "fsdp": ("dense", "sp-kv", "frozen-model", "frozen-gates", "one-layer", "adapters"),
 }
 
 
@@ -54,10 +56,7 @@ def train(name: str, recipe: Recipe, corpus: Corpus, folder: Path, *, sharding: 
     """
     options = dict(VARIANTS[name.partition("/")[0]])
     variant = options.pop("variant", Variant.sp_kv())
-    data = {**recipe.model_dump(), "sharding": sharding}
-    for section, keys in options.items():
-        data[section] = {**data[section], **keys}
-    recipe = Recipe(**data)
+    recipe = Recipe(**merged(recipe.model_dump(), {**options, "sharding": sharding}))
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     with _recorded(target.with_name(f"{target.name}-{process_index()}.json"), stop_at):
@@ -133,7 +132,7 @@ def with_ddp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
 def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
     for name in RUNS["fsdp"]:
         train(name, recipe, corpus, folder, sharding="fsdp")
-    for name in ("sp-kv/resumed", "frozen-gates/resumed"):
+    for name in ("sp-kv/resumed", "frozen-gates/resumed", "adapters/resumed"):
         train(name, recipe, corpus, folder, sharding="fsdp", stop_at=7)
         with pytest.raises(UserError, match="was written with sharding: fsdp"):
             train(name, recipe, corpus, folder)

@@ -15,7 +15,7 @@ import tomllib
 from spkv_nas.base.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ["pyarrow", *EXTRAS["train"], *EXTRAS["search"], *EXTRAS["tensorboard"]]  # pyarrow comes with datasets
+HEAVY = ["pyarrow", *(name for extra in ("train", "lora", "search", "tensorboard") for name in EXTRAS[extra])]
 ALL = [*HEAVY, *EXTRAS["report"]]
 WITHOUT = """
 import contextlib, io, json, sys
@@ -153,4 +153,4 @@ def test_every_package_of_an_extra_is_known() -> None:
     names = {extra: {entry.partition(">")[0] for entry in declared[extra]} for extra in EXTRAS}
     own = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
     assert own == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}  # it comes with jinja2
-    assert declared["all"] == ["spkv-nas[search,tensorboard]"]
+    assert declared["all"] == ["spkv-nas[lora,search,tensorboard]"]

@@ -17,7 +17,8 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.units import format_flops
 from spkv_nas.cli import main
-from spkv_nas.cost.memory import PassMemory, fitting_pass, logit_bytes, num_predictor_parameters
+from spkv_nas.cost.adapters import num_adapter_parameters
+from spkv_nas.cost.memory import Learns, PassMemory, fitting_pass, logit_bytes, num_predictor_parameters
 from spkv_nas.cost.stage_costs import Site, Stages, Training
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import layer_states
@@ -25,6 +26,8 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.gates import predictor_parameters, predictors
 from spkv_nas.model.shape import config_size, model_size
 from spkv_nas.model.windows import apply_layout
+from spkv_nas.training.lora import add_adapters
+from spkv_nas.training.recipe import LoraConfig
 from spkv_nas.training.step_cost import _Kept
 
 GATES = GateConfig(window=4, target_density=0.25)
@@ -64,16 +67,19 @@ def test_a_real_model_on_the_device_meta(name: str) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("family", FAMILIES)
-    @pytest.mark.parametrize("all_learn", [False, True])
-    def test_what_autograd_keeps(self, family: str, all_learn: bool) -> None:
+    @pytest.mark.parametrize("learns", Learns, ids=lambda one: one.name.lower())
+    def test_what_autograd_keeps(self, family: str, learns: Learns) -> None:
         model = tiny_model(family, hidden_size=64, intermediate_size=176)
+        if learns is Learns.ADAPTERS:
+            add_adapters(model, LoraConfig(rank=1), seed=0)
         attach_gates(model, GATES)
         own = predictor_parameters(model)
         for parameter in model.parameters():
-            parameter.requires_grad_(all_learn or parameter in own)
+            if learns is not Learns.ADAPTERS:
+                parameter.requires_grad_(learns is Learns.ALL or parameter in own)
         tokens, kept = torch.full((2, 24), 3), _Kept(model)
         kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
-        said = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), all_learn=all_learn)
+        said = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), learns=learns)
         assert said == pytest.approx(kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12)
 
     @pytest.mark.parametrize("predictor", ["mlp", "linear", "bidirectional"])
@@ -83,6 +89,13 @@ class TestMemory:
         attach_gates(model, config)
         counted = sum(parameter.numel() for parameter in predictor_parameters(model))
         assert num_predictor_parameters(model_size(model), config) == counted
+
+    @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]], ids=str)
+    def test_parameters_of_adapters(self, targets: str | list[str]) -> None:
+        model = tiny_model()
+        add_adapters(model, LoraConfig(rank=3, targets=targets), seed=0)
+        counted = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert num_adapter_parameters(model_size(tiny_model()), 3, targets) == counted
 
     def test_logits_are_those_of_a_chunk(self) -> None:
         assert logit_bytes(1000, 10, item=4) == 10 * 1000 * 8
@@ -120,8 +133,10 @@ class TestStages:
         assert stages.train("", how, gated=False).flops == 3 * forward
         assert stages.train("", replace(how, recomputes=True), gated=False).flops == 4 * forward
         gates = 6.0 * stages.num_predictor_parameters * 8192
-        assert stages.train("", replace(how, frozen=True), gated=True).flops == 2 * forward + gates
+        assert stages.train("", replace(how, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
         assert stages.learn_gates("", 4, 2048, 0.5).flops == 2 * forward + gates
+        adapted = replace(how, learns=Learns.ADAPTERS, adapters=1000)
+        assert stages.train("", adapted, gated=False).flops == 2 * forward + 6.0 * 1000 * 8192
 
     def test_what_training_holds(self, stages: Stages) -> None:
         """16 bytes of a parameter and autocast's 2; DDP adds 4, FSDP2 parts the 16 and gathers some layers."""
@@ -136,10 +151,17 @@ class TestStages:
         assert fixed(1, bfloat16=False) == 16
         assert fixed(8) == 22
         assert 2 < fixed(8, sharded=True) < 2.5
+        assert fixed(1, moment_bytes=2) == 12
+        assert fixed(1, learns=Learns.ADAPTERS, adapters=number) == 4 + 16 + 2
 
     def test_what_to_change(self, stages: Stages) -> None:
         how = Training(160, 8)
-        assert stages.train("", how, gated=True).remedy == "sharding: fsdp on 4 devices, micro_batch_size: 1"
+        again = "gradient_checkpointing: true"
+        remedy = stages.train("", how, gated=True).remedy
+        assert remedy == f"lora: {{}} and {again}, or sharding: fsdp on 2 devices, {again}, micro_batch_size: 1"
+        for memory, remedy in ((200e9, f"{again}, micro_batch_size: 2"), (300e9, again)):
+            long = replace(stages, block_size=1 << 14, site=replace(stages.site, memory=memory))
+            assert long.train("", how, gated=True).remedy == remedy
         sharded = replace(stages, block_size=2048, site=replace(stages.site, memory=141e9, devices=4))
         remedy = sharded.train("", Training(160, 32, sharded=True), gated=True).remedy
         assert remedy == "micro_batch_size: 4"
@@ -177,7 +199,8 @@ class TestCommand:
         for words in ("8,030,261,248 parameters", "269,025,536 in predictors", "priced gates, frozen model",
                       "80 GB", "40% of the 989 TFLOP/s", "100,000 held-out tokens"):  # fmt: skip
             assert words in said.out
-        assert "does not fit: train the SP-KV reference; retrain a hybrid\n" in said.err
+        assert "does not fit: train the SP-KV reference\n" in said.err
+        assert "does not fit: retrain a hybrid\n" in said.err
         assert "sharding: fsdp on 4 devices" in said.err
 
     def test_for_programs(self, llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

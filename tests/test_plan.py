@@ -14,6 +14,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
+from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.checkpoint import read_size, save
 from spkv_nas.stages.options import ProbeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.stages.plan import plan_of
@@ -26,6 +27,7 @@ from spkv_nas.training.step_cost import StepCost, estimate, measure
 from spkv_nas.training.text_size import TextSize
 from spkv_nas.training.variants import Variant
 
+FLOAT32 = Training(1, 1, bfloat16=False)
 RUN = 8 * 4 * 32  # tokens of a branch of the tiny recipe
 
 
@@ -43,7 +45,7 @@ class TestStepCost:
     def test_memory_is_that_of_the_parameters_and_of_every_block(self) -> None:
         model = tiny_model()
         number = sum(parameter.numel() for parameter in model.parameters())
-        one, two = (measure(tiny_model(), (blocks, 24), device="cpu", bfloat16=False) for blocks in (1, 2))
+        one, two = (measure(tiny_model(), (blocks, 24), FLOAT32, device="cpu") for blocks in (1, 2))
         assert one.fixed_bytes == two.fixed_bytes == 16 * number
         assert two.block_bytes == pytest.approx(one.block_bytes, rel=0.05)
         assert one.memory(3) == one.fixed_bytes + 3 * one.block_bytes
@@ -55,7 +57,7 @@ class TestStepCost:
         for parameter in model.model.parameters():
             parameter.requires_grad_(False)
         frozen = sum(parameter.numel() for parameter in model.model.parameters())
-        cost = measure(model, (1, 24), device="cpu", bfloat16=False)
+        cost = measure(model, (1, 24), FLOAT32, device="cpu")
         assert cost.fixed_bytes == 4 * frozen + 16 * model.lm_head.weight.numel()
 
     def test_a_step_is_its_passes_and_an_update(self) -> None:
@@ -64,8 +66,8 @@ class TestStepCost:
     def test_an_estimate_is_near_what_is_measured(self, tmp_path: Path, tiny_tokenizer: object) -> None:
         model = tiny_model(hidden_size=128, intermediate_size=352)
         save(model, tiny_tokenizer, tmp_path / "model")  # type: ignore[arg-type]
-        guess = estimate(read_size(tmp_path / "model"), 128, device="cpu", bfloat16=False)
-        found = measure(model, (1, 128), device="cpu", bfloat16=False)
+        guess = estimate(read_size(tmp_path / "model"), 128, FLOAT32, device="cpu")
+        found = measure(model, (1, 128), FLOAT32, device="cpu")
         assert guess.fixed_bytes == found.fixed_bytes
         assert guess.block_bytes == pytest.approx(found.block_bytes, rel=0.5)
         assert not guess.is_measured

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from helpers import weights
+from interruptions import Killed, Train, assert_same, at_step, cut, kill
 from safetensors.torch import load_file
 
 from spkv_nas.base.errors import UserError
@@ -34,46 +34,11 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE, newest_checkpoint
 from spkv_nas.training.variants import Variant
 
-Train = Callable[[str], Branch]
-
 
 @pytest.fixture
 def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
     """Trains the SP-KV branch in a folder of that name."""
     return lambda name: train_branch(recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
-
-
-class Killed(BaseException):
-    """In place of a SIGKILL: nothing in the process handles it."""
-
-
-def at_step(number: int, action: Callable[[], None]) -> Callable[..., None]:
-    def on_step_end(self: object, args: object, state: Any, *_: object, **__: object) -> None:
-        if state.global_step == number:
-            action()
-
-    return on_step_end
-
-
-def kill() -> None:
-    raise Killed
-
-
-def cut(train: Train, name: str, monkeypatch: pytest.MonkeyPatch, step: int = 7) -> None:
-    """A run that is killed at the end of a step; checkpoints come every third."""
-    with monkeypatch.context() as patch:
-        patch.setattr(callbacks.TokenProgressCallback, "on_step_end", at_step(step, kill))
-        with pytest.raises(Killed):
-            train(name)
-
-
-def assert_same(one: Branch, other: Branch) -> None:
-    before, after = weights(one.checkpoint), weights(other.checkpoint)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert np.array_equal(one.nll.total, other.nll.total)
-    logs = [pd.read_csv(branch.checkpoint / "train-log.csv") for branch in (one, other)]
-    pd.testing.assert_frame_equal(*(log.drop(columns="tokens_per_second") for log in logs))
 
 
 class TestKilled:

@@ -6,11 +6,14 @@ the package's face turn the error of the interpreter into one for people, here.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from spkv_nas.base.errors import UserError
 
 EXTRAS = {  # by what they are for; pyproject.toml has the versions
     "report": ("jinja2", "markupsafe", "matplotlib", "seaborn"),
     "train": ("accelerate", "datasets", "safetensors", "tokenizers", "torch", "transformers"),
+    "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),
     "tensorboard": ("tensorboard",),
 }
@@ -22,3 +25,12 @@ def missing_extra(error: ModuleNotFoundError) -> UserError | None:
         if error.name in packages:
             return UserError(f"{error.name} is not installed\npip install 'spkv-nas[{extra}]' brings it")
     return None
+
+
+def check_installed(package: str, key: str) -> None:
+    """Raise ``UserError`` if a package that a recipe's ``key`` asks for is not installed."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:  # a folder of that name, as W&B leaves behind, is no package
+        extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+        wanted = package if extra is None else f"'spkv-nas[{extra}]'"
+        raise UserError(f"{key}: {package} is not installed\npip install {wanted} brings it, or leave it out")

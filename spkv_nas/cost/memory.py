@@ -6,15 +6,16 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
     forward     4 d + max(3 f, 4 q + 4 kv)       of one layer, the others' are gone
     kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, where gates alone learn
                 + d + 2 h                         of a predictor
+                + 2 d + f + q                     where adapters learn
                 + 4 d + f + q                     where all weights learn
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
 pass. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the rest. The
 logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels take little:
-attention's memory is linear in the tokens. What an allocator keeps for itself comes on top. Of other families autograd
-keeps within a tenth as much; of Gemma 3, with twice the norms, a quarter more where all weights learn. reports/LOG.md
-has measured peaks beside these.
+attention's memory is linear in the tokens. What adapters keep by their rank is left out. What an allocator keeps for
+itself comes on top. Of other families autograd keeps within a tenth as much; of Gemma 3, with twice the norms, a
+quarter more where all weights learn. reports/LOG.md has measured peaks beside these.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 from spkv_nas.artifacts.gate_config import GATED, GateConfig
 from spkv_nas.artifacts.shape import ModelSize
@@ -30,7 +32,14 @@ from spkv_nas.base.memory import chunk_tokens
 ROOM = 0.9  # share of the memory that is there which passes may take; the rest is the allocator's and the driver's
 FLOAT32 = 4  # bytes
 MOMENTS = 8  # bytes of Adam's two per parameter
-TRAINED = FLOAT32 + FLOAT32 + MOMENTS  # weight, gradient and moments
+
+
+class Learns(Enum):
+    """What a backward pass has gradients of."""
+
+    GATES = "predictors alone"
+    ADAPTERS = "adapters of linear layers, and predictors"
+    ALL = "all weights"
 
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:
@@ -89,21 +98,21 @@ class PassMemory:
         """Of scored passes that go on from hidden states that earlier ones left, one for each layer at most."""
         return self.scored(num_tokens) + self._hidden(num_tokens)
 
-    def learning(self, num_tokens: int, *, all_learn: bool = False, recomputes: bool = False) -> int:
+    def learning(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Of a forward and a backward pass; the arguments are those of ``kept``."""
-        kept = self.kept(num_tokens, all_learn=all_learn, recomputes=recomputes)
+        kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
         logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
         return kept + max(self._backward(num_tokens), logits)
 
-    def kept(self, num_tokens: int, *, all_learn: bool = False, recomputes: bool = False) -> int:
+    def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Of what a forward pass keeps for the backward pass, logits aside.
 
         Args:
-            all_learn: all weights, and not the gates alone.
+            learns: what does, beside gates.
             recomputes: the activations of one layer after the other.
         """
         size, layers = self.size, self.size.heads.num_layers
-        layer, gate = num_tokens * self._layer(all_learn), num_tokens * self._predictor
+        layer, gate = num_tokens * self._layer(learns), num_tokens * self._predictor
         gated = 0 if self.gates is None else num_gated(size, self.gates)
         kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
         return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # the last norm's
@@ -119,13 +128,15 @@ class PassMemory:
         channels = self.size.hidden_size
         return 0 if self.gates is None else FLOAT32 * (channels + 2 * self.gates.width(channels))
 
-    def _layer(self, all_learn: bool) -> int:
+    def _layer(self, learns: Learns) -> int:
         """Bytes that a layer keeps of a token."""
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv = self._attention
         own, norms = 3 * ffn + 2 * (q + kv), 2 * channels
-        if all_learn:
-            own, norms = own + 2 * channels + ffn + q, 2 * norms
+        if learns is not Learns.GATES:
+            own += 2 * channels + ffn + q
+        if learns is Learns.ALL:
+            norms *= 2
         return self.item * own + FLOAT32 * norms
 
     def _backward(self, num_tokens: int) -> int:

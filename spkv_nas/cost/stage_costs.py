@@ -2,24 +2,37 @@
 
 Memory is that of ``cost.memory`` on one device. FLOPs are ``cost.formulas``' of a forward pass, with logits and
 predictors added, and gates counted as open. A backward pass counts as two forward passes where all weights learn, as
-one through a frozen model; layers that are computed again add one. Time is FLOPs over what a device reaches, or, of a
-token that is decoded, the least that its memory allows. Where nothing is known of the device there is none.
+one through a frozen model, with or without adapters; layers that are computed again add one. Time is FLOPs over what a
+device reaches, or, of a token that is decoded, the least that its memory allows. Where nothing is known of the device
+there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.units import format_bytes
+from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.formulas import flops_per_token, kv_cache_bytes
-from spkv_nas.cost.memory import FLOAT32, MOMENTS, ROOM, PassMemory, fitting_pass, most, num_predictor_parameters
+from spkv_nas.cost.memory import (
+    FLOAT32,
+    MOMENTS,
+    ROOM,
+    Learns,
+    PassMemory,
+    fitting_pass,
+    most,
+    num_predictor_parameters,
+)
 
 BFLOAT16 = 2  # bytes
 _SHORTEST_BLOCK = 128  # tokens, that is advised
 _MOST_DEVICES = 1024
+_RANK = 16  # of the adapters that are advised
+_AGAIN = "gradient_checkpointing: true"
 _GATHERED = 2  # layers whose weights FSDP2 holds whole: the one that computes, and the next
 _FIXED = "what no block changes takes more already: a device with more memory"
 
@@ -103,14 +116,16 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Training:
-    """How weights are trained: in float32, AdamW, matrix products in bfloat16 if so.
+    """How weights are trained: in float32, by an AdamW, matrix products in bfloat16 if so.
 
     Attributes:
         steps, batch_size: of all devices, in blocks.
         micro_batch_size: blocks of a pass on one device; None: its whole share.
         sharded: weights, gradients and moments are parted over the devices (FSDP2), and not whole on each (DDP).
         recomputes: activations of layers are computed again (activation checkpointing).
-        frozen: gates alone learn.
+        learns: what does, beside gates.
+        adapters: parameters of those that learn.
+        moment_bytes: of the optimizer's moments of a parameter.
     """
 
     steps: int
@@ -119,7 +134,9 @@ class Training:
     sharded: bool = False
     bfloat16: bool = True
     recomputes: bool = False
-    frozen: bool = False
+    learns: Learns = Learns.ALL
+    adapters: int = 0
+    moment_bytes: float = MOMENTS
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,7 @@ class Stages:
         blocks, again = fitting_pass(passes, self.block_size, wanted, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=again))
         tokens = steps * wanted * self.block_size
-        flops = tokens * self._learning_flops(frozen=True, gated=True, recomputes=again)
+        flops = tokens * self._learning_flops(Learns.GATES, gated=True, recomputes=again)
         return self._work(
             name, memory, tokens, flops, how=self._how(blocks, again),
             better=lambda length: replace(self, block_size=length).learn_gates(name, steps, step_tokens, room),
@@ -196,11 +213,13 @@ class Stages:
     def train(self, name: str, how: Training, *, gated: bool) -> StageCost:
         """A branch, with gates or as a hybrid."""
         tokens = how.steps * how.batch_size * self.block_size
-        flops = tokens * self._learning_flops(frozen=how.frozen, gated=gated, recomputes=how.recomputes)
+        flops = tokens * self._learning_flops(how.learns, gated=gated, recomputes=how.recomputes, adapters=how.adapters)
         devices, micro = self.site.devices, self._micro(how)
         memory = self._training_bytes(how, devices, micro, gated)
-        again = self._training_bytes(replace(how, recomputes=True), devices, micro, gated).total
-        passes = f"{self._how(micro)}; {format_bytes(round(again))} if layers were computed again"
+        passes = self._how(micro, how.recomputes)
+        if not how.recomputes:
+            again = self._training_bytes(replace(how, recomputes=True), devices, micro, gated).total
+            passes += f"; {format_bytes(round(again))} with gradient_checkpointing"
         work = self._work(name, memory, tokens, flops, devices, passes)
         return work if work.fits else replace(work, remedy=self._training_remedy(how, gated))
 
@@ -243,27 +262,41 @@ class Stages:
 
     def _training_remedy(self, how: Training, gated: bool) -> str:
         """The least change of a recipe with which training fits."""
-        room, devices = ROOM * self.site.memory, self.site.devices
-        micro = self._micro(how)
-        fitting = most(micro, room, lambda blocks: self._training_bytes(how, devices, blocks, gated).total)
-        if fitting:
-            return f"micro_batch_size: {max(n for n in range(1, fitting + 1) if micro % n == 0)}"
-        sharded, number = replace(how, sharded=True), max(2, devices)
+        again, micro = replace(how, recomputes=True), self._micro(how)
+        ways = {"": how, f"{_AGAIN}, ": again}
+        for said, way in ways.items():
+            if fitting := self._fitting(way, gated):
+                smaller = f"{said}micro_batch_size: {max(n for n in range(1, fitting + 1) if micro % n == 0)}"
+                return _AGAIN if fitting == micro else smaller
+        remedy = self._sharded_remedy(ways, gated)
+        adapted = replace(again, learns=Learns.ADAPTERS, adapters=num_adapter_parameters(self.size, _RANK))
+        adapts = how.learns is Learns.ALL and self._fitting(adapted, gated)
+        return f"lora: {{}} and {_AGAIN}, or {remedy}" if adapts else remedy
+
+    def _sharded_remedy(self, ways: Mapping[str, Training], gated: bool) -> str:
+        """The fewest devices over which training fits in one of the ways."""
+        number = max(2, self.site.devices)
         while number <= _MOST_DEVICES:
-            if self.site.holds(self._training_bytes(sharded, number, 1, gated)):
-                return f"sharding: fsdp on {number} devices, micro_batch_size: 1"
+            for said, way in ways.items():
+                if self.site.holds(self._training_bytes(replace(way, sharded=True), number, 1, gated)):
+                    return f"sharding: fsdp on {number} devices, {said}micro_batch_size: 1"
             number *= 2
         return "a smaller data.block_size, or devices with more memory"
+
+    def _fitting(self, how: Training, gated: bool) -> int:
+        """The most blocks that pass at once on one of the site's devices; 0 where not even one does."""
+        room, devices = ROOM * self.site.memory, self.site.devices
+        return most(self._micro(how), room, lambda blocks: self._training_bytes(how, devices, blocks, gated).total)
 
     def _training_bytes(self, how: Training, devices: int, blocks: int, gated: bool) -> Bytes:
         """On one of ``devices``, ``blocks`` passing at once."""
         size, item = self.size, BFLOAT16 if how.bfloat16 else FLOAT32
         predictors = self.num_predictor_parameters if gated else 0
-        all_of_them = size.num_parameters + predictors
-        learning = predictors if how.frozen else all_of_them
+        all_of_them = size.num_parameters + predictors + how.adapters
+        learning = all_of_them - (0 if how.learns is Learns.ALL else size.num_parameters)
         passes = PassMemory(size, item, self.gates if gated else None)
-        passing = passes.learning(blocks * self.block_size, all_learn=not how.frozen, recomputes=how.recomputes)
-        weights, moved = FLOAT32 * all_of_them, (FLOAT32 + MOMENTS) * learning
+        passing = passes.learning(blocks * self.block_size, learns=how.learns, recomputes=how.recomputes)
+        weights, moved = FLOAT32 * all_of_them, (FLOAT32 + how.moment_bytes) * learning
         if how.sharded and devices > 1:
             layer = size.without_embeddings / size.heads.num_layers
             outside = size.num_parameters - size.without_embeddings
@@ -287,11 +320,12 @@ class Stages:
         logits = 2.0 * size.vocabulary * size.hidden_size if scored else 0.0
         return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)
 
-    def _learning_flops(self, *, frozen: bool, gated: bool, recomputes: bool) -> float:
+    def _learning_flops(self, learns: Learns, *, gated: bool, recomputes: bool, adapters: int = 0) -> float:
         """Of a token, forward and backward."""
         forward = self._forward_flops(scored=True, gated=False)
-        predictors = 2.0 * self.num_predictor_parameters if gated else 0.0
-        return (2 if frozen else 3) * forward + 3 * predictors + (forward + predictors if recomputes else 0.0)
+        added = 2.0 * (adapters + (self.num_predictor_parameters if gated else 0))
+        passes = 3 if learns is Learns.ALL else 2
+        return passes * forward + 3 * added + (forward + added if recomputes else 0.0)
 
     def _how(self, blocks: int, again: bool = False) -> str:
         return f"{blocks} x {self.block_size:,} tokens a pass" + (", layers computed again" if again else "")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spkv_nas.model.attention import attention_layers, layer_predictor
@@ -14,7 +15,8 @@ from spkv_nas.model.attention import attention_layers, layer_predictor
 def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitStack:
     """Call ``see(layer, logits [B, Hkv, T])`` each time that the gates of an attention layer run.
 
-    Layers count from 0, those that gates pass by too. Leave the ``with`` block, or ``close()``, to end it.
+    Layers count from 0, those that gates pass by too. What a backward pass computes again (activation checkpointing)
+    was seen before. Leave the ``with`` block, or ``close()``, to end it.
     """
     stack = ExitStack()
     for index, layer in enumerate(attention_layers(model).values()):
@@ -34,6 +36,7 @@ def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str
 
 def _hook(layer: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
     def hook(_module: nn.Module, _args: Any, logits: Tensor) -> None:
-        see(layer, logits)
+        if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+            see(layer, logits)
 
     return hook

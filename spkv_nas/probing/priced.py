@@ -24,9 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
@@ -43,6 +41,7 @@ from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import mean_nll
 from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import model_size
 from spkv_nas.probing.gate_state import GateState
 
@@ -116,7 +115,7 @@ def learn_gates(
         together, recomputes = _passes(model, config, blocks.block_size, size)
         first = learning.restore(state)
         batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
-        with _recomputed(model) if recomputes else nullcontext():
+        with recomputed(model) if recomputes else nullcontext():
             for step, chosen in enumerate(batches):
                 if step < first:
                     continue
@@ -227,19 +226,3 @@ def _only_predictors_learn(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for parameter in frozen:
             parameter.requires_grad_(True)
-
-
-@contextmanager
-def _recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the ``with`` block the backward pass computes the activations of decoder layers again, one at a time."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.training = True  # of the layer itself: what is below it stays in evaluation mode
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = layer.training = False
-            del layer._gradient_checkpointing_func

@@ -33,7 +33,7 @@ from spkv_nas.stages.probe import GAIN_TOKENS
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.plan import Planner
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
-from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
+from spkv_nas.training.step_cost import EFFICIENCY, how_trained, matmul_speed
 from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # for the largest blocks and batches that init would write
@@ -154,7 +154,7 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Given:
     draft = Draft.of("plan", source, ("stdlib",), size, _ENOUGH, "cpu" if site.is_cpu else "cuda")
     draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
     recipe = draft.recipe(Path())
-    how = _training(recipe, recipe.branch, site)
+    how = _training(recipe, recipe.branch, size, site)
     own = replace(stages, block_size=draft.block_size)
     first = tuple(_gates(stages, options.steps)) if gates is None else ()
     return _Given(model_name(source), stages, tokens, first, ((_REFERENCE, own, how, True), (_HYBRID, own, how, False)))
@@ -174,11 +174,10 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Given:
         size, recipe.gates.of_model(size.heads.grid), site, recipe.data.block_size, BATCH_SIZE,
         ITEM_BYTES[options.dtype or "float32"],  # as training saves it
     )  # fmt: skip
-    branch = _training(recipe, recipe.branch, site)
-    gated = replace(branch, frozen=recipe.gates.training == "frozen-model")
+    branch, gated = (_training(recipe, recipe.branch, size, site, gated=gated) for gated in (False, True))
     trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
     if recipe.dense is not None:
-        trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, site), False))
+        trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, size, site), False))
     tokens = options.tokens or planner.text.heldout(recipe.data)
     return _Given(recipe.name, stages, tokens, (), tuple(trained))
 
@@ -250,13 +249,13 @@ def _item(source: str, site: Site, asked: str | None) -> int:
     return ITEM_BYTES[asked or "float32"]
 
 
-def _training(recipe: Recipe, phase: DenseConfig | BranchConfig, site: Site) -> Training:
-    """How a phase of a recipe trains."""
+def _training(
+    recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, site: Site, *, gated: bool = False
+) -> Training:
+    """How a phase of a recipe trains, which on a GPU that is asked about does so in bfloat16 where it may."""
     native = "bfloat16" if site.speed is not None else training_precision(site.name)
-    return Training(
-        phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding == "fsdp",
-        bfloat16=(native if recipe.precision == "auto" else recipe.precision) == "bfloat16",
-    )  # fmt: skip
+    bfloat16 = (native if recipe.precision == "auto" else recipe.precision) == "bfloat16"
+    return how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
 
 
 def _about_memory(site: Site) -> str:

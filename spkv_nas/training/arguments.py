@@ -11,6 +11,8 @@ from spkv_nas.base.distributed import blocks_per_process, num_processes
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 from spkv_nas.training.sharding import FSDP_CONFIG
 
+_BETAS = (0.9, 0.95)  # SP-KV paper, appendix "Scaling analysis details"
+
 
 def training_arguments(
     recipe: Recipe,
@@ -42,6 +44,9 @@ def training_arguments(
         learning_rate=phase.learning_rate,
         weight_decay=phase.weight_decay,
         max_grad_norm=phase.max_grad_norm,
+        optim=recipe.optimizer,
+        adam_beta1=_BETAS[0],
+        adam_beta2=_BETAS[1],
         save_strategy="steps",
         save_steps=recipe.checkpoint_every,
         logging_steps=10,

@@ -16,6 +16,7 @@ from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model
+from spkv_nas.training.lora import add_adapters
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import BranchConfig, Recipe
 from spkv_nas.training.run_files import OPTIMIZER_STATE
@@ -49,14 +50,14 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
     if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
         return _from_scratch(recipe, corpus, seed)
     model, _ = load(dense, dtype=torch.float32)
-    state = Path(dense) / OPTIMIZER_STATE
+    state = Path(dense) / OPTIMIZER_STATE  # of weights that adapters leave as they are
     setup = BranchSetup(
         model=model,
         phase=phase,
         schedule=LearningRateSchedule(
             phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
         ),
-        optimizer_state=state if state.is_file() else None,
+        optimizer_state=state if state.is_file() and recipe.lora is None else None,
     )
     dress(model, recipe, variant, seed)
     if variant.kind is not Kind.SP_KV:
@@ -69,14 +70,19 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
 def dress(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -> None:
     """Give a dense model the attention of a variant: a layout's windows, or gates with new predictors.
 
+    What does not learn is frozen, and adapters that do are put on.
+
     Raises:
-        UserError: the layout or the gates are for another model.
+        UserError: the layout, the gates or the adapters are for another model.
     """
     if variant.layout is not None:
         apply_layout(model, variant.layout)
-    if variant.kind is Kind.SP_KV:
-        if recipe.gates.training == "frozen-model":
-            model.requires_grad_(False)
+    frozen = variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
+    if frozen:
+        model.requires_grad_(False)
+    elif recipe.lora is not None:
+        add_adapters(model, recipe.lora, seed)
+    if variant.kind is Kind.SP_KV:  # after the adapters, which predictors do without
         _attach(model, recipe, seed)
 
 

@@ -37,6 +37,7 @@ from spkv_nas.training.branch_setup import BranchSetup, set_up
 from spkv_nas.training.callbacks import HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
+from spkv_nas.training.lora import merge_adapters
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
     check_text,
@@ -147,7 +148,7 @@ def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
 
     ``origin`` is the identity of the dense checkpoint's weights.
     """
-    sections = ["branch", "data", "evaluation", "precision"]
+    sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]
     if variant.kind is Kind.SP_KV:
         sections.append("gates")
     parts = [recipe.content_hash(*sections), seed, origin]
@@ -213,6 +214,7 @@ def _train(
         gates=setup.gates,
         gate_options=recipe.gates,
         optimizer_state=setup.optimizer_state,
+        recomputes=recipe.gradient_checkpointing,
         title=variant.name,
         reporter=reporter,
     )
@@ -220,9 +222,12 @@ def _train(
         part = corpus.heldout.take(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
         trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
     trainer.train_or_resume()
+    trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    if recipe.lora is not None:
+        merge_adapters(trainer.model)
     with reporter.bar(f"{variant.name}, held-out text") as progress:
         measured = _evaluate(setup, recipe, corpus, progress)
-    record = _record(variant, setup, measured, recipe, seed)
+    record = _record(variant, setup, measured, recipe, seed, trained_parameters)
     weights = whole_weights(trainer.model)
 
     def finish() -> None:
@@ -245,7 +250,9 @@ def _evaluate(setup: BranchSetup, recipe: Recipe, corpus: Corpus, progress: Prog
     return evaluate(setup.model, corpus.heldout, tau, batch_size=size, progress=progress)
 
 
-def _record(variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int) -> dict[str, Any]:
+def _record(
+    variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
+) -> dict[str, Any]:
     """What ``run.json`` says of a branch."""
     return {
         "variant": variant.name,
@@ -253,6 +260,7 @@ def _record(variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: 
         "heldout_tokens": int(measured.nll.num_tokens.sum()),
         "heldout_density": measured.density,
         "steps": setup.phase.steps,
+        "trained_parameters": trained_parameters,
         "seed": seed,
         "processes": num_processes(),
         "recipe": recipe.model_dump(mode="json"),

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, connect, on_main
+from spkv_nas.base.extras import check_installed
 from spkv_nas.base.locks import locked
 from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
@@ -18,6 +19,7 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
+from spkv_nas.training.optimizer import check_optimizer
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trackers import check_trackers
 
@@ -43,10 +45,14 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     """Join the processes of torchrun, before anything is read or trained.
 
     Raises:
-        UserError: there is no such device or tracker, or the processes cannot share the recipe's batches evenly.
+        UserError: there is no such device, a library that the recipe asks for is missing, or the processes cannot share
+            its batches evenly.
     """
     choose_device(device)
     check_trackers(recipe.report_to)
+    check_optimizer(recipe.optimizer)
+    if recipe.lora is not None:
+        check_installed("peft", "lora")
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
             blocks_per_process(phase.batch_size)

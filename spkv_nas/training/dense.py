@@ -55,7 +55,7 @@ def dense_checkpoint(
 
 def dense_run(recipe: Recipe, runs: Path) -> Path | None:
     """The folder of the recipe's dense run; None if it names a model that is there."""
-    key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision")
+    key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision", "optimizer")
     return runs / f"dense-{key}" if recipe.model.path is None else None
 
 
@@ -89,6 +89,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
         args=training_arguments(recipe, phase, folder, device=device),
         train_dataset=BlockDataset(corpus.train),
         schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
+        recomputes=recipe.gradient_checkpointing,
         title="dense",
         reporter=reporter,
     )

@@ -30,7 +30,7 @@ from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 from spkv_nas.training.run_files import newest_step
-from spkv_nas.training.step_cost import MOST_SECONDS, StepCost, estimate, measure
+from spkv_nas.training.step_cost import MOST_SECONDS, StepCost, estimate, how_trained, measure
 from spkv_nas.training.text_size import TextSize, count_text
 from spkv_nas.training.variants import Kind, Variant
 
@@ -247,8 +247,9 @@ class Planner:
 
     def _cost(self, variant: Variant) -> StepCost:
         recipe, device = self.recipe, self.device
-        block_size, bfloat16 = recipe.data.block_size, self._arguments[-1].bf16
-        guess = estimate(self.size, block_size, device=device, bfloat16=bfloat16)
+        block_size, gated = recipe.data.block_size, variant.kind is Kind.SP_KV
+        how = how_trained(recipe, recipe.branch, self.size, bfloat16=self._arguments[-1].bf16, gated=gated)
+        guess = estimate(self.size, block_size, how, device=device)
         room = (ROOM * self.available - guess.fixed_bytes) / guess.block_bytes
         tried = min(self._arguments[-1].per_device_train_batch_size, int(room), int(MOST_SECONDS / guess.pass_seconds))
         if tried < 1:
@@ -257,7 +258,7 @@ class Planner:
         model = load(self.dense_path, dtype=torch.float32)[0] if self._has_dense else new_model(recipe, self.tokenizer)
         dress(model, recipe, variant, recipe.seed)
         try:
-            return measure(model, (tried, block_size), device=device, bfloat16=bfloat16)
+            return measure(model, (tried, block_size), how, device=device)
         except (torch.OutOfMemoryError, MemoryError):  # the plan says what is needed
             return guess
 
@@ -296,5 +297,6 @@ def _text_of(recipe: Recipe) -> str:
 def _step_of(recipe: Recipe) -> list[object]:
     """Changes with what a training step does."""
     gates = recipe.gates.model_dump(include={"predictor", "hidden_size", "kernel_size", "window", "heads", "training"})
-    sections = recipe.content_hash("model", "tokenizer", "data", "precision", "micro_batch_size")
-    return [sections, recipe.branch.batch_size, gates, recipe.gates.layers, recipe.gates.mode]
+    sections = ("model", "tokenizer", "data", "precision", "micro_batch_size", "gradient_checkpointing")
+    hashed = recipe.content_hash(*sections, "lora", "optimizer")
+    return [hashed, recipe.branch.batch_size, gates, recipe.gates.layers, recipe.gates.mode]

@@ -20,11 +20,14 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.device import training_precision
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_yaml
-from spkv_nas.base.limits import MOST_BATCH, MOST_SEED, MOST_STEPS, MOST_WHOLE
+from spkv_nas.base.limits import MOST_BATCH, MOST_RANK, MOST_SEED, MOST_STEPS, MOST_WHOLE
 from spkv_nas.base.names import MOST_CHARACTERS
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.ladder import find_level, ladder
+from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
+
+_LATER = {"lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
 class ModelConfig(Section):
@@ -76,6 +79,17 @@ class BranchConfig(Section):
     final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="share of the peak")
     weight_decay: float = Field(0.1, ge=0.0)
     max_grad_norm: float = Field(1.0, gt=0.0)
+
+
+class LoraConfig(Section):
+    """Branches learn low-rank adapters of linear layers (and gates their predictors); the weights are frozen."""
+
+    rank: int = Field(16, ge=1, le=MOST_RANK)
+    alpha: float = Field(32.0, gt=0.0, description="adapters are multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="share of what enters an adapter that is left out")
+    targets: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="names of linear layers, such as q_proj; all-linear: those of the decoder's layers"
+    )
 
 
 class GatesConfig(GateConfig):
@@ -146,12 +160,20 @@ class Recipe(Section):
     dense: DenseConfig | None = None
     branch: BranchConfig = BranchConfig()
     gates: GatesConfig = GatesConfig()
+    lora: LoraConfig | None = Field(None, description="branches learn adapters, which are merged in the end")
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS)
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         [], description="experiment trackers that training logs to; TensorBoard's files lie in the run's folder"
     )
     micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
+    gradient_checkpointing: bool = Field(
+        False, description="keep no activations inside layers, and compute them again in the backward pass"
+    )
+    optimizer: OptimizerName = Field(
+        DEFAULT_OPTIMIZER,
+        description="the trainer's name of an AdamW; bitsandbytes brings those of 8 bits and paged ones",
+    )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="of the matrix products in training; auto: bfloat16 where the device has instructions for it",
@@ -188,6 +210,8 @@ class Recipe(Section):
             raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
         if self.gates.training == "from-scratch":
             self._check_from_scratch()
+        if self.sharding == "fsdp" and OPTIMIZERS[self.optimizer].library:
+            raise ValueError(f"optimizer: {self.optimizer} knows no shards: with sharding: fsdp leave it out")
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
         for name, phase in (("dense", self.dense), ("branch", self.branch)):
@@ -199,6 +223,8 @@ class Recipe(Section):
     def _check_from_scratch(self) -> None:
         if self.dense is None:
             raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")
+        if self.lora is not None:
+            raise ValueError("gates.training: from-scratch learns all weights: leave 'lora' out")
         for key in ("batch_size", "learning_rate", "weight_decay", "max_grad_norm"):
             if getattr(self.dense, key) != getattr(self.branch, key):
                 raise ValueError(f"gates.training: from-scratch is one run: dense.{key} and branch.{key} must be equal")
@@ -226,9 +252,11 @@ class Recipe(Section):
     def content_hash(self, *sections: str) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections.
 
-        It names finished runs, so what trains as before is hashed as before: with the price as the paper's weight.
+        It names finished runs, so what trains as before is hashed as before: with the price as the paper's weight, and
+        without keys that came later where they say what was so before.
         """
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
+        data = {key: value for key, value in data.items() if key not in _LATER or value != _LATER[key]}
         if (gates := data.get("gates")) is not None and gates["target_density"] is None:
             gates["density_weight"] = 0.0 - gates.pop("price")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -29,6 +29,7 @@ from spkv_nas.model.checkpoint import save_files
 from spkv_nas.training.sharding import like, whole
 
 OPTIMIZER_STATE = "optimizer-state.safetensors"
+_LEARNED = "learned.safetensors"
 _TEXT = "text.json"
 _PATIENCE = 600.0  # seconds
 KEPT = 2  # checkpoints of a run: the newest, and one to go on from should it be damaged
@@ -207,6 +208,28 @@ def write_density_log(state: TrainerState, path: Path) -> None:
         write_csv(path, pd.DataFrame(rows, columns=list(_DENSITY_LOG)))
 
 
+def save_learned(model: nn.Module, checkpoint: Path) -> None:
+    """Write the parameters that learn, of a model of which some are frozen, into an interrupted run's checkpoint."""
+    learning = {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    save_file(learning, checkpoint / _LEARNED)
+
+
+def load_learned(model: nn.Module, checkpoint: Path) -> bool:
+    """Read what ``save_learned`` wrote; False where it wrote nothing. Raises ``UserError``: it is another model's."""
+    file = checkpoint / _LEARNED
+    if not file.is_file():
+        return False
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saved = _read_tensors(file)
+    if {name: p.shape for name, p in learning.items()} != {name: value.shape for name, value in saved.items()}:
+        raise UserError(f"{file} is of another model: remove that folder, and the run starts over")
+    with torch.no_grad():
+        for name, parameter in learning.items():
+            parameter.copy_(saved[name])
+    return True
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
 
@@ -235,21 +258,38 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
 
     Raises:
         UserError: the file cannot be read, or is of another model.
+
+    Warns:
+        UserWarning: the file is of another kind of AdamW, so all states are fresh.
     """
     saved: Mapping[str, Tensor] = {} if path is None else _read_tensors(path)
+    of_torch = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
+    if saved and of_torch != any(key.endswith("::exp_avg") for key in saved):
+        warnings.warn(f"{path} is of another optimizer than the recipe's, which starts without it", stacklevel=2)
+        saved = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        step, *moments = (saved.get(f"{name}::{key}") for key in ("step", "exp_avg", "exp_avg_sq"))
-        if any(value is not None and value.shape != parameter.shape for value in moments):
-            raise UserError(f"{path} is of another model: {name} has another shape")
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
-            **{
-                key: torch.zeros_like(parameter) if value is None else like(value, parameter)
-                for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
-            },
-        }
+        state = {key.removeprefix(f"{name}::"): value for key, value in saved.items() if key.startswith(f"{name}::")}
+        if of_torch:
+            optimizer.state[parameter] = _moments(state, parameter, f"{path} is of another model: {name}")
+        elif state:
+            step = int(state.pop("step"))
+            optimizer.state[parameter] = {"step": step, **{k: v.to(parameter.device) for k, v in state.items()}}
+
+
+def _moments(saved: Mapping[str, Tensor], parameter: Tensor, what: str) -> dict[str, Tensor]:
+    """torch's AdamW's state of a parameter, fresh where nothing of it was saved; ``what`` begins an error."""
+    step, *moments = (saved.get(key) for key in ("step", "exp_avg", "exp_avg_sq"))
+    if any(value is not None and value.shape != parameter.shape for value in moments):
+        raise UserError(f"{what} has another shape")
+    return {
+        "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
+        **{
+            key: torch.zeros_like(parameter) if value is None else like(value, parameter)
+            for key, value in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+        },
+    }
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

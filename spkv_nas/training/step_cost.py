@@ -1,7 +1,8 @@
 """What a training step takes on this machine: a few real ones are timed, and what they keep in memory is counted.
 
-A step is ``blocks / micro_batch`` passes, forward and backward, and an update by AdamW. In float32, as training has it,
-weights, gradients and AdamW's two moments take 16 bytes per parameter; activations are the tensors that autograd keeps
+A step is ``blocks / micro_batch`` passes, forward and backward, and an update by AdamW (torch's, whichever the recipe
+names). In float32, as training has it, weights and gradients take 8 bytes per parameter that learns, the optimizer's
+two moments up to 8 more (``cost.optimizers``); activations are the tensors that autograd keeps
 for the backward pass, and the logits, a chunk of them at most, of which the loss makes two more float32 copies.
 
 A model that does not fit, or of which one pass would take too long to try, is estimated: 6 FLOPs per parameter and
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -22,10 +23,15 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.memory import chunk_tokens
+from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.formulas import attention_flops
-from spkv_nas.cost.memory import FLOAT32, TRAINED, PassMemory
+from spkv_nas.cost.memory import FLOAT32, Learns, PassMemory
+from spkv_nas.cost.optimizers import OPTIMIZERS
+from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.loss import loss_in_chunks
+from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import vocabulary_size
+from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 
 MOST_SECONDS = 5.0  # of a pass that is tried
 EFFICIENCY = 0.5  # speed of training over that of a matrix product
@@ -63,12 +69,28 @@ class StepCost:
         return self.fixed_bytes + micro_batch_size * self.block_bytes
 
 
-def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bfloat16: bool) -> StepCost:
+def how_trained(
+    recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
+) -> Training:
+    """How a recipe trains the dense model or a branch, with gates if so."""
+    how = Training(
+        phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding == "fsdp", bfloat16=bfloat16,
+        recomputes=recipe.gradient_checkpointing, moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
+    )  # fmt: skip
+    if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
+        return replace(how, learns=Learns.GATES)
+    if isinstance(phase, BranchConfig) and recipe.lora is not None:
+        adapters = num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
+        return replace(how, learns=Learns.ADAPTERS, adapters=adapters)
+    return how
+
+
+def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, device: str) -> StepCost:
     """Time passes and updates of a model, which it changes, on random tokens.
 
     Args:
         shape: blocks of a pass and tokens of a block.
-        bfloat16: whether matrix products are in bfloat16 (autocast).
+        how: it trains; what learns, the model says.
 
     Raises:
         torch.OutOfMemoryError: the GPU has no room for it.
@@ -76,13 +98,13 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bflo
     model.to(device).train()
     tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
     autocast: Callable[[], AbstractContextManager[object]] = (
-        (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if bfloat16 else nullcontext
+        (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if how.bfloat16 else nullcontext
     )
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=True)
 
     def train() -> None:
-        with autocast(), loss_in_chunks(model):
+        with autocast(), loss_in_chunks(model), recomputed(model) if how.recomputes else nullcontext():
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
 
@@ -98,27 +120,29 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], *, device: str, bflo
     update = _median(optimizer.step, device, 0.0)
     num_blocks, vocabulary = shape[0], vocabulary_size(model)
     copies = _LOGIT_COPIES * vocabulary * min(tokens.numel(), chunk_tokens(vocabulary))
-    frozen = sum(parameter.numel() for parameter in model.parameters()) - sum(p.numel() for p in learning)
+    number, own = (sum(parameter.numel() for parameter in of) for of in (model.parameters(), learning))
     return StepCost(
         pass_seconds=passes / num_blocks,
         forward_seconds=_median(forward, device, passes) / num_blocks,
         update_seconds=update,
-        fixed_bytes=TRAINED * sum(parameter.numel() for parameter in learning) + FLOAT32 * frozen,
+        fixed_bytes=FLOAT32 * number + round((FLOAT32 + how.moment_bytes) * own),
         block_bytes=(kept.num_bytes + copies) // num_blocks,
         is_measured=True,
     )
 
 
-def estimate(size: ModelSize, block_size: int, *, device: str, bfloat16: bool) -> StepCost:
-    """The cost of a model's training by its size."""
-    speed = EFFICIENCY * matmul_speed(device, bfloat16=bfloat16)
+def estimate(size: ModelSize, block_size: int, how: Training, *, device: str) -> StepCost:
+    """The cost of a model's training by its size, gates aside."""
+    speed = EFFICIENCY * matmul_speed(device, bfloat16=how.bfloat16)
+    number = how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
+    passes = PassMemory(size, item=2 if how.bfloat16 else FLOAT32)
     forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
     return StepCost(
-        pass_seconds=3 * forward,
+        pass_seconds=((3 if how.learns is Learns.ALL else 2) + how.recomputes) * forward,
         forward_seconds=forward,
         update_seconds=0.0,
-        fixed_bytes=TRAINED * size.num_parameters,
-        block_bytes=PassMemory(size, item=2 if bfloat16 else FLOAT32).learning(block_size, all_learn=True),
+        fixed_bytes=FLOAT32 * (size.num_parameters + how.adapters) + round((FLOAT32 + how.moment_bytes) * number),
+        block_bytes=passes.learning(block_size, learns=how.learns, recomputes=how.recomputes),
         is_measured=False,
     )
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from importlib.util import find_spec
 from typing import Any
 
 from transformers import TrainerCallback
 
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.extras import EXTRAS
+from spkv_nas.base.extras import check_installed
 
 WANDB = "wandb"
 
@@ -17,10 +15,7 @@ WANDB = "wandb"
 def check_trackers(names: Collection[str]) -> None:
     """Raise ``UserError`` for a tracker that is not installed: its package has its name."""
     for name in names:
-        spec = find_spec(name)
-        if spec is None or spec.origin is None:  # a folder of that name, as W&B leaves behind, is no package
-            wanted = f"'spkv-nas[{name}]'" if name in EXTRAS else name
-            raise UserError(f"report_to: {name} is not installed\npip install {wanted} brings it, or leave it out")
+        check_installed(name, "report_to")
 
 
 class EndWandbRun(TrainerCallback):

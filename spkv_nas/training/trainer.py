@@ -10,6 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,21 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
+from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.weights import is_finite
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
+from spkv_nas.training.optimizer import make_optimizer
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import GatesConfig
-from spkv_nas.training.run_files import load_optimizer_state, newest_checkpoint, remove_newer, remove_older, writing
+from spkv_nas.training.run_files import (
+    load_learned,
+    load_optimizer_state,
+    newest_checkpoint,
+    remove_newer,
+    remove_older,
+    save_learned,
+    writing,
+)
 from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
 from spkv_nas.training.trackers import WANDB, EndWandbRun
 
@@ -64,6 +75,7 @@ class SPKVTrainer(Trainer):
         gates: gate phases by step; None for a model without gates.
         gate_options: the recipe's section ``gates``: how the predictors learn.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start fresh.
+        recomputes: whether the backward pass computes the activations of layers again.
         title: of the run, in a bar of its steps that the ``reporter`` shows.
     """
 
@@ -74,6 +86,7 @@ class SPKVTrainer(Trainer):
         gates: GateSchedule | None = None,
         gate_options: GatesConfig | None = None,
         optimizer_state: Path | None = None,
+        recomputes: bool = False,
         title: str = "training",
         reporter: Reporter = SILENT,
         callbacks: Sequence[TrainerCallback] = (),
@@ -83,7 +96,7 @@ class SPKVTrainer(Trainer):
         super().__init__(*args, callbacks=[self._shown, *callbacks], **kwargs)
         self._schedule = schedule
         self._gate_options = gate_options or GatesConfig()
-        self._optimizer_state = optimizer_state
+        self._optimizer_state, self._recomputes = optimizer_state, recomputes
         self.remove_callback(PrinterCallback)  # ours shows more
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
@@ -119,7 +132,7 @@ class SPKVTrainer(Trainer):
         with self._reporter.bar(self._title) as self._shown.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            with loss_in_chunks(self.model):
+            with loss_in_chunks(self.model), recomputed(self.model) if self._recomputes else nullcontext():
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
         if interrupt.ended:
@@ -137,29 +150,13 @@ class SPKVTrainer(Trainer):
             self.control.should_training_stop = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """AdamW (betas 0.9, 0.95): matrices decay, vectors do not, predictors have their own rate and decay."""
+        """``make_optimizer``'s, once the model is ready to be sharded."""
         model = model or self.model
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
                 raise UserError(f"sharding: fsdp needs GPUs; on {self.args.device.type} every process would hold all")
             shard_predictors(model, self.accelerator.state.fsdp_plugin, bfloat16=self.args.bf16)
-        own, options = predictor_parameters(model), self._gate_options
-        learning = [p for p in model.parameters() if p.requires_grad]
-        groups = [
-            ([p for p in learning if p not in own and p.ndim >= 2], 1.0, self.args.weight_decay),
-            ([p for p in learning if p not in own and p.ndim < 2], 1.0, 0.0),
-            ([p for p in learning if p in own and p.ndim >= 2], options.learning_rate_multiplier, options.weight_decay),
-            ([p for p in learning if p in own and p.ndim < 2], options.learning_rate_multiplier, 0.0),
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": params, "lr": self.args.learning_rate * multiplier, "weight_decay": decay}
-                for params, multiplier, decay in groups
-                if params
-            ],
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+        self.optimizer = make_optimizer(model, self.args, self._gate_options)
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._group_names = [[names[p] for p in group["params"]] for group in self.optimizer.param_groups]
         return self.optimizer
@@ -228,6 +225,17 @@ class SPKVTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()
         on_main(lambda: self._complete(folder))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """What learns, and nothing else, where some weights are frozen: the run's own beginning has the others."""
+        if all(parameter.requires_grad for parameter in self.model.parameters()):
+            super()._save(output_dir, state_dict)
+        elif self.args.should_save:
+            save_learned(self.model, Path(output_dir or self.args.output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not load_learned(self.model, Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _complete(self, checkpoint: Path) -> None:
         write_manifest(checkpoint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spkv_nas.base.device import choose_device
+from spkv_nas.cost.stage_costs import Training
 from spkv_nas.training.palindrome.run import VARIANTS, PalindromeSettings, is_finished, new_model, variant_folder
 from spkv_nas.training.palindrome.task import Palindromes
 from spkv_nas.training.plan import FINISHED, Plan, PlannedRun
@@ -14,7 +15,10 @@ from spkv_nas.training.step_cost import measure
 
 def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, device: str | None = None) -> Plan:
     """The plan of all variants; ``runs`` is the folder of their checkpoints, which may not be there yet."""
-    shape = (settings.batch_size, Palindromes(0).length)
+    shape, how = (
+        (settings.batch_size, Palindromes(0).length),
+        Training(settings.steps, settings.batch_size, bfloat16=False),
+    )
     planned = []
     for variant in VARIANTS:
         folder = variant_folder(settings, variant, runs)
@@ -22,7 +26,7 @@ def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, devi
             planned.append(PlannedRun(variant, settings.steps, 0, 0.0, FINISHED))
             continue
         done = newest_step(folder)
-        cost = measure(new_model(settings, variant), shape, device=choose_device(device), bfloat16=False)
+        cost = measure(new_model(settings, variant), shape, how, device=choose_device(device))
         left = settings.steps - done
         state = f"goes on from step {done}" if done else ""
         tokens, seconds = left * shape[0] * shape[1], left * cost.seconds(settings.batch_size)

@@ -1,0 +1,212 @@
+"""Keys of a recipe that make training fit: layers that are computed again, optimizers, adapters."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import fails, tiny_model, weights
+from interruptions import assert_same, cut
+from safetensors.torch import load_file
+from torch import nn
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.schema import merged
+from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.model.attach import attach_gates
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.recompute import recomputed
+from spkv_nas.model.watch import watch_logits
+from spkv_nas.training.branches import Branch, branch_key, train_branch
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.dense import dense_run, train_dense
+from spkv_nas.training.lora import add_adapters, merge_adapters
+from spkv_nas.training.recipe import LoraConfig, Recipe
+from spkv_nas.training.variants import Variant
+
+LORA = {"lora": {"rank": 2, "alpha": 8.0, "dropout": 0.1}}
+HYBRID = Variant.hybrid(Layout(("GL", "LG"), window=8))
+NEEDS_BITSANDBYTES = [
+    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated", "ignore:Paged optimizers are not"),
+]
+
+
+def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
+    return Recipe(**merged(recipe.model_dump(), changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True, "optimizer": "adamw_torch"},
+        LORA,
+        {"gates": {"training": "frozen-model"}},
+        pytest.param({"optimizer": "adamw_8bit"}, marks=NEEDS_BITSANDBYTES),
+        pytest.param({"optimizer": "paged_adamw_32bit"}, marks=NEEDS_BITSANDBYTES),
+    ],
+    ids=str,
+)
+def test_a_killed_run_resumes_bit_for_bit(
+    changes: dict[str, Any], recipe: Recipe, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with what learns alone in its checkpoints; the branch starts from the dense run's state of its optimizer."""
+    recipe = changed(recipe, changes)
+    dense = train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
+
+    def train(name: str) -> Branch:
+        return train_branch(recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
+
+    whole = train("whole")
+    cut(train, "torn", monkeypatch)
+    learned = [file.name for file in (tmp_path / "torn" / "checkpoint-6").glob("*.safetensors")]
+    assert learned == ["learned.safetensors" if "lora" in changes or "gates" in changes else "model.safetensors"]
+    assert_same(whole, train("torn"))
+
+
+class TestRecomputed:
+    """``gradient_checkpointing``."""
+
+    def test_a_run_ends_alike(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+        """With a price on keys, sampled gates, and logits in several passes of a step."""
+        gates = {"target_density": 0.3, "mode": "sampled"}
+        recipe = changed(recipe, {"gates": gates, "micro_batch_size": 2})
+        found = []
+        for again in (False, True):
+            one = changed(recipe, {"gradient_checkpointing": again})
+            found.append(train_branch(one, corpus, dense, tmp_path / str(again), Variant.sp_kv(), device="cpu"))
+        before, after = (weights(branch.checkpoint) for branch in found)
+        assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in before)
+        assert np.allclose(found[0].nll.total, found[1].nll.total, rtol=1e-6)
+
+    def test_gates_are_seen_once(self, tokens: torch.Tensor) -> None:
+        model = tiny_model().train()
+        attach_gates(model, seed=0)
+        passes: list[int] = []
+        layer = model.model.layers[1].mlp
+        layer.register_forward_pre_hook(lambda *_: passes.append(1))
+        seen: list[int] = []
+        watch = DensityWatch(model)
+        with recomputed(model), watch_logits(model, lambda number, _: seen.append(number)):
+            watch.start()
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            assert sum(watch._num_tokens.values()) == 4 * tokens.numel()
+        assert (len(passes), seen) == (2, [0, 1, 2, 3])
+        passes.clear()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        assert len(passes) == 1
+
+    def test_a_class_without_such_layers(self) -> None:
+        with pytest.raises(UserError, match="Linear cannot compute its layers again"), recomputed(nn.Linear(2, 2)):  # type: ignore[arg-type]
+            pass
+
+
+class TestOptimizer:
+    def test_a_library_that_is_missing(
+        self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Said before anything is read or trained."""
+        monkeypatch.setattr("spkv_nas.base.extras.find_spec", lambda name: None)
+        text = recipe_file.read_text()
+        recipe_file.write_text(f"{text}optimizer: adamw_8bit\n")
+        assert "optimizer: adamw_8bit: bitsandbytes is not installed pip install bitsandbytes" in fails(
+            capsys, "train", recipe_file, "--workspace", recipe_file.parent / "w"
+        )
+        recipe_file.write_text(f"{text}lora: {{}}\n")
+        assert "lora: peft is not installed pip install 'spkv-nas[lora]'" in fails(
+            capsys, "train", recipe_file, "--workspace", recipe_file.parent / "w"
+        )
+
+    def test_one_that_does_not_work_here(
+        self, recipe: Recipe, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise RuntimeError("`fused=True` requires all the params to be floating point Tensors")
+
+        monkeypatch.setattr(torch.optim, "AdamW", refuse)
+        with pytest.raises(UserError, match="optimizer: adamw_torch_fused does not work on cpu: `fused=True` requires"):
+            train_dense(recipe, corpus, tmp_path / "dense", device="cpu")
+
+    @pytest.mark.parametrize("value", ["sgd", "adamw", 8])
+    def test_unknown_names(self, value: object, recipe: Recipe) -> None:
+        with pytest.raises(UserError, match=r"key 'optimizer'.*adamw_torch_fused"):
+            Recipe.parse({**recipe.model_dump(), "optimizer": value}, Path(), "recipe")
+
+    def test_eight_bits_know_no_shards(self, recipe: Recipe) -> None:
+        data = {**recipe.model_dump(), "optimizer": "adamw_8bit", "sharding": "fsdp"}
+        with pytest.raises(UserError, match="adamw_8bit knows no shards"):
+            Recipe.parse(data, Path(), "recipe")
+
+
+class TestLora:
+    def train(self, recipe: Recipe, corpus: Corpus, dense: Path, folder: Path, variant: Variant) -> Branch:
+        return train_branch(changed(recipe, LORA), corpus, dense, folder, variant, device="cpu")
+
+    @pytest.mark.parametrize("variant", [Variant.sp_kv(), HYBRID, Variant.full_attention()], ids=lambda one: one.name)
+    def test_linear_layers_learn_and_nothing_else(
+        self, variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        branch = self.train(recipe, corpus, dense, tmp_path / "run", variant)
+        before, after = weights(dense), weights(branch.checkpoint)
+        own = {name for name in after if "utility_predictor" in name}
+        assert bool(own) == (variant == Variant.sp_kv())
+        assert after.keys() - own == before.keys()
+        learned = {name for name in before if not torch.equal(before[name], after[name])}
+        linear = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        assert learned == {name for name in before if name.endswith(tuple(f"{one}.weight" for one in linear))}
+        for name in learned:
+            assert torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2, name
+        model, _ = load(branch.checkpoint)
+        assert evaluate(model, corpus.heldout).nll.total == pytest.approx(branch.nll.total, rel=1e-6)
+
+    def test_checkpoints_hold_what_learns(
+        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cut(lambda name: self.train(recipe, corpus, dense, tmp_path / name, Variant.sp_kv()), "torn", monkeypatch)
+        saved = load_file(tmp_path / "torn" / "checkpoint-6" / "learned.safetensors")
+        assert all("lora_A" in name or "lora_B" in name or "utility_predictor" in name for name in saved)
+        assert len([name for name in saved if "lora_A" in name]) == 2 * 7
+
+    def test_adapters_change_nothing_at_first_and_are_merged_exactly(self, tokens: torch.Tensor) -> None:
+        model = tiny_model()
+        expected = model(input_ids=tokens).logits
+        add_adapters(model, LoraConfig(rank=3, targets=["q_proj", "down_proj"]), seed=0)
+        assert torch.equal(model(input_ids=tokens).logits, expected)
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == ("lora_" in name)
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+        adapted = model(input_ids=tokens).logits
+        assert not torch.allclose(adapted, expected, atol=1e-3)
+        merge_adapters(model)
+        assert torch.allclose(model(input_ids=tokens).logits, adapted, atol=1e-5)
+        assert model.state_dict().keys() == tiny_model().state_dict().keys()
+
+    def test_layers_that_are_not_there(self) -> None:
+        with pytest.raises(UserError, match=r"lora.targets: .*no_such_layer"):
+            add_adapters(tiny_model(), LoraConfig(targets=["no_such_layer"]), seed=0)
+
+    def test_not_from_scratch(self, recipe: Recipe) -> None:
+        data = merged(recipe.model_dump(), {"gates": {"training": "from-scratch"}, **LORA})
+        with pytest.raises(UserError, match="from-scratch learns all weights"):
+            Recipe.parse(data, Path(), "recipe")
+
+
+def test_names_of_runs_change_with_what_changes_a_result(recipe: Recipe, tmp_path: Path) -> None:
+    """Those of runs that were begun before there were these keys stay."""
+
+    def names(one: Recipe) -> tuple[str, str]:
+        return branch_key(one, "origin", Variant.full_attention(), 0), str(dense_run(one, tmp_path))
+
+    first = names(recipe)
+    assert first == ("full-attention-36f5c9309991-seed0", str(tmp_path / "dense-61e8242b559fcb41"))
+    assert names(changed(recipe, {"gradient_checkpointing": True})) == first
+    lora, eight = names(changed(recipe, LORA)), names(changed(recipe, {"optimizer": "adamw_8bit"}))
+    assert lora[0] != first[0] != eight[0]
+    assert lora[1] == first[1] != eight[1]
