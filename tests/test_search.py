@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from spkv_nas.search.driver import Search
 from spkv_nas.search.queue import Result
 from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import GENERATION, Sampler, first_of_generation
-from spkv_nas.search.space import Space
+from spkv_nas.search.space import Space, descending
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
 
 
@@ -90,6 +90,17 @@ class TestSpace:
         assert not space.contains(Layout(("GGG", "GGG", "GGG", "LLL", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 9))
         assert not space.contains(Layout(("GGGLLL", "LLLGGG", "LLLLLL"), 8))
+
+    def test_the_best_that_is_not_tried(self) -> None:
+        """All layouts of two of eight heads, and then one of fewer, as the budgets allow."""
+        gain = np.random.default_rng(0).random((4, 2))
+        pairs = sorted(combinations(range(8), 2), key=lambda pair: -gain.ravel()[list(pair)].sum())
+        assert [tuple(np.flatnonzero(mask)) for mask in descending(gain, 2)] == pairs
+        space, tried = Space(make_table(gain), (1, 2), 8), list[tuple[str, ...]]()
+        for _ in range(len(pairs) + 1):
+            tried.append(space.optimum(gain, 2, tried).heads)
+        assert len(set(tried)) == len(tried)
+        assert "".join(tried[-1]).count("G") == 1
 
     def test_a_budget_that_whole_layers_cannot_give(self, table: DensityTable) -> None:
         space = Space(table, (5, 5), 8, Constraints(granularity="layer"))

@@ -1,4 +1,4 @@
-"""Search: layouts by Optuna, scored without training, the best retrained briefly, the best of those in full.
+"""Search: layouts are scored without training, the best retrained briefly, the best of those in full.
 
 Each of these fidelities has studies in one storage (``search/queue.py``), so any number of processes work on them: one
 study of zero-shot scores per sampler and seed, one of short and one of full retrainings, with full attention and the
@@ -34,7 +34,7 @@ from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 
-CLAIM = 5  # layouts that a worker scores at a time: they share the layers in which they agree
+CLAIM = 5  # most layouts that a worker scores at a time: they share the layers in which they agree
 POLL = 0.2  # seconds between looks at what other workers do
 _DONE = (0.0,)  # Optuna wants a value of what is complete; the judge keeps what a retraining measured
 
