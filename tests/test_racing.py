@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import BLOCK, make_table, tiny_model
-from optuna.trial import create_trial
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
@@ -18,6 +17,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.racing import Course, Estimate, Race
 from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.search.queue import Result
 from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import GENERATION, Sampler
 from spkv_nas.search.space import Space
@@ -176,9 +176,9 @@ class TestRivals:
         """As rivals; what is proposed depends on whole generations alone."""
         space = Space(make_table(np.random.default_rng(0).random((4, 3))), (4, 4), 8)
         starts = [space.optimum(np.random.default_rng(seed).random((4, 3)), 4) for seed in range(13)]
-        few, many = (Sampler(space, SURROGATE, 0, [], starts[:number]) for number in (3, 13))
+        few, many = (Sampler(space, SURROGATE, 0, starts[:number]) for number in (3, 13))
         assert [few.known_before(index) for index in (0, 2, 3, 9, 10, 25)] == [0, 0, 3, 3, 10, 20]
         assert [many.known_before(index) for index in (0, 9, 10, 12, 13, 20)] == [0, 0, 10, 10, 13, 20]
-        assert Sampler(space, RANDOM, 0, [], starts).known_before(GENERATION - 1) == 0
-        scored = [create_trial(value=1.0) for _ in range(3)]
-        assert few.point(7, scored) == Sampler(space, SURROGATE, 0, [], starts[:3]).point(7, [])
+        assert Sampler(space, RANDOM, 0, starts).known_before(GENERATION - 1) == 0
+        scored = [Result("", [1.0]) for _ in range(3)]
+        assert few.layout(7, scored) == Sampler(space, SURROGATE, 0, starts[:3]).layout(7, [])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 from helpers import make_table
-from optuna.study import StudyDirection
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
@@ -24,12 +22,11 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.search.driver import Search
+from spkv_nas.search.queue import Result
 from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import GENERATION, Sampler, first_of_generation
-from spkv_nas.search.space import Space
+from spkv_nas.search.space import Space, descending
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
-
-MINIMIZE = [StudyDirection.MINIMIZE]
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ class TestSpace:
         space = Space(table, (6, 6), 8, constraints)
         generator = np.random.default_rng(0)
         for _ in range(10):
-            wished = Layout.from_mask(generator.random((6, 3)) < 0.5, window=8)
+            wished = generator.random((6, 3)) < 0.5
             found = space.nearest(wished, 6, generator.random((6, 3)), by_density=True)
             rows = found.heads
             free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
@@ -83,8 +80,7 @@ class TestSpace:
         generator = np.random.default_rng(1)
         for _ in range(10):
             mask = densest(generator.random((6, 3)), 6)
-            wished = Layout.from_mask(mask, window=8)
-            found = space.nearest(wished, 6, generator.random((6, 3)), by_density=True)
+            found = space.nearest(mask, 6, generator.random((6, 3)), by_density=True)
             assert (found.global_mask == mask).all()
 
     def test_contains(self, table: DensityTable) -> None:
@@ -94,6 +90,17 @@ class TestSpace:
         assert not space.contains(Layout(("GGG", "GGG", "GGG", "LLL", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 9))
         assert not space.contains(Layout(("GGGLLL", "LLLGGG", "LLLLLL"), 8))
+
+    def test_the_best_that_is_not_tried(self) -> None:
+        """All layouts of two of eight heads, and then one of fewer, as the budgets allow."""
+        gain = np.random.default_rng(0).random((4, 2))
+        pairs = sorted(combinations(range(8), 2), key=lambda pair: -gain.ravel()[list(pair)].sum())
+        assert [tuple(np.flatnonzero(mask)) for mask in descending(gain, 2)] == pairs
+        space, tried = Space(make_table(gain), (1, 2), 8), list[tuple[str, ...]]()
+        for _ in range(len(pairs) + 1):
+            tried.append(space.optimum(gain, 2, tried).heads)
+        assert len(set(tried)) == len(tried)
+        assert "".join(tried[-1]).count("G") == 1
 
     def test_a_budget_that_whole_layers_cannot_give(self, table: DensityTable) -> None:
         space = Space(table, (5, 5), 8, Constraints(granularity="layer"))
@@ -109,16 +116,16 @@ class TestSampler:
     def test_density_begins_with_the_starts_and_stays_near_the_densest(self, table: DensityTable) -> None:
         space = Space(table, (6, 6), 8)
         start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8)
-        sampler = Sampler(space, DENSITY, 0, MINIMIZE, [start])
-        assert space.layout(sampler.point(0, [])).heads == start.heads
+        sampler = Sampler(space, DENSITY, 0, [start])
+        assert sampler.layout(0, []).heads == start.heads
         best = densest(table.density, 6)
-        shared = [(space.layout(sampler.point(i, [])).global_mask & best).sum() for i in range(1, GENERATION)]
+        shared = [(sampler.layout(i, []).global_mask & best).sum() for i in range(1, GENERATION)]
         assert np.mean(shared) > 3.5  # of 6; at random 2
 
     def test_random_draws_every_head_equally_often(self, table: DensityTable) -> None:
         space = Space(table, (6, 6), 8)
-        sampler = Sampler(space, RANDOM, 0, MINIMIZE)
-        drawn = np.array([space.layout(sampler.point(i, [])).global_mask for i in range(600)])
+        sampler = Sampler(space, RANDOM, 0)
+        drawn = np.array([sampler.layout(i, []).global_mask for i in range(600)])
         assert drawn.sum((1, 2)).tolist() == [6] * 600
         assert abs(drawn.mean(0) - 1 / 3).max() < 0.1  # five standard errors
 
@@ -127,21 +134,17 @@ class TestSampler:
         space = Space(table, (6, 6), 8)
         means = {}
         for each in (kind, RANDOM):
-            sampler, known = Sampler(space, each, 0, MINIMIZE), []
+            sampler, known = Sampler(space, each, 0), []
             for index in range(8 * GENERATION):
-                point = sampler.point(index, known[: first_of_generation(index)])
-                known.append(
-                    optuna.trial.create_trial(
-                        params=point, distributions=space.distributions, values=[value(space.layout(point), table)]
-                    )
-                )
-            means[each] = np.mean([trial.values[0] for trial in known[-2 * GENERATION :]])
+                layout = sampler.layout(index, known[: first_of_generation(index)])
+                known.append(Result(space.point(layout), [value(layout, table)]))
+            means[each] = np.mean([result.values[0] for result in known[-2 * GENERATION :]])
         assert means[kind] < means[RANDOM] - 0.5
 
     def test_budgets_of_a_range_are_spread(self, table: DensityTable) -> None:
         space = Space(table, (3, 12), 8)
-        sampler = Sampler(space, DENSITY, 0, MINIMIZE * 2)
-        numbers = {space.layout(sampler.point(i, [])).num_global for i in range(40)}
+        sampler = Sampler(space, DENSITY, 0)
+        numbers = {sampler.layout(i, []).num_global for i in range(40)}
         assert min(numbers) >= 3
         assert max(numbers) <= 12
         assert len(numbers) >= 8

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
-import optuna
 import pytest
 from helpers import make_table
 from numpy.typing import NDArray
-from optuna.study import StudyDirection
 from scipy.linalg import null_space
 from scipy.optimize import approx_fprime
 from scipy.stats import multivariate_normal
@@ -19,6 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.head_weights import Evidence, HeadWeights
+from spkv_nas.search.queue import Result
 from spkv_nas.search.sampler import GENERATION, Sampler, first_of_generation
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
@@ -152,14 +151,13 @@ def study(
     space: Space, kind: str, seed: int, trials: int, score: Callable[[Layout], float]
 ) -> list[tuple[Layout, float]]:
     """What a sampler proposes, generation by generation, and what that scored."""
-    sampler = Sampler(space, kind, seed, [StudyDirection.MINIMIZE])
-    known: list[optuna.trial.FrozenTrial] = []
+    sampler = Sampler(space, kind, seed)
+    known: list[Result] = []
     scored = []
     for index in range(trials):
-        point = sampler.point(index, known[: first_of_generation(index)])
-        layout = space.layout(point)
+        layout = sampler.layout(index, known[: first_of_generation(index)])
         scored.append((layout, score(layout)))
-        known.append(optuna.trial.create_trial(params=point, distributions=space.distributions, values=[scored[-1][1]]))
+        known.append(Result(space.point(layout), [scored[-1][1]]))
     return scored
 
 

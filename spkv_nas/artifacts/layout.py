@@ -112,7 +112,8 @@ class Layout:
     @property
     def global_mask(self) -> npt.NDArray[np.bool_]:
         """Bool [L, Hkv], true where the KV head is global."""
-        return np.array([[letter == "G" for letter in row] for row in self.heads])
+        mask: npt.NDArray[np.bool_] = np.array(self.heads).view("U1").reshape(self.grid) == "G"
+        return mask
 
     @property
     def is_layerwise(self) -> bool:

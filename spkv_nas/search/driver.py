@@ -1,4 +1,4 @@
-"""Search: layouts by Optuna, scored without training, the best retrained briefly, the best of those in full.
+"""Search: layouts are scored without training, the best retrained briefly, the best of those in full.
 
 Each of these fidelities has studies in one storage (``search/queue.py``), so any number of processes work on them: one
 study of zero-shot scores per sampler and seed, one of short and one of full retrainings, with full attention and the
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from optuna.trial import FrozenTrial
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.grid import check_grid
@@ -29,14 +28,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.judge import Judge
-from spkv_nas.search.queue import Queue, Task, is_stopped, open_storage, storage_errors
+from spkv_nas.search.queue import Queue, Result, open_storage, storage_errors
 from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 
-CLAIM = 5  # layouts that a worker scores at a time: they share the layers in which they agree
-POLL = 1.0  # seconds between looks at what other workers do
+CLAIM = 5  # most layouts that a worker scores at a time: they share the layers in which they agree
+POLL = 0.2  # seconds between looks at what other workers do
 _DONE = (0.0,)  # Optuna wants a value of what is complete; the judge keeps what a retraining measured
 
 
@@ -131,9 +130,9 @@ class Search:
             settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
         queue = Queue(
             self._storage, f"{self._name}/{kind}-{seed}", settings, self._lock,
-            directions=["minimize"] * (1 if self.cost is None else 2), distributions=self.space.distributions,
+            directions=["minimize"] * (1 if self.cost is None else 2),
         )  # fmt: skip
-        return _Study(kind, seed, queue, Sampler(self.space, kind, seed, queue.directions, list(self.starts.values())))
+        return _Study(kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values())))
 
     def _costs(self) -> list[str]:
         """The second objective and three layouts' costs, so that a resumed search does not mix two ways to count."""
@@ -159,28 +158,31 @@ class Search:
                 if not unfinished:
                     return self._trials(finished)
                 for study in unfinished:
-                    tasks = study.queue.claim(total, CLAIM, study.sampler.point, study.sampler.known_before)
+                    tasks = study.queue.claim(total, CLAIM, study.sampler.known_before)
                     if tasks:
                         self._work(study, tasks)
                         break
                 else:
                     time.sleep(POLL)  # other workers hold what is left of this generation
 
-    def _finished(self, studies: Sequence[_Study]) -> dict[_Study, dict[int, FrozenTrial]]:
+    def _finished(self, studies: Sequence[_Study]) -> dict[_Study, dict[int, Result]]:
         """The scored trials by number, as far as they count: an earlier run may have asked for more."""
         return {
             study: {number: trial for number, trial in study.queue.results().items() if number < self.effort.trials}
             for study in studies
         }
 
-    def _work(self, study: _Study, tasks: Sequence[Task]) -> None:
+    def _work(self, study: _Study, tasks: Sequence[int]) -> None:
         with study.queue.holding(tasks):
-            layouts = {task.index: self.space.layout(task.params) for task in tasks}
-            scores = self._scores(study, layouts, study.queue.results())
-            for task, layout, score in zip(tasks, layouts.values(), scores, strict=True):
-                study.queue.finish(task, [score.percent, *self._costs_of(layout)], stopped=score.stopped)
+            results = study.queue.results()
+            known = [results[index] for index in range(study.sampler.known_before(tasks[-1]))]
+            layouts = {index: study.sampler.layout(index, known) for index in tasks}
+            scores = self._scores(study, layouts, results)
+            for (index, layout), score in zip(layouts.items(), scores, strict=True):
+                values = [score.percent, *self._costs_of(layout)]
+                study.queue.finish(index, values, self.space.point(layout), stopped=score.stopped)
 
-    def _scores(self, study: _Study, layouts: Mapping[int, Layout], trials: Mapping[int, FrozenTrial]) -> list[Score]:
+    def _scores(self, study: _Study, layouts: Mapping[int, Layout], trials: Mapping[int, Result]) -> list[Score]:
         """Of layouts by the numbers of their trials, in order; each races against what has finished before."""
         baselines = {layout.heads for layout in self.baselines.values()}
         scores: list[Score] = []
@@ -189,24 +191,24 @@ class Search:
             some = {number: layouts[number] for number in numbers}
             rivals = [
                 None
-                if layout.heads in baselines or (number in trials and not is_stopped(trials[number]))
+                if layout.heads in baselines or (number in trials and not trials[number].stopped)
                 else finished.rival(self._costs_of(layout))
                 for number, layout in some.items()
             ]
             scores += self.judge.score(list(some.values()), rivals, finished.layouts)
         return scores
 
-    def _finished_before(self, known: int, trials: Mapping[int, FrozenTrial]) -> Finished:
+    def _finished_before(self, known: int, trials: Mapping[int, Result]) -> Finished:
         """Of the first ``known`` trials."""
-        whole = [trials[number] for number in range(known) if not is_stopped(trials[number])]
-        values = {self.space.layout(trial.params): trial.values for trial in whole}
+        whole = [trials[number] for number in range(known) if not trials[number].stopped]
+        values = {self.space.layout(trial.point): trial.values for trial in whole}
         return Finished(list(values), list(values.values()))
 
     def _costs_of(self, layout: Layout) -> list[float]:
         """The objectives beside the NLL."""
         return [] if self.cost is None else [self.cost.of(layout)]
 
-    def _trials(self, finished: Mapping[_Study, Mapping[int, FrozenTrial]]) -> list[Trial]:
+    def _trials(self, finished: Mapping[_Study, Mapping[int, Result]]) -> list[Trial]:
         """The baselines and all that was tried, scored again: the judge has their scores, unless they were deleted.
 
         What one study has stopped and another has not has the score of that.
@@ -214,7 +216,7 @@ class Search:
         every = [(BASELINE, 0, number, layout) for number, layout in enumerate(self.baselines.values())]
         scores = self.judge.score([layout for *_, layout in every], [None] * len(every), [])
         for study, trials in finished.items():
-            layouts = {number: self.space.layout(trial.params) for number, trial in trials.items()}
+            layouts = {number: self.space.layout(trial.point) for number, trial in trials.items()}
             every += [(study.kind, study.seed, number, layout) for number, layout in layouts.items()]
             scores += self._scores(study, layouts, trials)
         whole = {one[-1].heads: score for one, score in zip(every, scores, strict=True) if not score.stopped}
@@ -223,14 +225,14 @@ class Search:
             for one, score in zip(every, scores, strict=True)
         ]
 
-    def _tell_front(self, study: _Study, trials: Mapping[int, FrozenTrial], before: list[int]) -> list[int]:
+    def _tell_front(self, study: _Study, trials: Mapping[int, Result], before: list[int]) -> list[int]:
         """Say what is best so far, if that has changed; the numbers of the trials on the front."""
         numbers = list(trials)
         first = first_front(np.array([trials[n].values for n in numbers])) if numbers else []
         front = [numbers[index] for index in first][: None if self.cost else 1]
         if front != before:
             best, cheapest = (
-                f"{trials[n].values[0]:+.3f} % with {self.space.layout(trials[n].params).num_global} heads"
+                f"{trials[n].values[0]:+.3f} % with {self.space.layout(trials[n].point).num_global} heads"
                 for n in (front[0], front[-1])
             )
             which = f"layout {front[0]}" if self.cost is None else f"{len(front)} layouts, to {cheapest}"
@@ -267,7 +269,7 @@ class Search:
             if not tasks:
                 time.sleep(POLL)
                 continue
-            layout, number = runs[tasks[0].index], tasks[0].index + 1
+            layout, number = runs[tasks[0]], tasks[0] + 1
             title = FULL_ATTENTION if layout is None else f"{layout.strategy} {layout.hash}"
             self._reporter.announce(f"{fidelity} retraining: {title} ({number} of {len(runs)})")
             with queue.holding(tasks):

@@ -1,4 +1,4 @@
-"""Search: layouts by Optuna, scored and retrained on a recipe's dense checkpoint, to ``reports/<name>/search.csv``."""
+"""Search: layouts, scored and retrained on a recipe's dense checkpoint, to ``reports/<name>/search.csv``."""
 
 from __future__ import annotations
 
