@@ -8,9 +8,11 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from numpy.typing import NDArray
@@ -293,11 +295,16 @@ class TestCommands:
             "   0  LL  0",
         ]
 
-    def test_show_with_coverage(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_show_with_coverage(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """At the threshold that the layout was proposed at, so that it is the coverage of its provenance."""
-        place = ("--probe", "stdlib-21x3", "--workspace", COMMITTED.parents[1])
-        _, output, _ = run(capsys, "layout", "show", COMMITTED / "densest.yaml", *place)
-        assert "coverage 68.24 %" in output.splitlines()[0]
+        shutil.copytree(COMMITTED.parents[1] / "probes" / "stdlib-21x3", tmp_path / "probes" / "stdlib-21x3")
+        place = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
+        run(capsys, "propose", "--budget", 18, "--tau", 0.3, *place)
+        layouts = tmp_path / "layouts" / "stdlib-21x3"
+        expected = pd.read_csv(layouts / "coverage.csv", index_col="strategy").loc["densest", "coverage"]
+        assert expected < 0.78  # at tau 0.5 it is .80
+        _, output, _ = run(capsys, "layout", "show", layouts / "densest.yaml", *place)
+        assert f"coverage {100 * expected:.2f} %" in output.splitlines()[0]
 
     def test_diff(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         Layout(("GL", "LG"), 8, "a").write(tmp_path / "a.yaml")

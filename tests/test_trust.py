@@ -100,6 +100,14 @@ class TestTrust:
         assert saved["level"] == pytest.approx((-0.001, 0.002 * np.sqrt(2)))
         assert [rival.is_better for rival in found.rivals] == [True, False, False]
 
+    def test_little_is_no_reason_to_choose_another(self) -> None:
+        """Clearly more, but a tenth of the gains: whole layouts have come out the other way round."""
+        table = np.where(GAINS == 0.020, 0.005, GAINS)  # takes the head of .010 in its place
+        found = judge(table, other=GAINS)
+        assert found.rivals[0].is_better
+        assert found.left_out - found.rivals[0].left_out == pytest.approx(0.01 / 0.103)
+        assert found.better is None
+
     def test_errors_that_are_not_known(self) -> None:
         found = judge(-GAINS, found=gains(GAINS, np.full((4, 2), np.nan)), other=GAINS)
         assert found.better is None

@@ -20,7 +20,7 @@ from spkv_nas.evaluation.ranking import spearman
 
 _CLEAR = 2.0  # standard errors of a head's gain from which on it is one
 _SURE = 3.0  # of a sum over heads, likewise
-_MUCH = 0.1  # share of the gains from which on what is left out for no need is much
+_MUCH = 0.1  # share of the gains from which on what is left out for no need is much; less says nothing of whole layouts
 
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -128,8 +128,8 @@ class Trust:
 
     @property
     def better(self) -> Rival | None:
-        """The rival that saves most, if that is clearly more."""
-        return next((rival for rival in self.rivals if rival.is_better), None)
+        """The rival that saves most, if that is clearly more, and much."""
+        return next((one for one in self.rivals if one.is_better and self.left_out - one.left_out > _MUCH), None)
 
     @property
     def is_poor(self) -> bool:
