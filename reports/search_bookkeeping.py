@@ -11,7 +11,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -89,7 +89,7 @@ class Clock:
     """Seconds of parts of the work; a part that is called within another counts for itself alone."""
 
     def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
+        self.spent: defaultdict[str, float] = defaultdict(float)
         self._parts, self._since = ["else"], time.perf_counter()
 
     def watch(self, part: str, owner: Any, name: str) -> None:
@@ -123,7 +123,7 @@ PARTS = {
 }
 
 
-def work(folder: Path, effort: Effort, seconds: float, ready: Barrier) -> tuple[Counter[str], float, float]:
+def work(folder: Path, effort: Effort, seconds: float, ready: Barrier) -> tuple[dict[str, float], float, float]:
     """One worker's seconds of each part and of its processor, and when it began and ended."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = Space(DensityTable.read(folder / "density.csv"), (BUDGET, BUDGET), WINDOW)
@@ -151,9 +151,9 @@ def measure(samplers: str, workers: int, trials: int, seconds: float) -> None:
             ready = manager.Barrier(workers)
             done = [pool.submit(work, folder, effort, seconds, ready) for _ in range(workers)]
             spent, began, ended = zip(*(one.result() for one in done), strict=True)
-    total = sum(spent, Counter[str]())
+    total = {part: sum(one.get(part, 0.0) for one in spent) for part in ("processor", *PARTS, "else")}
     passed = max(ended) - min(began)
-    cells = [passed, *(total[part] for part in ("processor", *PARTS, "else"))]
+    cells = [passed, *total.values()]
     shown = " | ".join(f"{cell / trials / len(effort.samplers):.3f}" for cell in cells)
     say(f"| {samplers} | {workers} | {shown} | {100 * total['scoring'] / passed / workers:.0f} % |")
 

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 
 from spkv_nas.artifacts.comparison import COLUMNS, read_comparison, write_comparison
 from spkv_nas.base.errors import UserError
-from spkv_nas.report.axes import decades_axis, log_axis, round_axis
+from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
 from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
 from spkv_nas.report.colours import cividis
@@ -126,6 +126,10 @@ def test_ticks_are_round() -> None:
     assert shown(decades_axis("", 3e18, 2e21, powers=True)) == ["10¹⁹", "10²⁰", "10²¹"]
     assert shown(decades_axis("", 0.04, 3, multiples=(1, 2, 5))) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
     assert shown(log_axis("", 1.9, 3.3)) == ["2", "2.25", "2.5", "2.75", "3", "3.25"]
+    assert shown(spread_axis("", 0.6, 28)) == ["1", "2", "5", "10", "20"]
+    assert shown(spread_axis("", 0.6, 5.9)) == ["0", "2", "4", "6"]
+    assert shown(spread_axis("", 2.0, 2.4, zero=False)) == ["2", "2.1", "2.2", "2.3", "2.4"]
+    assert not spread_axis("", -0.1, 28).log
 
 
 AGREEMENT = pd.DataFrame({"first": ["a", "a", "b"], "second": ["b", "c", "c"], "budget": 2, "jaccard": [0.5, 0.1, 0.2],

@@ -119,10 +119,10 @@ def _run(asked: argparse.Namespace) -> None:
         make = COMMANDS[asked.command]
         cells = [cell for subject in subjects for cell in make(subject, asked.budget or plan.budgets)]
         if asked.chooser:
-            known = {cell.chooser: None for cell in cells if cell.chooser is not None}
+            names = dict.fromkeys(cell.chooser for cell in cells if cell.chooser is not None)
             for one in asked.chooser:
-                if one not in known:
-                    raise UserError(f"there is no layout by '{one}' yet; there is {', '.join(known) or 'none'}")
+                if one not in names:
+                    raise UserError(f"there is no layout by '{one}' yet; there is {', '.join(names) or 'none'}")
             cells = [cell for cell in cells if cell.chooser in (None, *asked.chooser)]
         say(f"{work(cells, reporter, asked.limit)} cells left")
 

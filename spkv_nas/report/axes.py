@@ -9,6 +9,8 @@ from spkv_nas.report.chart import Axis
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _ROOM = 0.3  # beyond the data, at most, as a share of the step between ticks
+_WIDE = 10.0  # ratio of the largest to the smallest from which on small numbers would lie on one another
+_BEYOND = 1.15  # room of a logarithmic axis on either side, as a ratio
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -52,6 +54,13 @@ def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int
     ticks = [(multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples]
     texts = ((tick, f"10{str(n).translate(_RAISED)}" if powers else f"{tick:,g}") for tick, n in ticks)
     return Axis(title, low, high, tuple((tick, text) for tick, text in texts if low <= tick <= high), log=True)
+
+
+def spread_axis(title: str, low: float, high: float, *, zero: bool = True) -> Axis:
+    """Linear, with 0 on it if ``zero``; or logarithmic where all is above 0, and the largest ten times the smallest."""
+    if 0 < _WIDE * low <= high < math.inf:
+        return decades_axis(f"{title} (log)", low / _BEYOND, high * _BEYOND, multiples=(1, 2, 5))
+    return round_axis(title, min(0.0, low) if zero else low, high)
 
 
 def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:

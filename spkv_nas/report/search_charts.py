@@ -9,7 +9,7 @@ import pandas as pd
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.evaluation.guidance import best_so_far
-from spkv_nas.report.axes import round_axis
+from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Rule, Shape, Tone, numbers
 from spkv_nas.report.words import change, short, signed
 
@@ -52,7 +52,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         "What guidance was worth",
         f"{what}, mean over seeds, at the end: {ends}.",
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
-        round_axis(what, low, high),
+        spread_axis(what, low, high, zero=False) if cost is None else round_axis(what, low, high),
         (*marks, *means.values()),
         note=f"Thick: mean over seeds; thin: each; {drawn}." + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
@@ -66,7 +66,7 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     if known.empty:
         return None
     value, error = known["full_delta_percent"], known["full_standard_error"].fillna(0.0)
-    up = round_axis("ΔNLL after full retraining, %", min(0.0, (value - error).min()), (value + error).max())
+    up = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
     predictors = (
         ("search-retrained-zero-shot", "zero_shot_delta_percent", "Zero-shot ΔNLL, %",
          "Does a score without training predict the retraining?", "Zero-shot and retrained ΔNLL"),
@@ -78,11 +78,13 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
         values = known[column].dropna()
         if values.empty:
             continue
+        low, high = float(values.min()), float(values.max())
+        is_share = column == "coverage_percent"
         words = (
-            f"{short(str(layout), 40)} {signed(a, 3 if column != 'coverage_percent' else 1)} %, {signed(b)} %"
+            f"{short(str(layout), 40)} {signed(a, 1 if is_share else 3)} %, {signed(b)} %"
             for layout, a, b in zip(known["name"], known[column], value, strict=True)
         )
-        across = round_axis(axis, min(0.0, float(values.min())), float(values.max()))
+        across = round_axis(axis, 0.0, high) if is_share else spread_axis(axis, low, high)
         charts.append(
             Chart(name, title, f"{said}: {'; '.join(words)}.", across, up, _by_sampler(known, column),
                   note="Bars: one standard error.")
