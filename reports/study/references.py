@@ -25,6 +25,7 @@ from spkv_nas.training.branches import Trunk
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import BranchConfig, GatesConfig, Recipe
 
+_TRAINS = ("model", "tokenizer", "data", "dense", "branch", "gates", "seed", "precision")  # sections of a recipe
 _DECIDES = {  # beside the recipe: with another of these, results would not be one table
     "window", "chosen_on", "scored_on", "branch", "priced", "unpriced", "frozen", "duo_steps", "regression_layouts",
     "random", "search",
@@ -59,7 +60,7 @@ class Subject:
     @property
     def identity(self) -> str:
         """Changes with whatever in the plan decides this reference's results."""
-        parts = [self.recipe.model_dump(mode="json"), self.plan.model_dump(mode="json", include=_DECIDES)]
+        parts = [self.recipe.content_hash(*_TRAINS), self.plan.model_dump(mode="json", include=_DECIDES)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def check(self) -> dict[str, Any]:
