@@ -18,11 +18,11 @@ class Optimizer:
     Attributes:
         moment_bytes: of the two moments of a parameter, on the device; those of paged ones may lie in the machine's
             memory.
-        library: that brings it, if torch does not.
+        package: that brings it, if torch does not.
     """
 
     moment_bytes: float = 8.0
-    library: str | None = None
+    package: str | None = None
 
 
 OPTIMIZERS: dict[OptimizerName, Optimizer] = {

@@ -16,10 +16,10 @@ from spkv_nas.training.recipe import GatesConfig
 
 
 def check_optimizer(name: OptimizerName) -> None:
-    """Raise ``UserError`` if the library that brings an optimizer is not installed."""
-    library = OPTIMIZERS[name].library
-    if library is not None:
-        check_installed(library, f"optimizer: {name}")
+    """Raise ``UserError`` if the package that brings an optimizer is not installed."""
+    package = OPTIMIZERS[name].package
+    if package is not None:
+        check_installed(package, f"optimizer: {name}")
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:

@@ -210,7 +210,7 @@ class Recipe(Section):
             raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
         if self.gates.training == "from-scratch":
             self._check_from_scratch()
-        if self.sharding == "fsdp" and OPTIMIZERS[self.optimizer].library:
+        if self.sharding == "fsdp" and OPTIMIZERS[self.optimizer].package:
             raise ValueError(f"optimizer: {self.optimizer} knows no shards: with sharding: fsdp leave it out")
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
