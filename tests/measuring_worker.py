@@ -55,7 +55,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
     take("learned", steps=6, gain_tokens=0)
     for signal in SIGNALS[1:]:
         some: dict[str, Any] = {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
-        some |= {"steps": 4} if signal == "duo" else {}
+        some |= {"steps": 4} if signal in ("duo", "head-gates") else {}
         take(signal, signal=signal, window=6, **some)
     take("duo, short", signal="duo", window=6, steps=4, max_tokens=SHORT)
     return found

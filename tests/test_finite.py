@@ -83,15 +83,14 @@ class TestDensity:
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts")  # that it hardly copies
-@pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "duo"])
+@pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "duo", "head-gates"])
 def test_signals(signal: str, blocks: TokenBlocks) -> None:
     model = tiny_model(vocab_size=300)
     model.model.layers[1].self_attn.q_proj.weight.data[3] = math.nan
-    message = (
-        "duo: the distillation loss is nan at step 1" if signal == "duo" else f"the score '{signal}' is not a number"
-    )
+    learns = {"duo": "duo: the distillation loss", "head-gates": "head gates: the loss"}
+    message = f"{learns[signal]} is nan at step 1" if signal in learns else f"the score '{signal}' is not a number"
     with pytest.raises(UserError, match=message):
-        measure_signal(signal, model, blocks, window=4, steps=2 if signal == "duo" else None)
+        measure_signal(signal, model, blocks, window=4, steps=2 if signal in learns else None)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

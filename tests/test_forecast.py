@@ -270,6 +270,8 @@ class TestDryRunOfAProbe:
         assert list(self.run(capsys, tmp_path, *size, "--signal", "closing")) == ["signal closing"]
         regression = self.run(capsys, tmp_path, *size, "--signal", "regression", "--num-layouts", "9")
         assert list(regression) == ["signal regression, at most"]
+        gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")
+        assert gates["signal head-gates"]["tokens"] == 3 * 2048
         assert "and not duo" in fails(capsys, "probe", "--dry-run", *size, "--signal", "duo")
 
     def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,7 +250,7 @@ class TestMeasure:
     def test_takes_the_window_of_the_gates(self, signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
         """And the table is read back as it was written, its values in [0, 1]."""
         metadata = {"model": "somewhere"}
-        options: dict[str, Any] = {"steps": 2} if signal == "duo" else {}
+        options: dict[str, Any] = {"steps": 2} if signal in ("duo", "head-gates") else {}
         if signal == "retrieval":
             blocks = TokenBlocks(*(x.reshape(3, 80) for x in (blocks.tokens, blocks.document)), blocks.documents)
         table = measure_signal(signal, gated(), blocks, name="mine", metadata=metadata, **options)
@@ -281,7 +281,7 @@ class TestMeasure:
                 measure_signal(signal, model, blocks)
         with pytest.raises(UserError, match="at least one step"):
             measure_signal("duo", model, blocks, window=6, steps=0)
-        with pytest.raises(UserError, match="--steps is not for --signal retrieval; it goes with density, duo"):
+        with pytest.raises(UserError, match="--steps is not for --signal retrieval; it goes with density, head-gates"):
             check_options("retrieval", steps=3)
         assert not attention_layers(model)
 
@@ -299,7 +299,7 @@ class TestCommand:
     def test_layouts_follow_any_signal(
         self, signal: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        extra = ["--steps", "3"] if signal == "duo" else []
+        extra = ["--steps", "3"] if signal in ("duo", "head-gates") else []
         main(["probe", *options, "--signal", signal, "--window", "8", *extra])
         name, place = f"mine-{signal}", tmp_path / "w"
         assert f"{signal} mean" in capsys.readouterr().out
@@ -317,10 +317,13 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("extra", "message"),
         [
-            (["--signal", "entropy"], "unknown signal 'entropy'; expected one of density, opening, closing"),
+            (
+                ["--signal", "entropy"],
+                "unknown signal 'entropy'; expected one of density, head-gates, opening",
+            ),
             (["--signal", "duo", "--tau", "0.5"], "--tau is not for --signal duo; it goes with density"),
             (["--granularity", "layer"], "--granularity is not for --signal density"),
-            (["--signal", "attention-mass", "--steps", "3"], "it goes with density, duo"),
+            (["--signal", "attention-mass", "--steps", "3"], "it goes with density, head-gates, duo"),
             (["--signal", "attention-mass", "--window", "64"], "nothing outside a window of 64 keys"),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
             (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),

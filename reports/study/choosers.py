@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 from references import Subject
 from scipy.stats import rankdata
-from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
+from signals import COST, DENSITIES, HEAD_GATES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
@@ -64,7 +64,7 @@ def choosers(subject: Subject) -> list[Chooser]:
     has_long = plan.references[subject.name].unpriced_long is not None
     densities = [name for name in DENSITIES if name != LONG or has_long]
     found = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
-    found += [Chooser(name, name) for name in (*ONCE, REGRESSION)]
+    found += [Chooser(name, name) for name in (*ONCE, HEAD_GATES, REGRESSION)]
     trained, frozen = (next(one for one in found if one.name == name) for name in plan.compared)
     rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
     both = replace(frozen, name=f"{frozen.name}+{OPENING}", beside=OPENING)

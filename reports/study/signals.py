@@ -23,12 +23,12 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.signals import SCORING, measure_signal
+from spkv_nas.probing.signals import DUO, HEAD_GATES, SCORING, measure_signal
 from spkv_nas.training.variants import Variant
 
 PRICED, FROZEN, UNPRICED, LONG = DENSITIES = ("priced-trained", "priced-frozen", "unpriced", "unpriced-long")
 OPENING, CLOSING, REGRESSION = SCORING
-ONCE = (OPENING, CLOSING, "duo", "retrieval", "attention-mass")  # that do not depend on the budget
+ONCE = (OPENING, CLOSING, DUO, "retrieval", "attention-mass")  # that do not depend on the budget
 COST, SECONDS = "forward_tokens", "cpu_seconds"  # of a table's metadata
 _TRAINED, _FROZEN_STEP = 3, 2  # forward passes that a step is worth
 _MOST_DENSE = 0.99  # target density
@@ -72,7 +72,7 @@ def signals(subject: Subject, budgets: list[int]) -> list[Signal]:
             found.append(Signal(UNPRICED, None, _trained))
             if subject.plan.references[subject.name].unpriced_long is not None:
                 found.append(Signal(LONG, None, _long))
-        found.append(Signal(REGRESSION, heads, partial(_other, name=REGRESSION, heads=heads)))
+        found += [Signal(name, heads, partial(_other, name=name, heads=heads)) for name in (HEAD_GATES, REGRESSION)]
     return found
 
 
@@ -142,7 +142,9 @@ def _other(subject: Subject, name: str, heads: int | None = None) -> Measured:
     own: dict[str, Any] = {}
     if name == REGRESSION:
         own = {"budget": heads, "num_layouts": plan.regression_layouts}
-    elif name == "duo":
+    elif name == HEAD_GATES:
+        own = {"budget": heads}
+    elif name == DUO:
         own = {"steps": plan.duo_steps}
     with subject.reporter.bar(name) as progress:
         table = measure_signal(

@@ -162,20 +162,25 @@ class Stages:
         """Parameters of all predictors."""
         return num_predictor_parameters(self.size, self.gates)
 
-    def learn_gates(self, name: str, steps: int, step_tokens: int, room: float) -> StageCost:
-        """Priced gates on a frozen model, in passes that take ``room`` of what the weights leave free."""
-        learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters
-        weights = self._weights(gated=True)
-        passes = PassMemory(self.size, self.item, self.gates)
+    def learn_gates(self, name: str, steps: int, step_tokens: int, room: float, *, of_keys: bool = True) -> StageCost:
+        """Gates on a frozen model, in passes that take ``room`` of what the weights leave free.
+
+        Args:
+            of_keys: predictors of keys learn; otherwise one number per head.
+        """
+        learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
+        weights = self._weights(gated=of_keys)
+        passes = PassMemory(self.size, self.item, self.gates if of_keys else None)
         wanted = max(1, step_tokens // self.block_size)
         blocks, again = fitting_pass(passes, self.block_size, wanted, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=again))
         tokens = steps * wanted * self.block_size
-        flops = tokens * self._learning_flops(Learns.GATES, gated=True, recomputes=again)
-        return self._work(
-            name, memory, tokens, flops, how=self._how(blocks, again),
-            better=lambda length: replace(self, block_size=length).learn_gates(name, steps, step_tokens, room),
-        )  # fmt: skip
+        flops = tokens * self._learning_flops(Learns.GATES, gated=of_keys, recomputes=again)
+
+        def better(length: int) -> StageCost:
+            return replace(self, block_size=length).learn_gates(name, steps, step_tokens, room, of_keys=of_keys)
+
+        return self._work(name, memory, tokens, flops, how=self._how(blocks, again), better=better)
 
     def measure(
         self,

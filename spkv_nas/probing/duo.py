@@ -21,8 +21,6 @@ The processes of torchrun part the blocks of a step; more processes than it has 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from spkv_kernels import attention
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
@@ -41,6 +39,7 @@ from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.frozen import frozen, ramp
 from spkv_nas.probing.heads import HeadMeans, signal_table
 
 DEFAULT_STEPS = 200
@@ -107,13 +106,13 @@ def duo(
         raise UserError(f"duo needs at least one step; found {steps}")
     if blocks.block_size <= window + sinks:
         raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
-    with full_attention(model) as states, _frozen(model):
+    with full_attention(model) as states, frozen(model):
         mixtures = [Mixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
             state.observer = mixture
         alphas = [mixture.alpha for mixture in mixtures]
         optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, steps))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
         error = 0.0
         for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
             distance = _add_gradients(model, mixtures, blocks.tokens[chosen], regularisation)
@@ -175,22 +174,3 @@ def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: T
     scale = sum_over_processes(target.square().mean() * weight).to(target.dtype)
     relative: Tensor = F.mse_loss(hidden, target) * weight / scale
     return relative
-
-
-def _factor(step: int, steps: int) -> float:
-    """Of the learning rate: linear up and down over a fifth of the steps each, at least a tenth."""
-    fifth = max(1, steps // 5)
-    return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter of ``model`` takes a gradient inside the ``with`` block."""
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in learning:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in learning:
-            parameter.requires_grad_(True)

@@ -14,8 +14,7 @@ The processes of torchrun part the blocks of a step; more processes than it has 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,8 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import own_bytes
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
-from spkv_nas.cost.memory import PassMemory, fitting_pass
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
@@ -43,13 +40,13 @@ from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import model_size
+from spkv_nas.probing.frozen import frozen, passes
 from spkv_nas.probing.gate_state import GateState
 
 DEFAULT_STEPS = 160
 STEP_TOKENS = 2048
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
-ROOM = 0.5  # share of the free memory that a pass may take
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,8 @@ def learn_gates(
     attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)
     learning = _Learning(model, config, rate, steps)
-    with _only_predictors_learn(model), evaluation_mode(model):
-        together, recomputes = _passes(model, config, blocks.block_size, size)
+    with frozen(model, predictor_parameters(model)), evaluation_mode(model):
+        together, recomputes = passes(model, blocks.block_size, size, config)
         first = learning.restore(state)
         batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
         with recomputed(model) if recomputes else nullcontext():
@@ -206,23 +203,3 @@ class _Learning:
 
 def _cosine(step: int, steps: int) -> float:
     return _FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + math.cos(math.pi * step / steps))
-
-
-def _passes(model: PreTrainedModel, gates: GateConfig, length: int, wanted: int) -> tuple[int, bool]:
-    """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
-    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates)
-    return fitting_pass(memory, length, wanted, ROOM * own_bytes(str(model.device)))
-
-
-@contextmanager
-def _only_predictors_learn(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the ``with`` block no other parameter takes a gradient."""
-    own = predictor_parameters(model)
-    frozen = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in own]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)

@@ -20,16 +20,18 @@ from spkv_nas.model.section import gate_config
 from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.gains import closing, opening
+from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.probing.retrieval import retrieval
 
-DENSITY, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS = SIGNALS = (
-    "density", "opening", "closing", "regression", "duo", "retrieval", "attention-mass",
+DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS = SIGNALS = (
+    "density", "head-gates", "opening", "closing", "regression", "duo", "retrieval", "attention-mass",
 )  # fmt: skip
 SCORING = (OPENING, CLOSING, REGRESSION)  # those that score layouts: they make logits, and take fewer tokens by default
 SCORING_TOKENS = 12_288
 
 _MEASURES: dict[str, Callable[..., DensityTable]] = {
+    HEAD_GATES: head_gates,
     OPENING: opening,
     CLOSING: closing,
     REGRESSION: regression,
@@ -41,11 +43,11 @@ _OPTIONS = {
     "tau": (DENSITY,),
     "window": (DENSITY, *_MEASURES),
     "gain_tokens": (DENSITY,),
-    "steps": (DENSITY, DUO),
+    "steps": (DENSITY, HEAD_GATES, DUO),
     "granularity": (OPENING, CLOSING),
-    "budget": (DENSITY, REGRESSION),
+    "budget": (DENSITY, HEAD_GATES, REGRESSION),
     "num_layouts": (REGRESSION,),
-    "seed": (DENSITY, DUO, RETRIEVAL, REGRESSION),
+    "seed": (DENSITY, HEAD_GATES, DUO, RETRIEVAL, REGRESSION),
     "cache": (REGRESSION,),
     "batch_size": SCORING,
 }

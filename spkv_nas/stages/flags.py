@@ -109,8 +109,8 @@ Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 Signal = Annotated[
     str,
     Flag(
-        "density, or what needs no gates: opening, closing, regression, duo, retrieval, attention-mass.",
-        values=("density", "opening", "closing", "regression", "duo", "retrieval", "attention-mass"),
+        "density, or another: head-gates, opening, closing, regression, duo, retrieval, attention-mass.",
+        values=("density", "head-gates", "opening", "closing", "regression", "duo", "retrieval", "attention-mass"),
     ),
 ]
 GainTokens = Annotated[

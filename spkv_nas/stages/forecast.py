@@ -22,9 +22,10 @@ from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages, Training
 from spkv_nas.data.config import BLOCK_SIZE, DataConfig
 from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing import signals
+from spkv_nas.probing import head_gates, signals
+from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.gains import num_passes
-from spkv_nas.probing.priced import DEFAULT_STEPS, ROOM, STEP_TOKENS
+from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS
 from spkv_nas.probing.regression import DEFAULT_LAYOUTS
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
@@ -199,18 +200,26 @@ def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[Stag
         yield stages.measure("signal regression, at most", taken, passes, shares=True)
     elif options.signal in signals.SCORING:
         yield _gains(stages, f"signal {options.signal}", taken)
+    elif options.signal == signals.HEAD_GATES:
+        yield _head_gates(stages, options.steps)
     else:
-        raise UserError(f"--dry-run knows density, opening, closing and regression, and not {options.signal}")
+        raise UserError(f"--dry-run knows density, head-gates, opening, closing, regression, and not {options.signal}")
 
 
 def _measured(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """What needs no training, on ``tokens`` of text."""
     yield _density(stages, tokens)
     yield _gains(stages, "judge the table", min(GAIN_TOKENS, tokens))
+    yield _head_gates(stages, None)
     for signal in (signals.OPENING, signals.CLOSING):
         yield _gains(stages, f"signal {signal}", min(signals.SCORING_TOKENS, tokens))
     yield stages.measure("score, each layout", tokens, shares=True)
     yield stages.measure("evaluate", tokens, gated=True)
+
+
+def _head_gates(stages: Stages, steps: int | None) -> StageCost:
+    name, number = f"signal {signals.HEAD_GATES}", steps or head_gates.DEFAULT_STEPS
+    return stages.learn_gates(name, number, head_gates.STEP_TOKENS, ROOM, of_keys=False)
 
 
 def _density(stages: Stages, tokens: int) -> StageCost:

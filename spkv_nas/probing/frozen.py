@@ -1,0 +1,41 @@
+"""What the signals share that learn on a frozen model: no weight of it moves, and memory is looked after."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.memory import own_bytes
+from spkv_nas.cost.memory import PassMemory, fitting_pass
+from spkv_nas.model.shape import model_size
+
+ROOM = 0.5  # share of the free memory that a pass may take
+
+
+@contextmanager
+def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterator[None]:
+    """Inside the ``with`` block no parameter of ``model`` takes a gradient but those of ``learning``."""
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
+    for parameter in others:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+def passes(model: PreTrainedModel, length: int, wanted: int, gates: GateConfig | None = None) -> tuple[int, bool]:
+    """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
+    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates)
+    return fitting_pass(memory, length, wanted, ROOM * own_bytes(str(model.device)))
+
+
+def ramp(step: int, steps: int) -> float:
+    """Of the learning rate: linear up and down over a fifth of the steps each, at least a tenth."""
+    fifth = max(1, steps // 5)
+    return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))

@@ -1,0 +1,177 @@
+"""Head gates: how much global attention each KV head gets under a budget, learned from next-token loss.
+
+The question of a layout, with its answer relaxed from {0, 1} to [0, 1]. The model is frozen; each KV head learns a
+gate, and the gates of all heads add up to the budget at every step:
+
+    out_h = g_h global_h + (1 - g_h) local_h,   0 <= g_h <= 1,   sum g_h = budget
+    loss  = NLL
+
+At gates of 0 and 1 this is the layout's own forward pass. DuoAttention's alpha (``duo``) mixes likewise, but keeps the
+last hidden states, wherever they matter, at a fixed price of a head; here heads compete for a budget by what they save
+of the loss that layouts are judged by.
+
+A step follows the gradient and projects onto the budget: all gates fall by one amount, the price of a head, and are
+clamped. The gradient is scaled by its root mean square over all heads, not by each head's own as Adam's is, which would
+move a head that saves little as fast as one that saves much (reports/LOG.md). A head's value is the mean of its gate
+over all steps, which also orders heads that end at 0 or 1, by when they got there.
+
+The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from spkv_kernels import attention
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.distributed import own_share, sum_over_processes
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Progress
+from spkv_nas.data.batches import shuffled_batches
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.attention import GLOBAL_WINDOW
+from spkv_nas.model.loss import mean_nll
+from spkv_nas.model.recompute import recomputed
+from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.frozen import frozen, passes, ramp
+from spkv_nas.probing.heads import HeadMeans, signal_table
+from spkv_nas.proposal.budget import parse_budget
+
+DEFAULT_STEPS = 100
+STEP_TOKENS = 2048
+_RATE = 0.05  # of a gate's way from 0 to 1, for a head of root mean square gradient
+_MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
+_STEP_PASSES = 2  # of a step's tokens: forward, and back without gradients of weights
+
+
+class HeadGate:
+    """The observer of one layer: the mixture of global and local attention.
+
+    Attributes:
+        window: recent keys that local attention sees, the query's own included, as in a layout.
+        gate: float [Hkv], of the heads.
+    """
+
+    def __init__(self, window: int, gate: Tensor) -> None:
+        self.window, self.gate = window, gate
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """[B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        everywhere, local = (attention(q, k, v, window=seen, scale=scale) for seen in (GLOBAL_WINDOW, self.window))
+        gate = self.gate.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+        return gate * everywhere + (1.0 - gate) * local
+
+
+def head_gates(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    window: int,
+    *,
+    budget: int | str | None = None,
+    steps: int = DEFAULT_STEPS,
+    step_tokens: int = STEP_TOKENS,
+    seed: int = 0,
+    name: str = "head-gates",
+    metadata: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> DensityTable:
+    """The gate of every KV head, learned on ``blocks``. The model is left as it was. Collective.
+
+    Args:
+        window: recent keys that a local head sees, the query's own included.
+        budget: global KV heads, as a number or a share of all; by default the paper's share.
+        step_tokens: of a step, in whole blocks, in an order drawn by ``seed``.
+        progress: called with (steps done, steps in all).
+
+    Raises:
+        UserError: the blocks are not longer than the window, steps are below 1, or the model cannot be hooked.
+    """
+    if steps < 1:
+        raise UserError(f"head gates need at least one step; found {steps}")
+    if blocks.block_size <= window:
+        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
+    together, recomputes = passes(model, blocks.block_size, size)
+    with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
+        grid = len(states), states[0].num_kv_heads
+        learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
+        for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed)):
+            gates = learning.gates.detach().to(model.device).requires_grad_()
+            for state, gate in zip(states, gates, strict=True):
+                state.observer = HeadGate(window, gate)
+            mine = own_share(size)
+            own = torch.from_numpy(blocks.tokens[np.sort(chosen)[mine.start : mine.stop]].astype(np.int64))
+            total = torch.zeros(1 + gates.numel(), device=model.device)  # the loss, and its gradient
+            for tokens in torch.split(own.to(model.device), together) if mine else ():
+                loss = mean_nll(model, tokens) * (len(tokens) / size)
+                (gradient,) = torch.autograd.grad(loss, gates)
+                total += torch.cat([loss.detach()[None], gradient.flatten()]).float()
+            total = sum_over_processes(total)
+            if not torch.isfinite(total).all():
+                raise UserError(
+                    f"head gates: the loss is {float(total[0])} at step {step + 1}\nthe model's weights are damaged or "
+                    "diverged, or its activations overflow in its dtype: load it in float32"
+                )
+            learning.step(step, total[1:].view(grid).double().cpu())
+            if progress is not None:
+                progress(step + 1, steps)
+    facts = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
+    tokens_seen = steps * size * blocks.block_size
+    means = HeadMeans(learning.mean.numpy(), "all", tokens_seen, 0)
+    return signal_table(
+        "head-gates", [means], window, passes=_STEP_PASSES * tokens_seen / blocks.tokens.size,
+        tokens=blocks.tokens.size, name=name, metadata=facts,
+    )  # fmt: skip
+
+
+class _Learning:
+    """Gates that learn: one ``step`` after the other.
+
+    Attributes:
+        budget: what the gates add up to.
+        gates: float64 [layers, KV heads] of the next step.
+        total: their sum over the steps so far.
+    """
+
+    def __init__(self, grid: tuple[int, int], budget: int, steps: int) -> None:
+        self.budget, self._steps = budget, steps
+        self.gates = torch.full(grid, budget / math.prod(grid), dtype=torch.float64)
+        self.total = torch.zeros_like(self.gates)
+        self._direction = torch.zeros_like(self.gates)
+        self._square = 0.0
+
+    @property
+    def mean(self) -> Tensor:
+        """Of the gates after each step; float64 [layers, KV heads]."""
+        return self.total / self._steps
+
+    def step(self, number: int, gradient: Tensor) -> None:
+        """Update ``number``, from 0, by the loss's ``gradient`` [layers, KV heads]."""
+        self._direction.lerp_(gradient, 1.0 - _MOMENTUM)
+        self._square += (1.0 - _SCALE_MOMENTUM) * (float(gradient.square().mean()) - self._square)
+        scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM ** (number + 1)))
+        way = self._direction / (1.0 - _MOMENTUM ** (number + 1)) / max(scale, np.finfo(np.float64).tiny)
+        self.gates = project(self.gates - _RATE * ramp(number, self._steps) * way, self.budget)
+        self.total += self.gates
+
+
+def project(values: Tensor, budget: float) -> Tensor:
+    """The point nearest to ``values`` in [0, 1] that adds up to ``budget``: all less one price, clamped.
+
+    The sum falls with the price, so that bisection finds it.
+    """
+    low, high = float(values.min()) - 1.0, float(values.max())  # all at 1, all at 0
+    for _ in range(60):
+        price = (low + high) / 2.0
+        if float((values - price).clamp(0.0, 1.0).sum()) > budget:
+            low = price
+        else:
+            high = price
+    return (values - high).clamp(0.0, 1.0)

@@ -1,0 +1,153 @@
+"""Head gates: at 0 and 1 they are a layout, in between the loss's own gradient moves them, and they meet the budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import spkv_nas
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.model.attention import attention_layers
+from spkv_nas.model.loss import mean_nll
+from spkv_nas.model.windows import apply_layout, full_attention
+from spkv_nas.probing import frozen
+from spkv_nas.probing.head_gates import HeadGate, head_gates, project
+
+WINDOW, LENGTH = 6, 40
+
+
+@pytest.fixture
+def blocks() -> TokenBlocks:
+    """8 blocks of 40 tokens: 20 random ones, and the same again."""
+    tokens = np.random.default_rng(0).integers(3, 290, size=(8, 20)).astype(np.int32)
+    tokens = np.concatenate([tokens, tokens], axis=1)
+    owner = np.repeat(np.arange(8, dtype=np.int32), LENGTH).reshape(8, LENGTH)
+    return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(8)))
+
+
+def strong_attention_model(dead: bool = False) -> PreTrainedModel:
+    """Heads that matter; if ``dead``, KV head 1 of every layer is read by nobody."""
+    model = tiny_model(vocab_size=300)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight *= 8.0
+            if dead:
+                layer.self_attn.o_proj.weight[:, 16:] = 0.0
+    return model
+
+
+@contextmanager
+def gated_heads(model: PreTrainedModel, gates: Tensor) -> Iterator[None]:
+    with full_attention(model) as states:
+        for state, gate in zip(states, gates, strict=True):
+            state.observer = HeadGate(WINDOW, gate)
+        yield
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_at_0_and_1_they_are_the_layout(family: str, blocks: TokenBlocks) -> None:
+    model = tiny_model(family, vocab_size=300).double()
+    tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
+    full = float(mean_nll(model, tokens).detach())
+    for rows in (("LL",) * 4, ("GG", "LG", "GL", "LG"), ("GG",) * 4):
+        gates = torch.tensor([[float(letter == "G") for letter in row] for row in rows])
+        with gated_heads(model, gates):
+            mixed = float(mean_nll(model, tokens).detach())
+        apply_layout(model, Layout(rows, WINDOW))
+        assert mixed == pytest.approx(float(mean_nll(model, tokens).detach()), abs=1e-7)
+        assert mixed != full or rows == ("GG",) * 4
+
+
+def test_gates_have_the_gradient_of_the_loss(blocks: TokenBlocks) -> None:
+    """Central differences of the mean NLL."""
+    model = strong_attention_model().double()
+    tokens = torch.from_numpy(blocks.tokens[:2].astype(np.int64))
+    gates = torch.linspace(0.2, 0.9, 8).view(4, 2).double().requires_grad_()
+    with gated_heads(model, gates):
+        (gradient,) = torch.autograd.grad(mean_nll(model, tokens), gates)
+    for layer, head in ((0, 0), (1, 1), (3, 0)):
+        change = torch.zeros(4, 2).double()
+        change[layer, head] = 1e-2
+        sides = []
+        for moved in (gates.detach() + change, gates.detach() - change):
+            with gated_heads(model, moved):
+                sides.append(float(mean_nll(model, tokens).detach()))
+        assert float(gradient[layer, head]) == pytest.approx((sides[0] - sides[1]) / 2e-2, rel=2e-2)
+
+
+@pytest.mark.parametrize("budget", [1, 3, 8])
+def test_projection(budget: int) -> None:
+    """No random point that meets the budget is nearer, and one price separates what is not clamped."""
+    generator = torch.Generator().manual_seed(budget)
+    for _ in range(20):
+        values = torch.randn(4, 2, generator=generator).double()
+        near = project(values, budget)
+        assert float(near.sum()) == pytest.approx(budget, abs=1e-9)
+        assert 0.0 <= float(near.min()) <= float(near.max()) <= 1.0
+        price = (values - near)[(near > 1e-9) & (near < 1 - 1e-9)]
+        assert price.numel() == 0 or float(price.max() - price.min()) < 1e-9
+        other = project(torch.randn(4, 2, generator=generator).double(), budget)
+        assert float((values - near).norm()) <= float((values - other).norm()) + 1e-9
+
+
+def test_heads_that_look_back_get_the_budget() -> None:
+    """Of the embedded model those of layer 6 save most by far (reports/stdlib-21x3); the model stays as it was."""
+    model, tokenizer = spkv_nas.load("embedded:dense")
+    blocks = spkv_nas.build_blocks([Path(json.decoder.__file__).read_text(), Path(__file__).read_text()], tokenizer)
+    seen: list[tuple[int, int]] = []
+    table = head_gates(
+        model, blocks, 32, budget=6, steps=6, step_tokens=1024, progress=lambda *step: seen.append(step)
+    )  # fmt: skip
+    assert seen == [(step, 6) for step in range(1, 7)]
+    assert table.density.sum() == pytest.approx(6.0)
+    assert set(np.argsort(table.density, axis=None)[-3:] // 3) == {6}
+    facts = {key: table.metadata[key] for key in ("signal", "budget", "steps", "tokens")}
+    assert facts == {"signal": "head-gates", "budget": 6, "steps": 6, "tokens": blocks.tokens.size}
+    assert table.metadata["passes"] == pytest.approx(2 * 6 * 1024 / blocks.tokens.size, abs=0.01)
+    assert not attention_layers(model)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_dead_heads_are_alike_and_seeds_repeat(blocks: TokenBlocks) -> None:
+    """What nobody reads has no gradient: the common price alone moves such gates."""
+    model = strong_attention_model(dead=True)
+    options: dict[str, Any] = {"budget": 3, "steps": 10, "step_tokens": 4 * LENGTH}
+    table = head_gates(model, blocks, WINDOW, **options)
+    assert np.ptp(table.density[:, 1]) < 1e-9 < np.ptp(table.density[:, 0])
+    assert np.array_equal(head_gates(model, blocks, WINDOW, **options).density, table.density)
+    assert not np.array_equal(head_gates(model, blocks, WINDOW, seed=1, **options).density, table.density)
+
+
+def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that pass one by one, their layers computed again, give the same gates."""
+    model = strong_attention_model(dead=True)
+    options: dict[str, Any] = {"budget": 3, "steps": 5, "step_tokens": 4 * LENGTH}
+    whole = head_gates(model, blocks, WINDOW, **options)
+    monkeypatch.setattr(frozen, "own_bytes", lambda _: 1)
+    parted = head_gates(model, blocks, WINDOW, **options)
+    assert parted.density == pytest.approx(whole.density, abs=1e-4)
+    assert len(np.unique(whole.density.round(3))) > 2
+
+
+def test_refuses_what_it_cannot_learn(blocks: TokenBlocks) -> None:
+    model = tiny_model(vocab_size=300)
+    with pytest.raises(UserError, match="budget 9 means 9 global KV heads; the model has 8"):
+        head_gates(model, blocks, WINDOW, budget=9, steps=1)
+    with pytest.raises(UserError, match="at least one step"):
+        head_gates(model, blocks, WINDOW, steps=0)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(UserError, match="the loss is nan at step 1"):
+        head_gates(model, blocks, WINDOW, steps=1)
