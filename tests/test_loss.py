@@ -24,7 +24,7 @@ from spkv_nas.base import memory
 from spkv_nas.cost.memory import logit_bytes
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model.loss import loss_in_chunks, mean_nll, token_nll
+from spkv_nas.model.loss import loss_in_chunks, mean_divergence, mean_nll, token_nll
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.dense import train_dense
@@ -101,6 +101,32 @@ class TestHeads:
         theirs = gradients(model, expected.mean())
         with in_chunks(model):
             assert_equal(gradients(model, mean_nll(model, tokens)), theirs)
+
+    def test_divergence(self, head: str, tokens: Tensor) -> None:
+        """From the predictions with another second layer."""
+        model = self.model(head)
+        attention = model.get_decoder().layers[1].self_attn
+        attention.register_forward_hook(lambda _m, _i, output: (output[0] * scale, *output[1:]))
+
+        @contextmanager
+        def changed() -> Iterator[None]:
+            nonlocal scale
+            scale = -20.0
+            yield
+            scale = 1.0
+
+        scale = 1.0
+        with changed(), torch.no_grad():
+            wanted = model(input_ids=tokens).logits[:, :-1].double().softmax(-1)
+        logits = model(input_ids=tokens).logits[:, :-1].double().log_softmax(-1)
+        expected = (wanted * (wanted.log() - logits)).sum(-1).mean()
+        assert float(expected.detach()) > 1e-5
+        theirs = gradients(model, expected)
+        for size in (20, 1 << 20):
+            with in_chunks(model, size):
+                found = mean_divergence(model, tokens, changed)
+                assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-3)
+                assert_equal(gradients(model, found), theirs)
 
     @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 70}], ids=["mean", "of a larger batch"])
     def test_training(self, head: str, options: dict[str, Any], tokens: Tensor) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -53,6 +53,36 @@ def mean_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         return decoder_pass.total(tokens[:, 1:], model) / tokens[:, 1:].numel()
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def mean_divergence(
+    model: PreTrainedModel, tokens: Tensor, reference: Callable[[], AbstractContextManager[object]]
+) -> Tensor:
+    """KL divergence of the next token's distribution from a reference's, in nats per token, with gradients.
+
+    The mean over all tokens of ``tokens`` [B, T] but a block's first, as ``mean_nll``.
+
+    Args:
+        reference: makes a context in which the model's passes are the reference's.
+
+    Warns:
+        UserWarning: as ``token_nll``.
+    """
+    decoder_pass, decoder = _large_pass(model, tokens), model.get_decoder()
+    if decoder_pass is None:
+        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        with torch.no_grad(), reference():
+            wanted = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        return _divergence(logits, wanted).mean()
+    with torch.no_grad(), reference():
+        hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+    return decoder_pass.total(hidden, model) / tokens[:, 1:].numel()
+
+
+def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
+    """KL of softmax(``wanted``) from softmax(``logits``), both [..., V]: float32 [...]."""
+    target = wanted.float().log_softmax(-1)
+    return F.kl_div(logits.float().log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
 
 
 @contextmanager
@@ -130,8 +160,13 @@ class _DecoderPass:
         return False
 
     def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """float32 [B, T - 1] of int64 ``targets`` [B, T - 1], the tokens after all hidden states but a block's last."""
-        return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view_as(targets)
+        """float32 [B, T - 1] of all hidden states but a block's last.
+
+        Args:
+            targets: int64 [B, T - 1], the tokens after them: the losses are their NLL; or last hidden states
+                [B, T - 1, C] of a reference: the losses are the divergence from its predictions.
+        """
+        return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
         """The sum of ``losses``, with gradients: those of a chunk are computed with it, and its logits not made twice.
@@ -155,19 +190,23 @@ class _DecoderPass:
                     sums[number] = gradient.float() if number not in sums else sums[number].add_(gradient)
         inputs = [learning[number] for number in sums]
         gradients = [gradient.to(parameter.dtype) for parameter, gradient in zip(inputs, sums.values(), strict=True)]
-        of_all = F.pad(torch.cat(of_hidden).view(*targets.shape, -1), (0, 0, 0, 1))  # zeros for the last positions
+        of_all = F.pad(torch.cat(of_hidden).view(*targets.shape[:2], -1), (0, 0, 0, 1))  # zeros for the last positions
         result: Tensor = _Loss.apply(total, [of_all, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Last hidden states [n, C] and the tokens [n] that follow them, chunk by chunk."""
+        """Last hidden states [n, C] and their targets [n] or [n, C], chunk by chunk."""
         size = chunk_tokens(vocabulary_size(self._model))
         hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
-        return zip(torch.split(hidden, size), torch.split(targets.flatten(), size), strict=True)
+        return zip(torch.split(hidden, size), torch.split(targets.flatten(0, 1), size), strict=True)
 
     def _loss(self, hidden: Tensor, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
         """float32 [n] of a chunk."""
         logits = self._logits(hidden[None], forward)[0]
+        if targets.is_floating_point():
+            with torch.no_grad():
+                wanted = self._logits(targets[None], forward)[0]
+            return _divergence(logits, wanted)
         return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=_NO_TARGET)
 
     def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:

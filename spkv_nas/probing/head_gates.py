@@ -1,18 +1,19 @@
-"""Head gates: how much global attention each KV head gets under a budget, learned from next-token loss.
+"""Head gates: how much global attention each KV head gets under a budget, learned to keep the model's predictions.
 
 The question of a layout, with its answer relaxed from {0, 1} to [0, 1]. The model is frozen; each KV head learns a
 gate, and the gates of all heads add up to the budget at every step:
 
     out_h = g_h global_h + (1 - g_h) local_h,   0 <= g_h <= 1,   sum g_h = budget
-    loss  = NLL
+    loss  = KL(predictions of the model as it is || predictions with gates), per token
 
-At gates of 0 and 1 this is the layout's own forward pass. DuoAttention's alpha (``duo``) mixes likewise, but keeps the
-last hidden states, wherever they matter, at a fixed price of a head; here heads compete for a budget by what they save
-of the loss that layouts are judged by.
+At gates of 0 and 1 this is the layout's own forward pass. The loss is what the NLL rises by on text that is as the
+model expects it, and has less noise than the NLL of a few hundred thousand tokens, which chooses no better
+(reports/LOG.md). DuoAttention's alpha (``duo``) mixes likewise, but keeps the last hidden states, at a fixed price of a
+head; here heads compete for a budget by what they keep of the predictions.
 
 A step follows the gradient and projects onto the budget: all gates fall by one amount, the price of a head, and are
 clamped. The gradient is scaled by its root mean square over all heads, not by each head's own as Adam's is, which would
-move a head that saves little as fast as one that saves much (reports/LOG.md). A head's value is the mean of its gate
+move a head that keeps little as fast as one that keeps much (reports/LOG.md). A head's value is the mean of its gate
 over all steps, which also orders heads that end at 0 or 1, by when they got there.
 
 The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
@@ -21,7 +22,9 @@ The processes of torchrun part the blocks of a step; more processes than it has 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,8 +39,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.attention import GLOBAL_WINDOW
-from spkv_nas.model.loss import mean_nll
+from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
+from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import frozen, passes, ramp
@@ -48,7 +51,7 @@ DEFAULT_STEPS = 100
 STEP_TOKENS = 2048
 _RATE = 0.05  # of a gate's way from 0 to 1, for a head of root mean square gradient
 _MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
-_STEP_PASSES = 2  # of a step's tokens: forward, and back without gradients of weights
+_STEP_PASSES = 3  # of a step's tokens: of the model as it is, with gates, and back without gradients of weights
 
 
 class HeadGate:
@@ -102,6 +105,7 @@ def head_gates(
     with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
         grid = len(states), states[0].num_kv_heads
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
+        divergence = math.nan
         for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed)):
             gates = learning.gates.detach().to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
@@ -110,7 +114,7 @@ def head_gates(
             own = torch.from_numpy(blocks.tokens[np.sort(chosen)[mine.start : mine.stop]].astype(np.int64))
             total = torch.zeros(1 + gates.numel(), device=model.device)  # the loss, and its gradient
             for tokens in torch.split(own.to(model.device), together) if mine else ():
-                loss = mean_nll(model, tokens) * (len(tokens) / size)
+                loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / size)
                 (gradient,) = torch.autograd.grad(loss, gates)
                 total += torch.cat([loss.detach()[None], gradient.flatten()]).float()
             total = sum_over_processes(total)
@@ -120,15 +124,30 @@ def head_gates(
                     "diverged, or its activations overflow in its dtype: load it in float32"
                 )
             learning.step(step, total[1:].view(grid).double().cpu())
+            divergence = float(total[0])
             if progress is not None:
                 progress(step + 1, steps)
     facts = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
+    facts |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
     tokens_seen = steps * size * blocks.block_size
     means = HeadMeans(learning.mean.numpy(), "all", tokens_seen, 0)
     return signal_table(
         "head-gates", [means], window, passes=_STEP_PASSES * tokens_seen / blocks.tokens.size,
         tokens=blocks.tokens.size, name=name, metadata=facts,
     )  # fmt: skip
+
+
+@contextmanager
+def _unobserved(states: Sequence[LayerState]) -> Iterator[None]:
+    """Inside the ``with`` block the layers' attention is the model's own."""
+    observers = [state.observer for state in states]
+    for state in states:
+        state.observer = None
+    try:
+        yield
+    finally:
+        for state, observer in zip(states, observers, strict=True):
+            state.observer = observer
 
 
 class _Learning:
