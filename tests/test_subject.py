@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,18 @@ class TestDefaults:
             message = fails(capsys, command, "--workspace", tmp_path)
             assert "which probe? there are 2 in" in message
             assert message.endswith("probes: a, b name one with --probe")
+
+    def test_of_several_signals_of_a_model_the_recommended_is_taken(self, tmp_path: Path) -> None:
+        """Unless another model's is there, or it is not alone."""
+        place, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
+        for name, signal in (("mine", "density"), ("mine-duo", "duo"), ("mine-head-gates", "head-gates")):
+            replace(table, name=name, metadata={"model": "m", "signal": signal}).write(place.probe_dir(name))
+        assert find_table(place, None).name == "mine-head-gates"
+        for name, facts in (("other", {"model": "n"}), ("again", {"model": "m", "signal": "head-gates"})):
+            replace(table, name=name, metadata=facts).write(place.probe_dir(name))
+            with pytest.raises(UserError, match="which probe"):
+                find_table(place, None)
+            shutil.rmtree(place.probe_dir(name))
 
     def test_the_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """It was 18 for a model of 8 heads."""

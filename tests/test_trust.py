@@ -30,7 +30,7 @@ from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.options import SHOWN, ProbeOptions
 from spkv_nas.stages.probe import GAIN_TOKENS
-from spkv_nas.stages.trust import trust, trust_advice, unknown_trust
+from spkv_nas.stages.trust import recommendation, trust, trust_advice, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
 ERRORS = np.full((4, 2), 0.002)
@@ -263,6 +263,17 @@ class TestCommand:
         assert document["trust"]["budget"] == 3
         assert [head["gain"] for head in document["trust"]["missed"]] == [head.gain for head in expected.missed]
         assert expected.sentence() in document["sentences"]
+
+    def test_the_recommended_signal_is_named(self) -> None:
+        """Unless it is the one, or the table is from elsewhere."""
+        table = make_table([[0.5, 0.4]])
+        for signal in ("density", "opening"):
+            said = recommendation(replace(table, metadata={"model": "m", "signal": signal, "unit": None}))
+            assert said is not None
+            assert "head-gates choose better heads than" in said
+            assert said.endswith("probe --signal head-gates")
+        assert recommendation(replace(table, metadata={"model": "m", "signal": "head-gates"})) is None
+        assert recommendation(table) is None
 
     def test_the_default_is_the_one_that_the_help_names(self) -> None:
         field = next(field for field in fields(ProbeOptions) if field.name == "gain_tokens")

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -103,30 +104,21 @@ def head_gates(
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     together, recomputes = passes(model, blocks.block_size, size)
     with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
-        grid = len(states), states[0].num_kv_heads
+        grid, divergence = (len(states), states[0].num_kv_heads), math.nan
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
-        divergence = math.nan
-        for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed)):
+        for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.gates.detach().to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
                 state.observer = HeadGate(window, gate)
-            mine = own_share(size)
-            own = torch.from_numpy(blocks.tokens[np.sort(chosen)[mine.start : mine.stop]].astype(np.int64))
-            total = torch.zeros(1 + gates.numel(), device=model.device)  # the loss, and its gradient
-            for tokens in torch.split(own.to(model.device), together) if mine else ():
-                loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / size)
-                (gradient,) = torch.autograd.grad(loss, gates)
-                total += torch.cat([loss.detach()[None], gradient.flatten()]).float()
-            total = sum_over_processes(total)
-            if not torch.isfinite(total).all():
+            divergence, gradient = _slope(model, states, gates, blocks.tokens[np.sort(chosen)], together)
+            if not (math.isfinite(divergence) and torch.isfinite(gradient).all()):
                 raise UserError(
-                    f"head gates: the loss is {float(total[0])} at step {step + 1}\nthe model's weights are damaged or "
+                    f"head gates: the loss is {divergence} at step {step}\nthe model's weights are damaged or "
                     "diverged, or its activations overflow in its dtype: load it in float32"
                 )
-            learning.step(step, total[1:].view(grid).double().cpu())
-            divergence = float(total[0])
+            learning.step(step, gradient)
             if progress is not None:
-                progress(step + 1, steps)
+                progress(step, steps)
     facts = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
     facts |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
     tokens_seen = steps * size * blocks.block_size
@@ -135,6 +127,25 @@ def head_gates(
         "head-gates", [means], window, passes=_STEP_PASSES * tokens_seen / blocks.tokens.size,
         tokens=blocks.tokens.size, name=name, metadata=facts,
     )  # fmt: skip
+
+
+def _slope(
+    model: PreTrainedModel, states: Sequence[LayerState], gates: Tensor, blocks: NDArray[np.int32], together: int
+) -> tuple[float, Tensor]:
+    """The divergence of a step's ``blocks`` [B, T], and its gradient by ``gates`` [layers, KV heads]. Collective.
+
+    Args:
+        together: blocks of a pass.
+    """
+    mine = own_share(len(blocks))
+    own = torch.from_numpy(blocks[mine.start : mine.stop].astype(np.int64)).to(model.device)
+    sums = torch.zeros(1 + gates.numel(), device=model.device)
+    for tokens in torch.split(own, together) if mine else ():
+        loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / len(blocks))
+        (gradient,) = torch.autograd.grad(loss, gates)
+        sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
+    sums = sum_over_processes(sums).double().cpu()
+    return float(sums[0]), sums[1:].view(gates.shape)
 
 
 @contextmanager
@@ -172,12 +183,12 @@ class _Learning:
         return self.total / self._steps
 
     def step(self, number: int, gradient: Tensor) -> None:
-        """Update ``number``, from 0, by the loss's ``gradient`` [layers, KV heads]."""
+        """Update ``number``, from 1, by the loss's ``gradient`` [layers, KV heads]."""
         self._direction.lerp_(gradient, 1.0 - _MOMENTUM)
         self._square += (1.0 - _SCALE_MOMENTUM) * (float(gradient.square().mean()) - self._square)
-        scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM ** (number + 1)))
-        way = self._direction / (1.0 - _MOMENTUM ** (number + 1)) / max(scale, np.finfo(np.float64).tiny)
-        self.gates = project(self.gates - _RATE * ramp(number, self._steps) * way, self.budget)
+        scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM**number))
+        way = self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
+        self.gates = project(self.gates - _RATE * ramp(number - 1, self._steps) * way, self.budget)
         self.total += self.gates
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.comparison import check_layout_names
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.density import RECORD, DensityTable
+from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device, dtype_name
@@ -19,6 +20,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import own_bytes, require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
 from spkv_nas.proposal.foreign_formats import read_score_table
@@ -262,10 +264,11 @@ def quiet_transformers(reporter: Reporter) -> None:
 def find_table(workspace: Workspace, probe: str | None) -> DensityTable:
     """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities.
 
-    None is the workspace's only one. Raises ``UserError`` where that is not clear, or the table cannot be read.
+    None is the workspace's only one, or of several of one model the one by ``RECOMMENDED``. Raises ``UserError`` where
+    that is not clear, or the table cannot be read.
     """
     if probe is None:
-        probe = _only_probe(workspace)
+        probe = _default_probe(workspace)
     if probe.endswith(".csv"):
         return DensityTable.read(Path(probe))
     if probe.endswith(".tsv"):
@@ -279,14 +282,20 @@ def find_table(workspace: Workspace, probe: str | None) -> DensityTable:
     return DensityTable.read(folder)
 
 
-def _only_probe(workspace: Workspace) -> str:
+def _default_probe(workspace: Workspace) -> str:
+    """The only probe, or of several of one model that of the signal which chooses best."""
     names = workspace.probes()
     where = workspace.root / "probes"
     if not names:
         raise UserError(f"no density table in {where}\nrun spkv-nas probe first, or give --probe FILE.csv")
-    if len(names) > 1:
+    if len(names) == 1:
+        return names[0]
+    records = [read_unchecked(workspace.probe_dir(name) / RECORD, "probe") for name in names]
+    best = [name for name, record in zip(names, records, strict=True) if record.get("signal") == RECOMMENDED]
+    models = {record.get("model") for record in records}
+    if len(best) != 1 or len(models) != 1 or None in models:
         raise UserError(f"which probe? there are {len(names)} in {where}: {', '.join(names)}\nname one with --probe")
-    return names[0]
+    return best[0]
 
 
 def find_recipe(path: Path | None, table: DensityTable, embedded: str) -> Path:

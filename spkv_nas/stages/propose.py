@@ -21,7 +21,7 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.trust import trust, trust_advice, unknown_trust
+from spkv_nas.stages.trust import recommendation, trust, trust_advice, unknown_trust
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     write_proposal(folder, answer)
     judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask, options.tau)
     said = unknown_trust(answer.table) if judged is None else judged.sentence()
-    sentences = [*_sentences(answer, requirements, options), *([] if said is None else [said])]
-    return ProposalResult(answer, sentences, _advice(answer, judged, options), judged, folder)
+    sentences = [*_sentences(answer, requirements, options), said, recommendation(answer.table)]
+    return ProposalResult(
+        answer, [one for one in sentences if one is not None], _advice(answer, judged, options), judged, folder
+    )
 
 
 def _advice(answer: Answer, judged: Trust | None, options: ProposeOptions) -> str | None:

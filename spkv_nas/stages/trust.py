@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from spkv_nas.artifacts.density import RECORD, DensityTable
 from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
@@ -71,6 +72,16 @@ def unknown_trust(table: DensityTable) -> str | None:
     if not table.is_density or "model" not in table.metadata:
         return None
     return "how well the table orders the heads was not measured; spkv-nas probe does it, or probe --signal opening"
+
+
+def recommendation(table: DensityTable) -> str | None:
+    """Which signal to choose by instead, and why; None for tables by that signal, and for what nobody probed."""
+    if table.signal == RECOMMENDED or "model" not in table.metadata:
+        return None
+    return (
+        f"{RECOMMENDED} choose better heads than {table.measure.noun} on every model of the project's study "
+        f"(reports/study): spkv-nas probe --signal {RECOMMENDED}"
+    )
 
 
 def _gains(table: DensityTable, judged: DensityTable) -> Gains | None:
