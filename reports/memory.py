@@ -1,8 +1,9 @@
-"""Peak memory of commands, measured beside what ``spkv-nas plan`` says: python reports/memory.py, half an hour.
+"""Peak memory of commands, measured beside what ``spkv-nas plan`` says: python reports/memory.py [STAGE ...].
 
-A command runs in a process of its own, after the same on a tiny model, so that what Python and its libraries take is
-there before. The peak is the resident memory's, above that. ``MALLOC_MMAP_THRESHOLD_`` has glibc give back every buffer
-at once; without it, it keeps what was freed of buffers below 32 MiB, which is an allocator's and not the model's.
+All stages take half an hour. A command runs in a process of its own, after the same on a tiny model, so that what
+Python and its libraries take is there before. The peak is the resident memory's, above that. ``MALLOC_MMAP_THRESHOLD_``
+has glibc give back every buffer at once; without it, it keeps what was freed of buffers below 32 MiB, which is an
+allocator's and not the model's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 SIZES = {  # d, f, L, Hq, Hkv, V
@@ -21,7 +23,7 @@ SIZES = {  # d, f, L, Hq, Hkv, V
     "many words": (256, 1024, 4, 4, 1, 32768),
 }
 LENGTHS = (512, 1024, 2048)
-STAGES = ("evaluate", "probe", "priced gates, frozen model")
+STAGES = ("evaluate", "probe", "priced gates, frozen model", "signal head-gates")
 TRAINING = {  # by what is said of it: keys of a recipe
     "train": "",
     "train, gradient_checkpointing": "gradient_checkpointing: true",
@@ -75,6 +77,8 @@ def command(stage: str, place: Path, size: str, length: int) -> list[str]:
     line += ["--block-size", str(length), "--device", "cpu", "--workspace", str(place), "--quiet"]
     if stage.startswith("priced"):
         return [*line, "--gain-tokens", "0", "--max-tokens", str(length), "--steps", "2", "--name", f"{size}-{length}"]
+    if stage == "signal head-gates":
+        return [*line, "--signal", "head-gates", "--max-tokens", str(BATCH * length), "--steps", "2"]
     return [*line, "--max-tokens", str(BATCH * length), *(["--gain-tokens", "0"] if stage == "probe" else [])]
 
 
@@ -108,8 +112,8 @@ def predicted(stage: str, place: Path, size: str, length: int) -> float:
     return next(one.memory.total for one in found.stages if one.name == stage)
 
 
-def main() -> None:
-    """Measure every stage at every size and length."""
+def main(stages: Sequence[str]) -> None:
+    """Measure stages at every size and length."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -118,7 +122,7 @@ def main() -> None:
         for size, shape in {"tiny": (32, 64, 2, 2, 1, 1024), **SIZES}.items():
             make(place / size, *shape)
         print("| stage | model | tokens of a block | measured MB | predicted MB | ratio |\n|---|---|---|---|---|---|")
-        for stage in (*STAGES, *TRAINING):
+        for stage in stages:
             for size in SIZES:
                 for length in LENGTHS:
                     asked = [sys.executable, __file__, stage, name, size, str(length)]
@@ -130,7 +134,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
-    else:  # a child
+    if len(sys.argv) == 5 and sys.argv[4].isdigit():  # a child
         measure(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    else:
+        main(sys.argv[1:] or (*STAGES, *TRAINING))
