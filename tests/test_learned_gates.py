@@ -21,7 +21,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load_tokenizer, save
 from spkv_nas.model.gates import predictors
-from spkv_nas.probing import priced
+from spkv_nas.probing import frozen, priced
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.priced import Learned, learn_gates
 from spkv_nas.proposal.propose import price_advice
@@ -71,7 +71,7 @@ class TestLearning:
     def test_passes_do_not_change_it(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
         whole, _ = learn(blocks, step_tokens=96)  # three blocks, so that two in a pass leave one
         for together, recomputes in ((1, False), (2, True)):
-            monkeypatch.setattr(priced, "_passes", lambda *_, made=(together, recomputes): made)
+            monkeypatch.setattr(priced, "passes", lambda *_, made=(together, recomputes): made)
             parts, _ = learn(blocks, step_tokens=96)
             mine, theirs = learned(whole), learned(parts)
             assert all(torch.allclose(mine[name], theirs[name], atol=1e-5) for name in mine)
@@ -81,8 +81,8 @@ class TestLearning:
         model = tiny_model()
         found = []
         for free in (1 << 40, 3_000_000, 1):
-            monkeypatch.setattr(priced, "own_bytes", lambda _, free=free: free)
-            found.append(priced._passes(model, GATES, 32, 8))
+            monkeypatch.setattr(frozen, "own_bytes", lambda _, free=free: free)
+            found.append(frozen.passes(model, 32, 8, GATES))
         assert found[0] == (8, False)
         assert 1 <= found[1][0] < 8
         assert found[2] == (1, True)

@@ -65,7 +65,7 @@ def choosers(subject: Subject) -> list[Chooser]:
     densities = [name for name in DENSITIES if name != LONG or has_long]
     found = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
     found += [Chooser(name, name) for name in (*ONCE, HEAD_GATES, REGRESSION)]
-    trained, frozen = (next(one for one in found if one.name == name) for name in plan.compared)
+    trained, frozen = (next(one for one in found if one.name == name) for name in plan.compared[:2])
     rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
     both = replace(frozen, name=f"{frozen.name}+{OPENING}", beside=OPENING)
     sparsest = replace(trained, name=SPARSEST, strategy=SPARSEST)

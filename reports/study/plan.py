@@ -77,7 +77,7 @@ class Plan(Section):
     window: int = Field(ge=1)
     budgets: list[str] = Field(min_length=1)
     taus: list[str] = Field(min_length=1)
-    compared: list[str] = Field(min_length=2, max_length=2, description="of a trained and of a frozen model")
+    compared: list[str] = Field(min_length=2, description="of a trained and of a frozen model, and others")
     chosen_on: int = Field(ge=1)
     scored_on: int = Field(ge=1)
     common: dict[str, Any]

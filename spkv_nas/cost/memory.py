@@ -77,11 +77,13 @@ class PassMemory:
         size: of the decoder.
         item: bytes of an activation.
         gates: that it has, if any.
+        mixes: whether heads mix global and local attention, and keep the results of both.
     """
 
     size: ModelSize
     item: int = FLOAT32
     gates: GateConfig | None = None
+    mixes: bool = False
 
     def forward(self, num_tokens: int) -> int:
         """Of a pass without gradients, up to the last hidden states."""
@@ -132,7 +134,7 @@ class PassMemory:
         """Bytes that a layer keeps of a token."""
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv = self._attention
-        own, norms = 3 * ffn + 2 * (q + kv), 2 * channels
+        own, norms = 3 * ffn + 2 * (q + kv) + q * self.mixes, 2 * channels
         if learns is not Learns.GATES:
             own += 2 * channels + ffn + q
         if learns is Learns.ALL:

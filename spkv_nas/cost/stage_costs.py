@@ -170,7 +170,7 @@ class Stages:
         """
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
-        passes = PassMemory(self.size, self.item, self.gates if of_keys else None)
+        passes = PassMemory(self.size, self.item, self.gates if of_keys else None, mixes=not of_keys)
         wanted = max(1, step_tokens // self.block_size)
         blocks, again = fitting_pass(passes, self.block_size, wanted, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=again))

@@ -29,9 +29,16 @@ def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterato
             parameter.requires_grad_(True)
 
 
-def passes(model: PreTrainedModel, length: int, wanted: int, gates: GateConfig | None = None) -> tuple[int, bool]:
-    """(blocks of ``length`` tokens in a pass, whether layers' activations are computed again), from the free memory."""
-    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates)
+def passes(
+    model: PreTrainedModel, length: int, wanted: int, gates: GateConfig | None = None, *, mixes: bool = False
+) -> tuple[int, bool]:
+    """How to learn in the free memory: (blocks of ``length`` tokens in a pass, whether layers are computed again).
+
+    Args:
+        wanted: blocks of a step.
+        gates, mixes: as ``PassMemory`` has them.
+    """
+    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates, mixes)
     return fitting_pass(memory, length, wanted, ROOM * own_bytes(str(model.device)))
 
 

@@ -68,6 +68,7 @@ class HeadGate:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """[B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for both
         everywhere, local = (attention(q, k, v, window=seen, scale=scale) for seen in (GLOBAL_WINDOW, self.window))
         gate = self.gate.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
         return gate * everywhere + (1.0 - gate) * local
@@ -102,7 +103,7 @@ def head_gates(
     if blocks.block_size <= window:
         raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
-    together, recomputes = passes(model, blocks.block_size, size)
+    together, recomputes = passes(model, blocks.block_size, size, mixes=True)
     with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
         grid, divergence = (len(states), states[0].num_kv_heads), math.nan
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
