@@ -19,7 +19,7 @@ from spkv_nas.report.axes import decades_axis, log_axis, round_axis, spread_axis
 from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
 from spkv_nas.report.colours import cividis
-from spkv_nas.report.density_charts import density_chart
+from spkv_nas.report.density_charts import density_chart, position_chart
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.labels import Box, Label, chart_labels, place_labels, spread
 from spkv_nas.report.plot import draw, save_chart
@@ -234,3 +234,13 @@ def test_profiles() -> None:
     assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])
     assert (positions["low"] <= positions["mean"]).all()
     assert position_profile(make_domain_table()) is None
+
+
+@pytest.mark.parametrize("last", [16, 90])
+def test_positions_of_unequal_parts_are_logarithmic(last: int) -> None:
+    positions = make_positions().replace({"end": {16: last}})
+    chart = position_chart(make_domain_table(("code", "docs"), positions=positions))
+    assert chart is not None
+    assert (chart.x.log, chart.x.high) == (last == 90, last)
+    line = next(mark for mark in chart.marks if isinstance(mark, Line))
+    assert all(0 <= chart.x.fraction(x) <= 1 for x in line.x)

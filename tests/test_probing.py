@@ -20,6 +20,7 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.gates import threshold_logit
+from spkv_nas.probing.counting import position_buckets
 from spkv_nas.probing.density import probe
 
 
@@ -57,6 +58,24 @@ def test_counts_are_those_of_a_plain_loop(
     assert table.positions is not None
     by_position = table.positions.pivot(index=["layer", "kv_head"], columns="start", values="density").to_numpy()
     assert np.allclose(by_position, kept.mean(0).reshape(8, 16, 2).mean(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [5, 512, 2048, 2049, 8192, 131072])
+def test_buckets_of_positions(length: int) -> None:
+    """Of one width up to 2,048 tokens; from there on each is wider than the one before, by one ratio."""
+    bucket = position_buckets(length)
+    width = np.bincount(bucket)
+    assert (np.diff(bucket) >= 0).all()
+    assert len(bucket) == length
+    assert len(width) == min(16, length)
+    if length <= 2048:
+        assert width.max() - width.min() <= 1
+    else:
+        assert width[0] == 128
+        edges = np.cumsum(width)
+        ratio = (edges[1:] - edges[:-1])[1:] / (edges[1:] - edges[:-1])[:-1]
+        assert np.allclose(ratio, ratio.mean(), atol=0.02)
+        assert (np.diff(width) >= -1).all()  # rounded
 
 
 def test_standard_errors_take_documents_as_clusters(model: PreTrainedModel, blocks: TokenBlocks) -> None:

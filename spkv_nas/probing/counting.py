@@ -27,6 +27,7 @@ from spkv_nas.model.gates import keeps
 from spkv_nas.model.watch import not_finite
 
 NUM_POSITION_BUCKETS = 16
+_FIRST_BUCKET = 128  # tokens: the most that the first bucket has; in longer blocks the others are wider, the last most
 BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
 DOCUMENT_CELLS = 20_000_000  # largest histogram by document: its bins are 2, 4, ... bins wide (0.1, 0.2, ... of logit)
 
@@ -99,6 +100,21 @@ class Bins:
         return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_coarse - 1)
 
 
+def position_buckets(length: int) -> NDArray[np.int64]:
+    """int64 [length], the bucket of each position: all of one width where the first then has 128 tokens at most.
+
+    In longer blocks each is wider than the one before by the same ratio, because density falls fast at first and
+    slowly later: of 131,072 tokens the first has 128 and the last 41 thousand.
+    """
+    number = min(NUM_POSITION_BUCKETS, length)
+    if length <= number * _FIRST_BUCKET:
+        return np.arange(length, dtype=np.int64) * number // length
+    roots = np.roots([*[1.0] * (number - 1), 1.0 - length / _FIRST_BUCKET])  # of 1 + r + ... = length / first
+    ratio = roots[(abs(roots.imag) < 1e-9) & (roots.real > 1.0)].real.item()
+    ends = np.round(_FIRST_BUCKET * np.cumsum(ratio ** np.arange(number - 1)))
+    return np.searchsorted(ends, np.arange(length), side="right").astype(np.int64)
+
+
 class GateCounter:
     """Adds up ``Counts`` over batches of blocks: ``begin``, then ``see`` for each layer, then ``end``.
 
@@ -115,11 +131,10 @@ class GateCounter:
         numbers = {domain: i for i, domain in enumerate(blocks.domains)}
         self.domain_of = np.array([numbers[d.domain] for d in blocks.documents])
         self.group_of, groups = group_documents(self.domain_of, len(numbers))
-        num_buckets = min(NUM_POSITION_BUCKETS, blocks.block_size)
-        self.bucket_of = torch.arange(blocks.block_size, device=device) * num_buckets // blocks.block_size
+        self.bucket_of = torch.from_numpy(position_buckets(blocks.block_size)).to(device)
         self.bins = Bins(math.prod((groups, *grid)))
         sizes = len(numbers), len(blocks.documents), groups
-        self.counts = _no_counts(sizes, grid, num_buckets, self.bins, device)
+        self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
         self._first: _Part | None = None  # once it has ended; of it there may be more in the process before
         self._open: _Part | None = None  # the last one
 

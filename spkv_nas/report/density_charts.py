@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.stability import Certainty
-from spkv_nas.report.axes import name_axis, round_axis
+from spkv_nas.report.axes import decades_axis, name_axis, round_axis
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, numbers
 from spkv_nas.report.profiles import domain_profile, position_profile
 from spkv_nas.report.words import short
+
+_UNEVEN = 2.0  # ratio of the widest part of a block to the narrowest from which on positions are logarithmic
 
 
 def density_chart(table: DensityTable) -> Chart:
@@ -119,6 +121,11 @@ def position_chart(table: DensityTable) -> Chart | None:
     if profile is None:
         return None
     centre = numbers(profile["start"] + profile["end"], 0.5)
+    position, end = "Position of the token in its block", float(profile["end"].iloc[-1])
+    widths = profile["end"] - profile["start"]
+    axis = round_axis(position, 0, end, exact=True)
+    if widths.max() > _UNEVEN * widths.min():
+        axis = decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
     low, mean, high = (numbers(profile[column]) for column in ("low", "mean", "high"))
     first, last = profile.iloc[0], profile.iloc[-1]
     tips = tuple(
@@ -130,8 +137,8 @@ def position_chart(table: DensityTable) -> Chart | None:
         "positions",
         "By position" if table.tau_of_positions == table.tau else f"By position, at τ = {table.tau_of_positions:g}",
         f"Mean density at τ = {table.tau_of_positions:g} is {first['mean']:.3f} in the first "
-        f"{first['end']:.0f} tokens and {last['mean']:.3f} from token {last['start']:.0f} on.",
-        round_axis("Position of the token in its block", 0, float(last["end"]), exact=True),
+        f"{first['end']:,.0f} tokens and {last['mean']:.3f} from token {last['start']:,.0f} on.",
+        axis,
         round_axis(f"Density at τ = {table.tau_of_positions:g}", 0, 1),
         (
             Band(centre, low, high, "80 % of heads"),
