@@ -42,8 +42,8 @@ random: 2
 search: {sampler: surrogate, trials: 11, tokens: 320, guide: opening, signals: [retrieval]}
 retrain: {references: [tiny], budget: "50%", branch: {steps: 2, batch_size: 2, learning_rate: 1e-2}, seeds: [0]}
 curves:
-  {reference: tiny, budget: "50%", tau: "0.5", steps: [2], step_tokens: [32], seeds: [0], block_sizes: [16],
-   windows: [4]}
+  {reference: tiny, signals: [head-gates, priced-frozen], budget: "50%", tau: "0.5", steps: [2], step_tokens: [32],
+   seeds: [0], block_sizes: [16], windows: [4]}
 """
 pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:what .* layouts lose")
 
@@ -110,7 +110,7 @@ def test_the_study_runs_and_goes_on(
     assert priced.priced_at == 0.25
     probed = read_json(runs / "tiny" / "reference.json", "note")["chosen_on"]
     assert int(priced.metadata["forward_tokens"]) == 2 * 3 * 64 + probed  # two passes a step, and the probe
-    assert len(pd.read_csv(out / "curves.csv")) == 4
+    assert pd.read_csv(out / "curves.csv")["signal"].tolist() == 4 * ["head-gates"] + 4 * ["priced-frozen"]
     assert not list((runs / "models" / "branches").glob("study-*"))  # what is kept of a retraining is its NLL
     layout = Layout.read(runs / "tiny" / "layouts" / "2" / "opening.yaml")
     assert (runs / "tiny" / "zero-shot" / f"{layout.content_hash}.npz").is_file()

@@ -88,7 +88,7 @@ def _text(tables: dict[str, pd.DataFrame]) -> list[str]:
         text += [head, _CORRELATION, _grid(part, "coverage_by", ["reference", "budget"], _rho)]
     text += ["## Cost of the signals", _COST, _grid(tables["costs"], "signal", ["reference"], _cost)]
     if len(tables["curves"]):
-        text += ["## The frozen lane: steps, tokens, lengths, windows", _CURVES, _curves(tables["curves"])]
+        text += ["## Learning on a frozen model: steps, tokens, lengths, windows", _CURVES, _curves(tables["curves"])]
     return text
 
 
@@ -115,8 +115,8 @@ _COST = (
     "signals that it starts from. Probing counts once. The seconds of unpriced-long are those of its probe."
 )
 _CURVES = (
-    "ΔNLL % against full attention at the same length, of the layout that the lane chose there (own), of the one it "
-    "chose at the plan's setting with the same seed (base), and of B, one layer in four."
+    "ΔNLL % against full attention at the same length, of the layout that the signal chose there (own), of the one it "
+    "chose at its usual setting with the same seed (base), and of B, one layer in four."
 )
 
 
@@ -166,10 +166,10 @@ def _ranks(rows: pd.DataFrame) -> str:
 def _curves(rows: pd.DataFrame) -> str:
     names = ["steps", "step_tokens", "block_size", "window", "seed", "heads", "shared_with_base"]
     lines = [
-        [*(int(row[name]) for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
+        [row["signal"], *(int(row[name]) for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
         for _, row in rows.iterrows()
     ]
-    return markdown([*(name.replace("_", " ") for name in names), "own", "base", "B"], lines)
+    return markdown(["signal", *(name.replace("_", " ") for name in names), "own", "base", "B"], lines)
 
 
 def _of(row: pd.Series, which: str) -> str:

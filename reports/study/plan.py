@@ -59,9 +59,10 @@ class Retrain(Section):
 
 
 class Curves(Section):
-    """Settings of the frozen lane; base values are those of the plan."""
+    """Settings of signals that learn on a frozen model; base values are those of the plan, or the library's."""
 
     reference: str
+    signals: list[str]
     budget: str
     tau: str
     steps: list[int]

@@ -4,7 +4,7 @@
   signals    density tables, priced and not, and all rivals; then the searches
   zero-shot  layouts of all signals that are there by then, judged without training
   retrain    the same, retrained
-  curves     steps, tokens, lengths and windows of the frozen lane
+  curves     steps, tokens, lengths and windows of what learns on a frozen model
   tables     CSV, figures and README.md from what is there, in no time
 
 Every cell of a table is a file below --runs that is written once and at once, so any command may be killed and given
