@@ -191,6 +191,14 @@ class TestPricedTables:
         assert "was to keep 25% of the keys, and the budget is 80% of the heads" in advice
         assert price_advice(make_table(np.full((4, 5), 0.25)), 16) is None
 
+    def test_a_budget_far_from_that_of_other_signals_is_said(self) -> None:
+        facts = {"signal": "head-gates", "budget": 5}
+        table = replace(make_table(np.full((4, 5), 0.25)), metadata=facts)
+        assert price_advice(table, 5) is None
+        assert str(price_advice(table, 16)).endswith(
+            "was learned for 5 global heads, and the budget is 80% of 20: probe again with --budget 80%"
+        )
+
     def test_closed_heads_are_what_a_price_is_for(self) -> None:
         table = make_table(np.where(np.arange(20).reshape(4, 5) < 1, 0.9, 0.01))
         assert "nothing" in table.diagnosis()[0]

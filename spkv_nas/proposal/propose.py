@@ -102,15 +102,20 @@ def layer_advice(table: DensityTable, granularity: str) -> str | None:
 
 
 def price_advice(table: DensityTable, budget: int | str | None) -> str | None:
-    """Says when the gates were priced for quite another budget: a head's density then tells of another choice."""
+    """Says when the table was learned for quite another budget: its values then tell of another choice."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
-    priced = table.priced_at
-    if priced is None or 1 / _FAR <= share / priced <= _FAR:
-        return None
-    return (
-        f"the gates' price was to keep {priced:.0%} of the keys, and the budget is {share:.0%} of the heads: probe "
-        f"again with --budget {share:.0%}, or gates.target_density: {share:.2g} in the recipe"
-    )
+    priced, learned_for = table.priced_at, table.metadata.get("budget")
+    if priced is not None and not 1 / _FAR <= share / priced <= _FAR:
+        return (
+            f"the gates' price was to keep {priced:.0%} of the keys, and the budget is {share:.0%} of the heads: probe "
+            f"again with --budget {share:.0%}, or gates.target_density: {share:.2g} in the recipe"
+        )
+    if learned_for is not None and not 1 / _FAR <= share * table.num_heads / learned_for <= _FAR:
+        return (
+            f"'{table.name}' was learned for {learned_for} global heads, and the budget is {share:.0%} of "
+            f"{table.num_heads}: probe again with --budget {share:.0%}"
+        )
+    return None
 
 
 def tau_advice(table: DensityTable, budget: int | str | None) -> str | None:
