@@ -100,6 +100,19 @@ class TestExport:
         assert f"its weights were {'cloned' if clones else 'copied'} as" in export(MIXED, dense, tmp_path / "out")
         load(tmp_path / "out")
 
+    @pytest.mark.usefixtures("unchecked")
+    def test_a_model_beyond_memory(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its weights stay in their files; but a config that asks for more than these hold is refused as before."""
+        model, _ = load(dense)
+        enough = max(4 * sum(p.numel() for p in part.parameters()) for part in fresh.parts(model))
+        monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda *_: enough)
+        with pytest.raises(UserError, match="of memory"):
+            load(dense)
+        export(LAYERWISE, dense, tmp_path / "out")
+        change_config(dense, lambda config: config.update(vocab_size=10**12))
+        with pytest.raises(UserError, match="are too small"):
+            export(LAYERWISE, dense, tmp_path / "more")
+
     def test_a_disk_that_is_full(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: Any) -> None:
             raise OSError(28, "No space left on device")

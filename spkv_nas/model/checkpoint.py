@@ -182,7 +182,7 @@ def model_origin(path_or_id: str | Path) -> dict[str, str]:
 
 
 def load(
-    path_or_id: str | Path, *, dtype: torch.dtype | None = None
+    path_or_id: str | Path, *, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Hugging Face decoder and its tokenizer; gates and layout are restored if the checkpoint has them.
 
@@ -193,6 +193,7 @@ def load(
         path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, ``ID@REVISION`` at a
             branch, a tag or a commit.
         dtype: of the weights; None keeps the checkpoint's own. Predictors keep the dtype they were saved in.
+        mapped: weights in their own dtype are to stay in their files, so that memory is not asked for them.
 
     Raises:
         UserError: nothing there, a damaged or truncated file, weights that are not all there, not finite or not of this
@@ -201,31 +202,33 @@ def load(
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = _read_config(source, what)
     explicit = getattr(config, "transformers_weights", None)
-    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True}
     with _as_user_error(what):
         folder = model_folder(source, explicit)
     with manifest_checked(folder):
         files = check_files(folder, explicit)
         with _as_user_error(what):
-            restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
-            build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
-            quantized = (
-                getattr(config, "quantization_config", None) is not None
-            )  # a parameter may take less than a byte
-            item_bytes = 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
-            num_parameters = check_size(config, item_bytes, what, build=build)
-            if not quantized:
-                check_room(files, num_parameters, what)
-            if restored is not None:
-                model = restored.from_pretrained(folder, config=config, **options)
-            else:
-                with quiet_report():
-                    model, info = AutoModelForCausalLM.from_pretrained(
-                        folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True,
-                        trust_remote_code=False, **options,
-                    )  # fmt: skip
-                check_loaded(model, info, what)
+            model = _load_weights(folder, files, config, what, dtype, mapped)
         return model, load_tokenizer(source)
+
+
+def _load_weights(
+    folder: Path, files: list[Path], config: PreTrainedConfig, what: str, dtype: torch.dtype | None, mapped: bool
+) -> PreTrainedModel:
+    restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
+    build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
+    quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
+    item_bytes = 0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
+    num_parameters = check_size(config, item_bytes, what, build=build)
+    if not quantized:
+        check_room(files, num_parameters, what)
+    options: dict[str, Any] = {"config": config, "dtype": dtype or "auto", "use_safetensors": True}
+    if restored is not None:
+        return restored.from_pretrained(folder, **options)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    with quiet_report():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    check_loaded(model, info, what)
+    return model
 
 
 def load_on(

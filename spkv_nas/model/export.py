@@ -51,7 +51,7 @@ def export(
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     target = _checked(out)
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, checkpoint_layout(model), checkpoint)
     apply_layout(model, layout)  # checks the shape before anything is written
     write = partial(save_as_files, model, tokenizer, weight_files(checkpoint), link=link)

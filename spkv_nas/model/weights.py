@@ -97,7 +97,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
         warnings.warn(
             f"{what}: {len(others)} tensors are not used, because a decoder for text has no place for them: "
             f"{_names(others)}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

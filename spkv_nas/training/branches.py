@@ -32,6 +32,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import checkpoint_hash, load_on
+from spkv_nas.model.source import commit_of
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
 from spkv_nas.training.callbacks import HeldoutCallback
@@ -249,6 +250,7 @@ def _record(
     variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
     """What ``run.json`` says of a branch."""
+    commit = None if recipe.model.path is None else commit_of(recipe.model.path)
     return {
         "variant": variant.name,
         "heldout_nll": measured.nll.mean,
@@ -259,6 +261,7 @@ def _record(
         "seed": seed,
         "processes": num_processes(),
         "recipe": recipe.model_dump(mode="json"),
+        **({} if commit is None else {"model_commit": commit}),
         "environment": environment(),
     }
 
