@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_json
 from spkv_nas.base.records import read_record
 from spkv_nas.model.checkpoint import (
     checkpoint_hash,
@@ -30,6 +31,11 @@ from spkv_nas.model.weight_files import INDEX, content_hashes
 from spkv_nas.stages.common import model_name
 from spkv_nas.stages.evaluate import score
 from spkv_nas.stages.options import ScoreOptions
+from spkv_nas.training.branches import branch_folder, train_branch
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.dense import dense_checkpoint
+from spkv_nas.training.recipe import ModelConfig, Recipe
+from spkv_nas.training.variants import Variant
 
 OLD, NEW = "a" * 40, "b" * 40
 
@@ -130,6 +136,22 @@ def test_results_name_the_commit(repository: Repository, text: Path, tmp_path: P
     )
     record = read_record(tmp_path / "reports" / model_name(source) / "zero-shot.yaml", "scores")
     assert (record["model"], record["commit"]) == (source, OLD)
+
+
+def test_a_recipe_starts_from_a_revision(
+    repository: Repository, recipe: Recipe, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Its branches are others than those of another revision, and say which it was."""
+    folders, variant = [], Variant.full_attention()
+    for revision, commit in (("v1", OLD), ("main", NEW)):
+        model = ModelConfig(path=f"{repository.name}@{revision}")
+        changed = recipe.model_copy(update={"model": model, "dense": None})
+        dense = dense_checkpoint(changed, corpus, tmp_path)
+        folder = branch_folder(changed, dense, tmp_path, variant, 0)
+        train_branch(changed, corpus, dense, folder, variant, device="cpu")
+        assert read_json(folder / "final" / "run.json", "record")["model_commit"] == commit
+        folders.append(folder)
+    assert folders[0] != folders[1]
 
 
 @pytest.mark.parametrize("rows", [("GG", "LL", "LL", "GG"), ("GL", "LL", "LG", "GG")], ids=["stock", "own"])
