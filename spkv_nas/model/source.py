@@ -17,9 +17,6 @@ from spkv_nas.model.weight_files import FILE, INDEX, index_names, is_index
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
-_MAY_LACK = dict.fromkeys(
-    ("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False
-)  # of cached_file
 
 
 def resolve(path_or_id: str | Path) -> Path:
@@ -98,7 +95,7 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
     name, commit = pinned(source)
 
     def get(file: str) -> str | None:
-        found: str | None = cached_file(name, file, revision=commit, **_MAY_LACK)
+        found: str | None = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
         return found
 
     get(_GENERATION)

@@ -123,7 +123,7 @@ def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
         UserError: links are asked for where there are none, such as from one file system to another.
         OSError: ``folder`` cannot be written.
     """
-    done = set()
+    how = "linked" if link else "cloned"
     for file in files:
         original, new = file.resolve(), folder / file.name
         if link:
@@ -133,8 +133,8 @@ def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
                 raise UserError(f"cannot link {original}: {first_line(error)}\nleave --link out") from error
         elif not _clone(original, new):
             shutil.copyfile(original, new)
-            done.add("copied")
-    return "linked" if link else "copied" if done else "cloned"
+            how = "copied"
+    return how
 
 
 def _clone(original: Path, new: Path) -> bool:
