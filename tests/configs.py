@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3-8B": {
         "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -44,3 +47,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 BILLIONS = {  # of parameters, as their cards say
     "Llama-3-8B": 8.03, "Llama-3-70B": 70.6, "Qwen3-8B": 8.19, "Mistral-Small-24B": 23.6, "Gemma-3-12B": 12.2,
 }  # fmt: skip
+
+
+def published(name: str, **changes: Any) -> PreTrainedConfig:
+    """The config of one of these models, keys of its file changed."""
+    content = {**CONFIGS[name], **changes}
+    return AutoConfig.for_model(content.pop("model_type"), **content)
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model without memory for its weights."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import MANIFEST, is_complete, write_manifest
 from spkv_nas.model.checkpoint import load, save, weights_identity
-from spkv_nas.model.weights import FILE
+from spkv_nas.model.weight_files import FILE
 
 
 class TestManifest:

@@ -144,7 +144,7 @@ class TestFreshProcess:
 
 
 def test_weights_keep_their_dtypes_and_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, tokens: Tensor, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """They are compared in float32 and written as they came, those of mixed checkpoints too."""
     model = tiny_model(vocab_size=300).to(torch.bfloat16)
@@ -155,10 +155,13 @@ def test_weights_keep_their_dtypes_and_bits(
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name], after[name]) for name in before)
     model.model.norm.float()
-    with fresh._float32(model):
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    with fresh.float32(model):
+        found = logits(model, tokens)
+        assert model.model.layers[1].mlp.down_proj.weight.dtype is torch.bfloat16  # between uses
     assert model.model.norm.weight.dtype is torch.float32
     assert model.lm_head.weight.dtype is torch.bfloat16
+    assert {parameter for part in fresh.parts(model) for parameter in part.parameters()} == set(model.parameters())
+    assert torch.equal(found, logits(model.float(), tokens))
 
 
 def test_a_model_that_calls_its_layers_otherwise(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from configs import BILLIONS, CONFIGS
+from configs import BILLIONS, CONFIGS, on_meta, published
 from helpers import FAMILIES, fails, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
@@ -35,19 +35,10 @@ FIXED = "what no block changes takes more already: a device with more memory"
 FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
 
 
-def on_meta(name: str) -> PreTrainedModel:
-    config = dict(CONFIGS[name])
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config.pop("model_type"), **config)
-        )
-    return model
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_model_on_the_device_meta(name: str) -> None:
     """Its parameters as they are counted and as published; gates and then a layout on it. Nothing is loaded."""
-    model = on_meta(name)
+    model = on_meta(published(name))
     size = model_size(model)
     assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert size.num_parameters / 1e9 == pytest.approx(BILLIONS[name], rel=0.005)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import MANIFEST, write_manifest
 from spkv_nas.model.checkpoint import load, read_shape, save
-from spkv_nas.model.weights import FILE, INDEX
+from spkv_nas.model.weight_files import FILE, INDEX
 
 
 def without(part: str) -> Callable[[Weights], None]:

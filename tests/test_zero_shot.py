@@ -43,7 +43,7 @@ def test_a_score_on_disk_serves_the_same_blocks_of_more_documents(blocks: TokenB
     more = replace(blocks, documents=(*blocks.documents, DocumentInfo("12", "all", "12")))
     layouts = LAYOUTS[:2]
     for some in (blocks, more, blocks):
-        cache = cache_folder(tmp_path, model, "tiny", some)
+        cache = cache_folder(tmp_path, model, "embedded:dense", some)
         for score, alone in zip(
             zero_shot(model, layouts, some, cache=cache), zero_shot(model, layouts, some), strict=True
         ):

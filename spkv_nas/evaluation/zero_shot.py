@@ -125,7 +125,7 @@ def zero_shot(
 
 def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
     """The folder below ``root`` for scores of this checkpoint, in this dtype, on this text."""
-    key = hashlib.sha256(f"{checkpoint_hash(model, path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
+    key = hashlib.sha256(f"{checkpoint_hash(path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
     for part in (blocks.tokens, blocks.document):
         key.update(np.ascontiguousarray(part).data)
     return root / key.hexdigest()[:16]

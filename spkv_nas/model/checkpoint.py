@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import cached_file
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize, Shape
-from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import check_dtype, choose_dtype
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import read_json, sha256_file
-from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, check_manifest, read_manifest, write_manifest
+from spkv_nas.base.files import read_json
+from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
 from spkv_nas.model.own_type import stock_class
 from spkv_nas.model.restore import restoring_class
 from spkv_nas.model.section import saved_gates, saved_layers
 from spkv_nas.model.shape import check_counts, check_size, config_size
-from spkv_nas.model.weights import INDEX, check_files, check_loaded, check_room, index_names, quiet_report
+from spkv_nas.model.source import commit_of, config_place, model_folder, pinned, resolve
+from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
+from spkv_nas.model.weights import check_loaded, check_room, quiet_report
+
+SHARD_BYTES = 5_000_000_000  # of a file of weights at most, as on the hub: so much of a GPU's is copied at a time
 
 
 def save(
@@ -58,17 +61,21 @@ def save_files(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write weights (safetensors), config with its ``spkv`` section, and tokenizer into ``folder``.
 
+    A file is written from where its tensors are, mapped files included, so that no second copy of them is made.
+
     Args:
         weights: those of a sharded model, gathered; by default the model's own.
+        shard_bytes: of a file at most.
 
     Raises:
         UserError: the place is full or cannot be written.
     """
     try:
-        model.save_pretrained(folder, state_dict=weights)
+        model.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
         mode = (folder / "config.json").stat().st_mode
         for file in folder.glob("*.safetensors"):
             file.chmod(mode)  # safetensors makes them readable by their owner alone, whatever the umask is
@@ -76,6 +83,51 @@ def save_files(
         raise _unwritten(folder, error) from error
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """What was done to write weights, to end a sentence, and the SHA-256, by name, of files that are as before."""
+
+    done: str
+    hashes: dict[str, str]
+
+
+def save_as_files(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    files: Sequence[Path],
+    folder: Path,
+    *,
+    link: bool = False,
+) -> WrittenWeights:
+    """As ``save_files``, of a model whose weights lie in ``files`` unchanged: these go into ``folder`` as they are.
+
+    Where they hold other tensors than the model, such as gates that it has no more, weights are written anew, in shards
+    as large as before.
+
+    Args:
+        link: make hard links (``weight_files.carry``).
+
+    Raises:
+        UserError: the place is full or cannot be written, or there are no links to it.
+    """
+    if getattr(model.config, "transformers_weights", None) is not None:  # names of its own, which are not kept
+        model.config.transformers_weights = None
+    elif stored_names(files) <= model.state_dict().keys():
+        carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
+        try:
+            how = carry(carried, folder, link=link)
+            model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        except OSError as error:
+            raise _unwritten(folder, error) from error
+        save_tokenizer(tokenizer, folder)
+        return WrittenWeights(f"its weights were {how} as they are, file by file", content_hashes(carried))
+    save_files(model, tokenizer, folder, shard_bytes=max(file.stat().st_size for file in files))
+    return WrittenWeights("its weights were written anew", {})
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -105,32 +157,43 @@ def weights_identity(folder: Path) -> str:
     if (folder / MANIFEST).exists():
         hashes = {name: value for name, value in read_manifest(folder).items() if name.endswith(WEIGHT_ENDINGS)}
     else:
-        hashes = {p.name: sha256_file(p) for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()}
+        hashes = content_hashes([p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()])
     files = {name: value for name, value in hashes.items() if "/" not in name}  # others no model is loaded from
     if not files:
         raise UserError(f"model {folder} has no weights in safetensors files")
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 
 
-def checkpoint_hash(model: PreTrainedModel, path_or_id: str | Path) -> str:
-    """Hexadecimal SHA-256 that names the content of the checkpoint that ``model`` was loaded from.
-
-    Of its config and weights; of id and commit where it is on the hub.
-    """
+def checkpoint_hash(path_or_id: str | Path) -> str:
+    """Hexadecimal SHA-256 that names the content of a checkpoint: its config and weights; on the hub id and commit."""
     folder = resolve(path_or_id)
     if folder.is_dir():
         return weights_identity(folder)
-    return hashlib.sha256(f"{path_or_id} {getattr(model.config, '_commit_hash', None)}".encode()).hexdigest()
+    with _as_user_error(f"model {path_or_id}"):
+        name, commit = pinned(str(path_or_id))
+    return hashlib.sha256(f"{name} {commit}".encode()).hexdigest()
+
+
+def model_origin(path_or_id: str | Path) -> dict[str, str]:
+    """What a result says of the checkpoint that it is of: its name, and the commit where it is on the hub."""
+    with _as_user_error(f"model {path_or_id}"):
+        commit = commit_of(path_or_id)
+    return {"model": str(path_or_id)} | ({} if commit is None else {"commit": commit})
 
 
 def load(
-    path_or_id: str | Path, *, dtype: torch.dtype | None = None
+    path_or_id: str | Path, *, dtype: torch.dtype | None = None, mapped: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Hugging Face decoder and its tokenizer; gates and layout are restored if the checkpoint has them.
 
+    On the CPU, in the checkpoint's own dtype, weights are not read into memory but mapped: the system reads what is
+    used, and may forget it.
+
     Args:
-        path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub.
+        path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, ``ID@REVISION`` at a
+            branch, a tag or a commit.
         dtype: of the weights; None keeps the checkpoint's own. Predictors keep the dtype they were saved in.
+        mapped: weights in their own dtype are to stay in their files, so that memory is not asked for them.
 
     Raises:
         UserError: nothing there, a damaged or truncated file, weights that are not all there, not finite or not of this
@@ -139,31 +202,33 @@ def load(
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = _read_config(source, what)
     explicit = getattr(config, "transformers_weights", None)
-    files = None
-    if Path(source).is_dir():
-        check_manifest(Path(source))
-        files = check_files(Path(source), explicit)
-    options: dict[str, Any] = {"dtype": dtype or "auto", "use_safetensors": True}
     with _as_user_error(what):
-        if files is None:
-            _check_cached_index(source, explicit)
-        restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
-        build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
-        quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
-        item_bytes = 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
-        num_parameters = check_size(config, item_bytes, what, build=build)
-        if files is not None and not quantized:
-            check_room(files, num_parameters, what)
-        if restored is not None:
-            model = restored.from_pretrained(source, config=config, **options)
-        else:
-            with quiet_report():
-                model, info = AutoModelForCausalLM.from_pretrained(
-                    source, config=config, output_loading_info=True, ignore_mismatched_sizes=True,
-                    trust_remote_code=False, **options,
-                )  # fmt: skip
-            check_loaded(model, info, what)
-    return model, load_tokenizer(source)
+        folder = model_folder(source, explicit)
+    with manifest_checked(folder):
+        files = check_files(folder, explicit)
+        with _as_user_error(what):
+            model = _load_weights(folder, files, config, what, dtype, mapped)
+        return model, load_tokenizer(source)
+
+
+def _load_weights(
+    folder: Path, files: list[Path], config: PreTrainedConfig, what: str, dtype: torch.dtype | None, mapped: bool
+) -> PreTrainedModel:
+    restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
+    build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
+    quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
+    item_bytes = 0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
+    num_parameters = check_size(config, item_bytes, what, build=build)
+    if not quantized:
+        check_room(files, num_parameters, what)
+    options: dict[str, Any] = {"config": config, "dtype": dtype or "auto", "use_safetensors": True}
+    if restored is not None:
+        return restored.from_pretrained(folder, **options)
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
+    with quiet_report():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    check_loaded(model, info, what)
+    return model
 
 
 def load_on(
@@ -202,42 +267,32 @@ def read_gates(path_or_id: str | Path) -> GateConfig | None:
 
 def _read_config(source: str, what: str) -> PreTrainedConfig:
     """The config of a model folder, an id or a config file. Raises ``UserError``."""
-    path = Path(source)
-    file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
-        check_counts(read_json(file, "config"), what)  # first, because lists are made as long as it says
     with _as_user_error(what):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        path = config_place(source)
+        file = path / "config.json" if path.is_dir() else path
+        if file.is_file():
+            check_counts(read_json(file, "config"), what)  # first, because lists are made as long as it says
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
 
 
-def _check_cached_index(source: str, explicit: str | None) -> None:
-    """Of a model by its id: refuse an index of shards that names anything else than files beside it."""
-    missing = dict.fromkeys(("_raise_exceptions_for_missing_entries", "_raise_exceptions_for_connection_errors"), False)
-    file = cached_file(source, INDEX if explicit is None else explicit, **missing)
-    if file is not None and str(file).endswith(".index.json"):
-        index_names(Path(file))
+def weight_files(path_or_id: str | Path) -> list[Path]:
+    """The files with the weights of a model that was loaded. Raises ``UserError``, as ``load``."""
+    source = str(resolve(path_or_id))
+    explicit = getattr(_read_config(source, f"model {path_or_id}"), "transformers_weights", None)
+    return check_files(model_folder(source, explicit), explicit)
 
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or id, or of a name like ``embedded:dense``."""
     source = str(resolve(path_or_id))
     with _as_user_error(f"tokenizer {source}"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        name, commit = pinned(source)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, **({} if commit is None else {"revision": commit})
+        )
         tokenizer("a word")  # settings of wrong types show in use
     return tokenizer
-
-
-def resolve(path_or_id: str | Path) -> Path:
-    """A path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
-    text = str(path_or_id)
-    if not text.startswith(EMBEDDED_PREFIX):
-        return Path(text)
-    folder = EMBEDDED / text.removeprefix(EMBEDDED_PREFIX)
-    if not folder.is_dir():
-        names = sorted(f"{EMBEDDED_PREFIX}{p.name}" for p in EMBEDDED.iterdir() if (p / "config.json").is_file())
-        raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(names)}")
-    return folder
 
 
 @contextmanager

@@ -1,8 +1,15 @@
-"""Export: a checkpoint with a layout applied, as a Hugging Face folder."""
+"""Export: a checkpoint with a layout applied, as a Hugging Face folder.
+
+A layout changes the config and no number, so that the files of the weights go into the folder as they are
+(``weight_files.py``), shards and their index too. Only where they hold more than the model, such as its gates, or name
+tensors otherwise, are they written anew, from where they are mapped and in shards as large as before.
+"""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,14 +20,16 @@ from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import new_folder
 from spkv_nas.model import fresh
 from spkv_nas.model.attach import detach
-from spkv_nas.model.checkpoint import load, save, save_files
+from spkv_nas.model.checkpoint import WrittenWeights, load, save_as_files, weight_files
 from spkv_nas.model.own_type import OWN_TYPE, set_own_type
 from spkv_nas.model.section import checkpoint_layout
-from spkv_nas.model.stock import NoStockForm, stock_config
+from spkv_nas.model.stock import NoStockForm, stock_config, write_stock_config
 from spkv_nas.model.windows import apply_layout
 
 
-def export(layout: Layout | None, checkpoint: str | Path, out: Path, *, allow_dense: bool = False) -> str:
+def export(
+    layout: Layout | None, checkpoint: str | Path, out: Path, *, allow_dense: bool = False, link: bool = False
+) -> str:
     """Write the checkpoint's weights with ``layout`` to the folder ``out``; says in a sentence what was written.
 
     A layer-wise layout becomes a stock architecture where there is one that computes the same, which a fresh process
@@ -31,6 +40,8 @@ def export(layout: Layout | None, checkpoint: str | Path, out: Path, *, allow_de
         layout: None takes the one that the checkpoint has, a hybrid as it was retrained.
         out: a new folder, or an empty one; it appears there in one step, when it is complete.
         allow_dense: keep the stock model type for what has no stock form, so that plain ``transformers`` runs it dense.
+        link: hard links to the checkpoint's files, which take no room; whatever writes into one changes the other.
+            Otherwise clones, where the file system has them, or copies.
 
     Raises:
         UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it, there is
@@ -40,25 +51,29 @@ def export(layout: Layout | None, checkpoint: str | Path, out: Path, *, allow_de
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     target = _checked(out)
-    model, tokenizer = load(checkpoint)
+    model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, checkpoint_layout(model), checkpoint)
     apply_layout(model, layout)  # checks the shape before anything is written
+    write = partial(save_as_files, model, tokenizer, weight_files(checkpoint), link=link)
     try:
         with new_folder(target) as folder:
-            done = _write_stock(model, tokenizer, layout, folder)
+            done = _write_stock(model, tokenizer, layout, write, folder)
         return f"{out}: {done}"
     except (NoStockForm, fresh.Differs) as error:
         reason = str(error)
     apply_layout(model, layout)
     set_own_type(model.config, not allow_dense)
     with new_folder(target) as folder:
-        save(model, tokenizer, folder)
+        weights = write(folder)
+        write_manifest(folder, weights.hashes)
     if allow_dense:
-        return f"{out}: loads with spkv_nas.load; plain transformers runs it dense without a word, as {reason}"
-    return (
-        f"{out}: loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
-        f"refuses its model type '{OWN_TYPE}' (--allow-dense keeps the stock one). It has no stock form: {reason}"
-    )
+        loads = f"spkv_nas.load; plain transformers runs it dense without a word, as {reason}"
+    else:
+        loads = (
+            "spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers refuses its model "
+            f"type '{OWN_TYPE}' (--allow-dense keeps the stock one). It has no stock form: {reason}"
+        )
+    return f"{out}: loads with {loads}; {weights.done}"
 
 
 def _checked(out: Path) -> Path:
@@ -89,7 +104,13 @@ def _chosen(given: Layout | None, own: Layout | None, checkpoint: str | Path) ->
     return given
 
 
-def _write_stock(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, layout: Layout, folder: Path) -> str:
+def _write_stock(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: Layout,
+    write: Callable[[Path], WrittenWeights],
+    folder: Path,
+) -> str:
     """Write a hybrid as a stock architecture, and have a fresh process confirm it; says what was written.
 
     Raises:
@@ -100,12 +121,12 @@ def _write_stock(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, lay
     detach(model)
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # what a checkpoint of hooks says is for them
-    save_files(model, tokenizer, folder)
-    config.save_pretrained(folder)
+    weights = write(folder)
+    write_stock_config(config, folder)
     difference = fresh.check(folder, hybrid)
-    write_manifest(folder)
+    write_manifest(folder, weights.hashes)
     return (
         f"a stock {config.model_type} checkpoint, which plain transformers loads without this package; over "
         f"{len(hybrid.tokens)} tokens in a process of its own its logits are the hybrid's to {difference:.0e} of the "
-        "largest"
+        f"largest; {weights.done}"
     )

@@ -2,8 +2,8 @@
 
 The folder is loaded there by ``plain_logits.py``, which this package is not imported into. Random tokens go through
 both models in float32, ``BEYOND`` more of them than the window has keys, and the last logits are compared: those of one
-pass, and of some steps with transformers' own key-value cache. That costs a pass over so few tokens, the weights in
-float32 once here and then once there, and the start of a process.
+pass, and of some steps with transformers' own key-value cache. That costs passes over so few tokens, for which the
+weights are read from their files, the largest part of the model in float32, and the start of a process.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
 from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.model.plain_logits import float32, parts
 from spkv_nas.model.shape import vocabulary_size
 
 BEYOND = 64  # tokens that have keys outside the window
@@ -72,17 +71,17 @@ def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
     """Run a hooked model over random tokens that reach beyond the window, or as far as the model's positions do.
 
     Raises:
-        UserError: the weights in float32 would not fit into memory beside these.
+        UserError: the largest part of the model would not fit into memory in float32.
     """
     began = time.monotonic()
-    num_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+    num_bytes = 4 * max(sum(parameter.numel() for parameter in part.parameters()) for part in parts(model))
     require(
         num_bytes, "comparing the export with plain transformers in float32", "export on a machine with more memory"
     )
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     length = max(2 * _STEPS, min(window + BEYOND, longest))
     tokens = torch.randint(vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0))
-    with _float32(model), evaluation_mode(model):
+    with float32(model), evaluation_mode(model):
         given = tokens.to(model.device)
         logits = model(input_ids=given, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
     ids = None if tokenizer is None else tokenizer(_TEXT)["input_ids"]
@@ -166,18 +165,5 @@ def _run_program(arguments: list[str], place: Path, seconds: float) -> None:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
             f"the export could not be compared with plain transformers, so nothing was written: its process ended with "
-            f"{done.returncode} ({said})\nit needs memory for the weights in float32, and room for temporary files"
+            f"{done.returncode} ({said})\nit needs memory for a layer in float32, and room for temporary files"
         )
-
-
-@contextmanager
-def _float32(model: PreTrainedModel) -> Iterator[None]:
-    """The model in float32 inside the ``with`` block; after it every tensor in its own dtype, unchanged."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [tensor.dtype for tensor in tensors]
-    model.float()
-    try:
-        yield
-    finally:
-        for tensor, dtype in zip(tensors, before, strict=True):
-            tensor.data = tensor.data.to(dtype)

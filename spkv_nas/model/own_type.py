@@ -22,7 +22,8 @@ from spkv_nas.base.errors import UserError
 
 OWN_TYPE = "spkv"
 _PREFIX = "SPKV"  # of the names of classes
-_LAYERS = "num_hidden_layers"
+_LAYERS, _TEXT = "num_hidden_layers", "text_config"
+_DAMAGED = "the config is damaged: copy it anew"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
 
@@ -84,12 +85,12 @@ def _own_form(content: dict[str, Any]) -> dict[str, Any]:
     """The content of ``config.json`` under our type; without a section, that is detached, as it is."""
     if OWN_TYPE not in content:
         return content
-    kind = content["model_type"]
-    key = _layers_key(kind)
-    section = {**content[OWN_TYPE], "stock_type": kind, _LAYERS: content[key]}
+    text = content.get(_TEXT) or content
+    key = _layers_key(text["model_type"])
+    section = {**content[OWN_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
     architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
-    own = {"model_type": OWN_TYPE, "architectures": architectures, key: _HINT, OWN_TYPE: section}
-    return {**content, **own}
+    own = {"model_type": OWN_TYPE, "architectures": architectures, OWN_TYPE: section}
+    return {**_with_layers(content, key, _HINT), **own}
 
 
 def _layers_key(kind: str) -> str:
@@ -97,6 +98,11 @@ def _layers_key(kind: str) -> str:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return str(CONFIG_MAPPING[kind].attribute_map.get(_LAYERS, _LAYERS))
+
+
+def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A config with another number of layers, which a model that also sees images has in its part for text."""
+    return {**content, _TEXT: {**content[_TEXT], key: value}} if content.get(_TEXT) else {**content, key: value}
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
@@ -114,9 +120,12 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     if kind == OWN_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise UserError(
             "section 'spkv' of the model's config does not say the type and the number of layers of the original\n"
-            "the config is damaged: copy it anew"
+            f"{_DAMAGED}"
         )
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
-    stock = {"model_type": kind, "architectures": architectures, _layers_key(kind): num_layers, OWN_TYPE: section}
+    text = content.get(_TEXT) or {"model_type": kind}
+    if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(f"the model's config does not say what it is made of in '{_TEXT}'\n{_DAMAGED}")
+    stock = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
     check_counts(stock, "the model")  # in the place where others look for them
-    return {**content, **stock}, CONFIG_MAPPING[kind]
+    return {**stock, "architectures": architectures, OWN_TYPE: section}, CONFIG_MAPPING[kind]

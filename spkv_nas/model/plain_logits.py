@@ -2,16 +2,20 @@
 
     python plain_logits.py REQUESTS.json ANSWERS.json
 
-``fresh.py`` runs it, and says what requests and answers hold. Every model is read and run in float32 on the CPU,
-without the network and without code of the folder's.
+``fresh.py`` runs it, and says what requests and answers hold. Every model runs in float32 on the CPU, without the
+network and without code of the folder's. Its weights stay in their files, from which they are mapped, and are float32
+only while a layer uses them.
 """
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -47,13 +51,14 @@ def _answer(
     folder: str, tokens: list[int], keep: int, steps: int, text: str
 ) -> tuple[torch.Tensor | None, dict[str, Any]]:
     model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, local_files_only=True, use_safetensors=True
+        folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading[kind]:
             name = sorted(map(str, loading[kind]))[0]
             return None, {"error": f"{type(model).__name__} has {kind.replace('_', ' ')}, such as {name}"}
-    logits = _logits(model.eval(), torch.tensor([tokens]), keep, steps)
+    with float32(model.eval()):
+        logits = _logits(model, torch.tensor([tokens]), keep, steps)
     ids = AutoTokenizer.from_pretrained(folder, local_files_only=True)(text)["input_ids"] if text else None
     return logits, {"error": None, "token_ids": ids}
 
@@ -67,6 +72,47 @@ def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Te
         output = model(input_ids=token.view(1, 1), past_key_values=output.past_key_values, use_cache=True)
         parts.append(output.logits[0])
     return torch.cat(parts).contiguous()
+
+
+@contextmanager
+def float32(model: Any) -> Iterator[None]:
+    """The model computes in float32 inside the ``with`` block, a part at a time; its weights stay what they are.
+
+    Raises:
+        RuntimeError: when the model runs, if a tensor is used while the part that holds it does not run.
+    """
+    kept: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def enter(part: nn.Module, *_: Any) -> None:
+        own = [tensor for tensor in part.parameters() if tensor.dtype != torch.float32]
+        kept[part] = [(tensor, tensor.data) for tensor in own]
+        for tensor in own:
+            tensor.data = tensor.data.float()
+
+    def leave(part: nn.Module, *_: Any) -> None:
+        for tensor, data in kept.pop(part, ()):
+            tensor.data = data
+
+    handles = []
+    for part in parts(model):
+        handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def parts(model: Any) -> list[nn.Module]:
+    """Decoder layers, and outside of them the modules that have parameters of their own; together all of a model."""
+    layers = set(model._no_split_modules or ())
+
+    def parts_of(module: nn.Module) -> list[nn.Module]:
+        if type(module).__name__ in layers or any(True for _ in module.parameters(recurse=False)):
+            return [module]
+        return [part for child in module.children() for part in parts_of(child)]
+
+    return parts_of(model)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,14 @@ known of that is refused here; ``fresh.py`` finds the rest.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import write_atomic
 
 _NATIVE = ("qwen2", "qwen3", "smollm3", "ministral", "gemma3_text", "olmo3", "cohere2", "exaone4")
 _SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
@@ -65,6 +68,20 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
             f"{_numbers(changed)}"
         )
     return stock
+
+
+def write_stock_config(config: PreTrainedConfig, folder: Path) -> None:
+    """Write ``config.json``, the rotary embedding both as transformers 5 has it and as 4 had it.
+
+    Engines on transformers 4 know no ``rope_parameters`` and take 10,000 for the base, without a word.
+    """
+    rotary = getattr(config, "rope_parameters", None) or {}
+    content = json.loads(config.to_json_string())
+    if "rope_theta" in rotary:  # one for all layers, which is all that could be said
+        content["rope_theta"] = rotary["rope_theta"]
+        if rotary.get("rope_type", "default") != "default":
+            content["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
+    write_atomic(folder / "config.json", json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _positions(config: PreTrainedConfig) -> list[Any]:

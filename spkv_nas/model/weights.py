@@ -1,7 +1,6 @@
-"""What must hold before and after weights are read: which files they are in, and that no tensor of them is invented.
+"""What must hold before and after weights are read: that there are enough of them, and that none is invented.
 
-``from_pretrained`` fills every tensor that the files lack with random numbers, and only logs it; a shard index may name
-files anywhere. Here both are errors.
+``from_pretrained`` fills every tensor that the files lack with random numbers, and only logs it. Here it is an error.
 """
 
 from __future__ import annotations
@@ -19,72 +18,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json
 from spkv_nas.base.units import format_bytes
 
-FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model.pt", "consolidated.00.pth", "model.pt")
-_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}\.safetensors")
 _SHOWN = 3  # names in an error
 _LARGE = 1 << 26  # parameters that are made in no time
 _MASKS = re.compile(
     r"(\.|^)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids|[kv]_scale)$"
 )  # constants of old files, and the scales of quantised caches
-
-
-def check_files(folder: Path, explicit: str | None = None) -> list[Path]:
-    """The files that hold a model folder's weights, checked; links, as in the hub's cache, are files too.
-
-    Args:
-        explicit: the file or index that the config names in place of the usual ones.
-
-    Raises:
-        UserError: there are none in safetensors, or the index of their shards is damaged, or names what is not a file
-            of the folder.
-    """
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"model {folder} is an adapter of another model: merge the two and give the folder of the result"
-        )
-    if explicit is not None and not _is_index(explicit):
-        return [_checked_file(folder, explicit, f"the config of model {folder}")]
-    if explicit is None and (folder / FILE).is_file():
-        return [folder / FILE]
-    index = folder / (INDEX if explicit is None else explicit)
-    if not index.is_file():
-        raise UserError(_no_weights(folder))
-    return [_checked_file(folder, name, f"index of weights {index}") for name in index_names(index)]
-
-
-def index_names(index: Path) -> list[str]:
-    """The files that a shard index names, sorted. Raises ``UserError`` if it is damaged or names anything else."""
-    where = f"index of weights {index}"
-    content = read_json(index, "index of weights")
-    shards, metadata = content.get("weight_map"), content.get("metadata")
-    if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-        raise UserError(f"{where}: 'weight_map' must say for every tensor the file that it is in")
-    if not isinstance(metadata, dict):
-        raise UserError(f"{where}: 'metadata' must be keys and values, which transformers reads")
-    names = sorted(set(shards.values()))
-    for name in names:
-        _check_plain(name, where)
-    return names
-
-
-def _is_index(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors.index.json") and "/" not in name
-
-
-def _check_plain(name: object, where: str) -> None:
-    if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
-        raise UserError(f"{where} names {str(name)[:100]!r}, which is not a .safetensors file beside it")
-
-
-def _checked_file(folder: Path, name: str, where: str) -> Path:
-    _check_plain(name, where)
-    if not (folder / name).is_file():
-        raise UserError(f"{where} names {name}, which is not there: the checkpoint is not complete")
-    return folder / name
 
 
 def check_room(files: list[Path], num_parameters: int, what: str) -> None:
@@ -100,16 +40,6 @@ def check_room(files: list[Path], num_parameters: int, what: str) -> None:
             f"{format_bytes(size)} are too small\nthe weights are not complete, or the config is another model's: "
             "copy both anew"
         )
-
-
-def _no_weights(folder: Path) -> str:
-    pickled = next((name for name in _PICKLED if (folder / name).is_file()), None)
-    if pickled is None:
-        return f"cannot load model {folder}: it has no weights ({FILE}, or {INDEX} with shards)"
-    return (
-        f"model {folder} has its weights in {pickled}, a pickle, which can run code when it is read\n"
-        "convert it where you trust it: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-    )
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> None:
@@ -167,7 +97,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
         warnings.warn(
             f"{what}: {len(others)} tensors are not used, because a decoder for text has no place for them: "
             f"{_names(others)}",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

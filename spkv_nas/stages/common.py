@@ -229,10 +229,15 @@ def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> 
 def model_name(source: str) -> str:
     """What results of a model are called: its folder's name, that of a config file's folder, or of an id.
 
-    The checkpoints of a run are called by the run: every run ends in a folder ``final``.
+    The checkpoints of a run are called by the run: every run ends in a folder ``final``. A revision is in the name.
     """
     if source.startswith(EMBEDDED_PREFIX):
         return EMBEDDED.name
+    from spkv_nas.model.source import split_revision
+
+    name, revision = split_revision(source)
+    if revision is not None:
+        return f"{Path(name).name}-{revision.replace('/', '-')}"
     path = Path(os.path.abspath(source))  # and not what a link leads to
     path = path.parent if path.suffix == ".json" else path
     if path.name == "final":

@@ -107,8 +107,10 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
 
 def _origin(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
     """What a table was measured on, for the file beside it."""
+    from spkv_nas.model.checkpoint import model_origin
+
     return {
-        "model": subject.source,
+        **model_origin(subject.source),
         "data": measured.text,
         **measured.dtypes,
         "block_size": measured.blocks.block_size,

@@ -55,7 +55,7 @@ _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
 _RECIPE_FILE = Flag(_RECIPE, argument=True)
-_MODEL = Flag("Checkpoint: a folder, an id, or embedded:NAME.")
+_MODEL = Flag("Checkpoint: a folder, an id, ID@REVISION, or embedded:NAME.")
 _LAYOUT = Flag("Layout file (YAML).", argument=True)
 _LAYOUTS = Flag("Layout files (YAML).", argument=True)
 _PROBE = Flag(
@@ -100,7 +100,9 @@ NumLayouts = Annotated[int | None, Flag("Random layouts to score.", low=1, high=
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
 Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
 Minutes = Annotated[float | None, Flag("In place of steps: what everything may take together.", low=0.1, high=1e6)]
-ModelArgument = Annotated[str, Flag("Model to start from: folder or id of a Hugging Face decoder.", argument=True)]
+ModelArgument = Annotated[
+    str, Flag("Model to start from: folder, id or ID@REVISION of a Hugging Face decoder.", argument=True)
+]
 Texts = Annotated[list[str], Flag("Text: files or folders, stdlib, or installed.", argument=True)]
 NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
 Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
@@ -162,6 +164,10 @@ Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
 AllowDense = Annotated[
     bool, Flag("Let plain transformers run dense what has no stock form; by default it refuses it.", ("--allow-dense",))
+]
+Link = Annotated[
+    bool,
+    Flag("Hard links to the checkpoint's weights; a program that writes into one changes the other too.", ("--link",)),
 ]
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 

@@ -71,7 +71,7 @@ def export(options: ExportOptions, reporter: Reporter = SILENT) -> str:
 
     quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
-    return export_layout(layout, options.model, options.out, allow_dense=options.allow_dense)
+    return export_layout(layout, options.model, options.out, allow_dense=options.allow_dense, link=options.link)
 
 
 def schema(options: SchemaOptions) -> dict[str, Any]:

@@ -328,6 +328,7 @@ class ExportOptions:
     model: flags.Model
     out: flags.Out
     allow_dense: flags.AllowDense = False
+    link: flags.Link = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.zero_shot import cache_folder
-from spkv_nas.model.checkpoint import checkpoint_hash
+from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.model.shape import check_tokens, config_shape
 from spkv_nas.probing import density, signals
 from spkv_nas.probing.gains import LAYER, opening_gains
@@ -75,12 +75,12 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
         learned = _learn(subject, measured, options, reporter)
     elif measures_density and (given_for := [name for name in _LEARNING if getattr(options, name) is not None]):
         raise UserError(f"--{given_for[0]} is for a model that has yet to learn gates; {subject.source} has its own")
-    source = subject.source if options.recipe is None else subject.recipe.name
+    source = model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}
     with reporter.bar("probing") as progress:
         told: dict[str, Any] = {
             "name": subject.name,
             "metadata": {
-                "model": source,
+                **source,
                 "data": measured.text,
                 **measured.dtypes,
                 **learned,
@@ -139,7 +139,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
     )
     how = {"steps": options.steps or DEFAULT_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
-    parts = [on_main(lambda: checkpoint_hash(model, subject.source)), str(model.dtype), config.model_dump(), how]
+    parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), how]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     blocks.feed(key)
     folder = options.place.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"

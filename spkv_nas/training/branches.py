@@ -31,7 +31,8 @@ from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
-from spkv_nas.model.checkpoint import load_on, weights_identity
+from spkv_nas.model.checkpoint import checkpoint_hash, load_on
+from spkv_nas.model.source import commit_of
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
 from spkv_nas.training.callbacks import HeldoutCallback
@@ -100,7 +101,7 @@ class Trunk:
 
     @cached_property
     def _origin(self) -> str:
-        return origin_of(self.dense)
+        return checkpoint_hash(self.dense)
 
     def load_dense(self) -> PreTrainedModel:
         """The dense checkpoint, to be scored on the device in the recipe's precision, at most its own."""
@@ -131,16 +132,11 @@ def branch_folder(
 ) -> Path:
     """Of a branch below ``runs``, trained or not. One that the first version finished under its own name keeps it.
 
-    ``origin`` is ``origin_of(dense)``, which takes a while for weights without a manifest.
+    ``origin`` is ``checkpoint_hash(dense)``, which takes a while for weights without a manifest.
     """
-    own = runs / "branches" / branch_key(recipe, origin or origin_of(dense), variant, seed)
+    own = runs / "branches" / branch_key(recipe, origin or checkpoint_hash(dense), variant, seed)
     first = runs / "branches" / first_key(recipe, dense, variant, seed)
     return first if not own.exists() and is_finished(first / "final") else own
-
-
-def origin_of(dense: Path) -> str:
-    """Changes with what branches start from."""
-    return weights_identity(dense) if dense.is_dir() else str(dense)
 
 
 def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
@@ -254,6 +250,7 @@ def _record(
     variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
     """What ``run.json`` says of a branch."""
+    commit = None if recipe.model.path is None else commit_of(recipe.model.path)
     return {
         "variant": variant.name,
         "heldout_nll": measured.nll.mean,
@@ -264,6 +261,7 @@ def _record(
         "seed": seed,
         "processes": num_processes(),
         "recipe": recipe.model_dump(mode="json"),
+        **({} if commit is None else {"model_commit": commit}),
         "environment": environment(),
     }
 

@@ -22,8 +22,9 @@ from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
 from spkv_nas.data.splits import train_tokenizer
-from spkv_nas.model.checkpoint import load, load_tokenizer, read_size, resolve
+from spkv_nas.model.checkpoint import load, load_tokenizer, read_size
 from spkv_nas.model.shape import config_size
+from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import dress
 from spkv_nas.training.branches import branch_folder, is_finished

@@ -1,0 +1,85 @@
+"""Exports' configs of real models, by their published configs alone: what inference engines read of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from configs import CONFIGS, on_meta, published
+from transformers import AutoConfig, PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model.own_type import set_own_type
+from spkv_nas.model.shape import config_shape
+from spkv_nas.model.stock import NoStockForm, stock_config, write_stock_config
+from spkv_nas.model.windows import apply_layout
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+STOCK = {
+    "Llama-3-8B": ("ministral", "MinistralForCausalLM"),
+    "Llama-3-70B": ("ministral", "MinistralForCausalLM"),
+    "Qwen3-8B": ("qwen3", "Qwen3ForCausalLM"),
+    "Mistral-Small-24B": ("ministral", "MinistralForCausalLM"),
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def layerwise(model: PreTrainedModel) -> Layout:
+    """A global layer after every three local ones."""
+    num_layers, num_heads = config_shape(model.config).grid
+    return Layout(tuple(("G" if layer % 4 == 3 else "L") * num_heads for layer in range(num_layers)), window=128)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_stock_config_says_everything(name: str, tmp_path: Path) -> None:
+    """The kind of every layer and the window, sizes and positions as published, and the tensors that the files hold."""
+    model = on_meta(published(name))
+    tensors = {key: value.shape for key, value in model.state_dict().items()}
+    chosen = layerwise(model)
+    apply_layout(model, chosen)
+    write_stock_config(stock_config(model.config, chosen), tmp_path)
+    content, given = json.loads((tmp_path / "config.json").read_text()), CONFIGS[name]
+
+    kind, architecture = STOCK[name]
+    assert (content["model_type"], content["architectures"]) == (kind, [architecture])
+    assert content["layer_types"] == [FULL if set(row) == {"G"} else SLIDING for row in chosen.heads]
+    assert content["sliding_window"] == 128
+    if kind == "qwen3":
+        assert content["use_sliding_window"] is True
+        assert content["max_window_layers"] == 0
+    sizes = given.keys() - {"model_type", "torch_dtype", "sliding_window", "use_sliding_window", "max_window_layers"}
+    assert {key: content[key] for key in sizes} == {key: given[key] for key in sizes}  # rope_theta among them
+    assert content["head_dim"] == given.get("head_dim", given["hidden_size"] // given["num_attention_heads"])
+    assert content["dtype"] == given["torch_dtype"]
+    assert "spkv" not in content
+
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == {"rope_theta": given["rope_theta"], "rope_type": "default"}
+    assert {key: value.shape for key, value in on_meta(again).state_dict().items()} == tensors
+
+
+def test_scaled_positions_are_said_twice(tmp_path: Path) -> None:
+    """For transformers 5 and, as it was, for 4, where engines would take the default."""
+    config = published("Llama-3-8B", rope_scaling=dict(YARN))
+    write_stock_config(stock_config(config, layerwise(on_meta(config))), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert (content["rope_theta"], content["rope_scaling"]) == (500000.0, YARN)
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == {**YARN, "rope_theta": 500000.0}
+
+
+def test_a_model_that_sees_images_gets_our_type(tmp_path: Path) -> None:
+    """It has its layers in a part of its config for text, where they were not found: a KeyError."""
+    model = on_meta(published("Gemma-3-12B"))
+    chosen = layerwise(model)
+    apply_layout(model, chosen)
+    with pytest.raises(NoStockForm, match="'gemma3'"):
+        stock_config(model.config, chosen)
+    set_own_type(model.config, True)
+    model.config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["model_type"] == "spkv"
+    assert "stock class would run this model dense" in content["text_config"]["num_hidden_layers"]
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert config_shape(again) == config_shape(model.config)
+    assert again.spkv["layout"]["heads"] == list(chosen.heads)
