@@ -27,6 +27,8 @@ from spkv_nas.cli import main
 from spkv_nas.search.queue import Queue
 from spkv_nas.search.storage import Storage, storage_errors
 
+psycopg = pytest.importorskip("psycopg")
+
 _AS_OTHER: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
 _WORKER = """
 import socket, sys
@@ -75,8 +77,6 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    global psycopg
-    psycopg = pytest.importorskip("psycopg")
     if not (shutil.which("postgres") and shutil.which("initdb")):
         pytest.skip("no PostgreSQL server is installed")
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # a socket's path is short
@@ -184,13 +184,6 @@ def test_a_server_that_was_restarted_and_one_that_is_gone(server: Server, tmp_pa
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
-    pytest.importorskip("psycopg")
     with pytest.raises(UserError, match="cannot open the storage") as error:
         Storage(f"postgresql://me:secret@/x?host={tmp_path}", tmp_path / "lock")
     assert "secret" not in str(error.value)
-
-
-def test_the_driver_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "psycopg", None)
-    with pytest.raises(UserError, match=r"psycopg is not installed\npip install 'spkv-nas\[postgresql\]' brings it"):
-        Storage("postgresql://me@localhost/x", tmp_path / "lock")

@@ -196,6 +196,11 @@ class TestQueue:
         with pytest.raises(UserError, match="cannot open the storage nonsense"):
             Storage("nonsense", tmp_path / "lock")
 
+    def test_the_driver_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "psycopg", None)
+        with pytest.raises(UserError, match=r"psycopg is not installed\npip install 'spkv-nas\[postgresql\]'"):
+            Storage("postgresql://me@localhost/x", tmp_path / "lock")
+
     @pytest.mark.parametrize("kind", SAMPLERS)
     def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str) -> None:
         """One worker; or three that take turns, one of which always fails, with results told out of order."""
