@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_from_python() -> None:
 def test_every_package_of_an_extra_is_known() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["optional-dependencies"]
-    names = {extra: {entry.partition(">")[0] for entry in declared[extra]} for extra in EXTRAS}
+    names = {extra: {re.split("[>[]", entry)[0] for entry in declared[extra]} for extra in EXTRAS}
     own = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
     assert own == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}  # it comes with jinja2
-    assert declared["all"] == ["spkv-nas[lora,search,tensorboard]"]
+    assert declared["all"] == ["spkv-nas[lora,postgresql,search,tensorboard]"]

@@ -22,17 +22,18 @@ from optuna.exceptions import StorageInternalError
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.errors import UserError
 from spkv_nas.search import queue as queue_module
-from spkv_nas.search.queue import GRACE, Queue, Result, open_storage, storage_errors
+from spkv_nas.search.queue import GRACE, Queue, Result
 from spkv_nas.search.sampler import Sampler, first_of_generation
 from spkv_nas.search.space import Space
+from spkv_nas.search.storage import Storage, storage_errors
 
 
 @pytest.fixture
 def make_queue(tmp_path: Path) -> Callable[..., Queue]:
-    storage = open_storage(f"sqlite:///{tmp_path / 'study.db'}", tmp_path / "lock")
+    storage = Storage(f"sqlite:///{tmp_path / 'study.db'}", tmp_path / "lock")
 
     def make(**settings: Any) -> Queue:
-        return Queue(storage, "study", settings, tmp_path / "lock")
+        return Queue(storage, "study", settings)
 
     return make
 
@@ -193,7 +194,12 @@ class TestQueue:
 
     def test_a_storage_that_cannot_be_opened(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="cannot open the storage nonsense"):
-            open_storage("nonsense", tmp_path / "lock")
+            Storage("nonsense", tmp_path / "lock")
+
+    def test_the_driver_is_missing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "psycopg", None)
+        with pytest.raises(UserError, match=r"psycopg is not installed\npip install 'spkv-nas\[postgresql\]'"):
+            Storage("postgresql://me@localhost/x", tmp_path / "lock")
 
     @pytest.mark.parametrize("kind", SAMPLERS)
     def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str) -> None:
@@ -204,8 +210,8 @@ class TestQueue:
         def study(folder: str, workers: int) -> dict[int, Result]:
             place = tmp_path / folder
             place.mkdir()
-            storage = open_storage(f"sqlite:///{place / 'study.db'}", place / "lock")
-            queues = [Queue(storage, "s", {}, place / "lock") for _ in range(workers)]
+            storage = Storage(f"sqlite:///{place / 'study.db'}", place / "lock")
+            queues = [Queue(storage, "s", {}) for _ in range(workers)]
             sampler = Sampler(space, kind, 0)
             while len(results := queues[0].results()) < 35:
                 held = [(queue, queue.claim(35, 2 + i, first_of_generation)) for i, queue in enumerate(queues)]

@@ -32,7 +32,8 @@ from spkv_nas.data.blocks import build_blocks
 from spkv_nas.data.sources import Document, documents
 from spkv_nas.proposal.agreement import agreement, write_agreement
 from spkv_nas.report.axes import round_axis
-from spkv_nas.search.queue import Queue, open_storage, storage_errors
+from spkv_nas.search.queue import Queue
+from spkv_nas.search.storage import Storage, storage_errors
 
 ROOT = Path(__file__).parent.parent
 
@@ -253,14 +254,14 @@ def test_a_figure_without_a_number_has_an_axis() -> None:
 class TestResults:
     def test_a_damaged_study_is_named(self, tmp_path: Path) -> None:
         url = f"sqlite:///{tmp_path / 'study.db'}"
-        storage = open_storage(url, tmp_path / "lock")
-        Queue(storage, "x", {}, tmp_path / "lock")
-        storage.engine.dispose()  # type: ignore[attr-defined]
+        storage = Storage(url, tmp_path / "lock")
+        Queue(storage, "x", {})
+        storage.studies.engine.dispose()
         data = bytearray((tmp_path / "study.db").read_bytes())
         data[100:20_000] = bytes(19_900)
         (tmp_path / "study.db").write_bytes(bytes(data))
         with pytest.raises(UserError, match=r"if its file is damaged, remove it"), storage_errors():
-            Queue(open_storage(url, tmp_path / "lock"), "x", {}, tmp_path / "lock")
+            Queue(Storage(url, tmp_path / "lock"), "x", {})
 
     def test_a_killed_probe_is_the_old_one_or_the_new(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         old, new = make_table([[0.5, 0.25]]), make_probe()

@@ -15,6 +15,7 @@ EXTRAS = {  # by what they are for; pyproject.toml has the versions
     "train": ("accelerate", "datasets", "safetensors", "tokenizers", "torch", "transformers"),
     "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),
+    "postgresql": ("psycopg",),
     "tensorboard": ("tensorboard",),
 }
 

@@ -26,7 +26,7 @@ _PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 _SUFFIXES = {".py", ".md", ".rst"}
 _LEFT_OUT = {"_vendor", "_vendored", "vendor", "vendored", "third_party", "_distutils", "generated"}
 _FORKS = {"multiprocess"}  # of multiprocessing
-_LATER = {"peft"}  # pinned when runs had begun on the text of the others
+_LATER = {"peft", "psycopg", "psycopg-binary"}  # pinned when runs had begun on the text of the others
 _BUILD = {"version.py", "_version.py"}  # differ between builds of one version
 _TESTS = {"test", "tests"}
 _FIRST = 1000  # characters in which a file says that it is generated

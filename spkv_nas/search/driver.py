@@ -28,10 +28,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.judge import Judge
-from spkv_nas.search.queue import Queue, Result, open_storage, storage_errors
+from spkv_nas.search.queue import Queue, Result
 from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
+from spkv_nas.search.storage import Storage, storage_errors
 from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
 
 CLAIM = 5  # most layouts that a worker scores at a time: they share the layers in which they agree
@@ -45,9 +46,9 @@ class Search:
     Args:
         starts: layouts of the space to start from and to compare with, by name.
         others: layouts to compare with only.
-        folder: of the study and its lock, which the workers share.
+        folder: of the study and its lock, which the workers share; unused with a server.
         name: of the studies in the storage.
-        storage: an Optuna URL; SQLite in ``folder`` by default.
+        storage: a URL (``search/storage.py``); SQLite in ``folder`` by default.
 
     Raises:
         UserError: the space is for another model than the judge's, or there is too little held-out text.
@@ -77,8 +78,7 @@ class Search:
             raise UserError(
                 "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
             )
-        self._lock = folder / "queue.lock"
-        self._storage = open_storage(storage or f"sqlite:///{folder / 'study.db'}", self._lock)
+        self._storage = Storage(storage or f"sqlite:///{folder / 'study.db'}", folder / "queue.lock")
 
     def run(self) -> list[Trial]:
         """Work until every fidelity is finished; all trials, with what they measured.
@@ -129,7 +129,7 @@ class Search:
         if kind == SURROGATE:
             settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
         queue = Queue(
-            self._storage, f"{self._name}/{kind}-{seed}", settings, self._lock,
+            self._storage, f"{self._name}/{kind}-{seed}", settings,
             directions=["minimize"] * (1 if self.cost is None else 2),
         )  # fmt: skip
         return _Study(kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values())))
@@ -262,7 +262,7 @@ class Search:
         layouts = [*self.baselines.values(), *promoted]
         runs: list[Layout | None] = [None, *layouts]  # None is full attention
         names = [self.judge.run_name(fidelity, layout) for layout in runs]
-        queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names}, self._lock)
+        queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names})
         self._reporter.reused(len(queue.results()), len(runs), f"{fidelity} retrainings")
         while len(queue.results()) < len(runs):
             tasks = queue.claim(len(runs), 1)

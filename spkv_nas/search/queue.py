@@ -5,7 +5,7 @@ claimed. What it finishes becomes a complete trial, in one transaction. Nothing 
 are free again, at once on the same machine (its process is gone), after ``GRACE`` seconds without a sign of life
 elsewhere. A number counts once, whoever finishes it first. A trial has a hash of its content, because a database does
 not notice a flipped bit. (Optuna itself recovers trials of ``Study.optimize`` alone; and workers that look for free
-tasks must do so one after the other, hence the lock file.)
+tasks must do so one after the other, hence the turns of ``search/storage.py``.)
 """
 
 from __future__ import annotations
@@ -22,54 +22,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import optuna
 import psutil
 from optuna.exceptions import DuplicatedStudyError, OptunaError
-from optuna.storages import BaseStorage, RDBStorage
 from optuna.trial import TrialState, create_trial
-from sqlalchemy.exc import DatabaseError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.locks import shared_lock
+from spkv_nas.search.storage import IF_DAMAGED, Storage
 
 HEARTBEAT, GRACE = 20.0, 300.0  # seconds
 FORMAT = 2  # of a study; before that a layout had a parameter per head
-_IF_DAMAGED = "if its file is damaged, remove it: what was scored and retrained is kept beside it"
 _SETTINGS, _FORMAT, _WORKER = "settings", "format", "worker"  # user attributes of a study; the last begins the keys
 _INDEX, _POINT, _STOPPED, _HASH = "index", "point", "stopped", "hash"  # user attributes of a trial
-
-
-def open_storage(url: str, lock: Path) -> BaseStorage:
-    """An Optuna storage; under the ``lock``, because two processes cannot make its tables at once.
-
-    Raises:
-        UserError: a URL that cannot be opened.
-    """
-    patience = {"connect_args": {"timeout": 60}} if url.startswith("sqlite:") else {}
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with shared_lock(lock):
-            return RDBStorage(url, engine_kwargs=patience)
-    except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
-        remedy = "give an SQLAlchemy URL, such as sqlite:///study.db or postgresql://host/database"
-        if type(error) is DatabaseError:  # a file that is there, but no database
-            remedy = _IF_DAMAGED
-        raise UserError(f"cannot open the storage {url}: {first_line(error)}\n{remedy}") from error
-
-
-@contextmanager
-def storage_errors() -> Iterator[None]:
-    """Say in one line what befalls a study while it is worked on, such as a full disk or a damaged file."""
-    try:
-        yield
-    except (SQLAlchemyError, OptunaError) as error:
-        raise UserError(
-            f"the study cannot be read or written: {first_line(error.__cause__ or error)}\n"
-            f"the same command goes on when it can; {_IF_DAMAGED}"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -86,7 +53,6 @@ class Queue:
 
     Args:
         settings: whatever decides the results; a study that has others is refused.
-        lock: file of the lock that this workspace's workers share.
 
     Raises:
         UserError: the study is there with other settings.
@@ -94,20 +60,19 @@ class Queue:
 
     def __init__(
         self,
-        storage: BaseStorage,
+        storage: Storage,
         name: str,
         settings: Mapping[str, Any],
-        lock: Path,
         *,
         directions: Sequence[str] = ("minimize",),
     ) -> None:
-        self._lock, self._results, self._num_read = shared_lock(lock), dict[int, Result](), 0
+        self._storage, self._results, self._num_read = storage, dict[int, Result](), 0
         self._me, self._key, self._tasks = _Worker.here(), f"{_WORKER} {uuid.uuid4().hex}", set[int]()
-        with self._lock:
+        with self._storage.turn():
             try:
-                self._study = optuna.create_study(storage=storage, study_name=name, directions=list(directions))
+                self._study = optuna.create_study(storage=storage.studies, study_name=name, directions=list(directions))
             except DuplicatedStudyError:
-                self._study = optuna.load_study(storage=storage, study_name=name)
+                self._study = optuna.load_study(storage=storage.studies, study_name=name)
             if _SETTINGS not in self._attributes():  # new, or its worker was killed between two writes
                 self._study.set_user_attr(_SETTINGS, {_FORMAT: FORMAT, **settings})
         recorded = self._attributes()[_SETTINGS]
@@ -131,7 +96,7 @@ class Queue:
             most: fewer if there is not so much for each of the study's workers.
             known_before: the tasks below this number must all be finished before the task may begin.
         """
-        with self._lock:
+        with self._storage.turn():
             done = self.results()
             whole = next(index for index in range(len(done) + 1) if index not in done)  # all below are finished
             others = [worker for worker in self._others() if worker.is_alive]
@@ -183,7 +148,7 @@ class Queue:
                 if told[_HASH] != _hash(told[_INDEX], result):
                     raise UserError(
                         f"the study '{self._study.study_name}' is damaged: its trial {trial.number} has changed\n"
-                        f"{_IF_DAMAGED}"
+                        f"{IF_DAMAGED}"
                     )
                 self._results.setdefault(told[_INDEX], result)
             self._num_read = len(trials)
@@ -219,12 +184,12 @@ class _Worker:
     @classmethod
     def here(cls) -> _Worker:
         """This process."""
-        return cls(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+        return cls(_machine(), os.getpid(), psutil.Process().create_time())
 
     @property
     def is_alive(self) -> bool:
         """Whether its process is there, or on another machine it was not silent for too long."""
-        if self.host != socket.gethostname():
+        if self.host != _machine():
             return time.time() - self.seen <= GRACE
         try:
             process = psutil.Process(self.process)
@@ -242,7 +207,12 @@ def _damage() -> Iterator[None]:
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"the study cannot be read: {first_line(error)}\n{_IF_DAMAGED}") from error
+        raise UserError(f"the study cannot be read: {first_line(error)}\n{IF_DAMAGED}") from error
+
+
+def _machine() -> str:
+    """Name of this machine, and when it was started: many have the same name."""
+    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
 
 
 def _hash(index: int, result: Result) -> str:

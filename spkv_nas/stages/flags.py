@@ -245,7 +245,7 @@ Racing = Annotated[
 Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
 Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
 ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]
-Storage = Annotated[str | None, Flag("Optuna storage, such as postgresql://...")]
+Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
 
 # cost
 Level = Annotated[

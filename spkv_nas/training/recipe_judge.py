@@ -172,7 +172,10 @@ class RecipeJudge:
     def _finished(self, fidelity: Retraining, layout: Layout | None) -> DocumentNLL:
         final = self._trunks[fidelity].folder(_variant(layout)) / "final"
         if not is_finished(final):
-            raise UserError(f"{final} is gone, though the search has trained it: search again under another --name")
+            raise UserError(
+                f"{final} is not here, though the search has trained it\n"
+                "copy it here from the machine that did, and run the command again; or search under another --name"
+            )
         return self._part(read_branch(final).nll, fidelity)
 
 
