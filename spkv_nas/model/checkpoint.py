@@ -28,6 +28,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
+from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.own_type import stock_class
 from spkv_nas.model.restore import restoring_class
 from spkv_nas.model.section import saved_gates, saved_layers
@@ -246,11 +247,19 @@ def load_on(
     check_dtype(dtype)
     model, tokenizer = load(path_or_id, dtype=None if own is None else choose_dtype(device, own, dtype))
     if own is None and not getattr(model, "is_quantized", False):  # only the weights knew
-        model.to(choose_dtype(device, model.dtype, dtype))
+        _convert(model, choose_dtype(device, model.dtype, dtype))
     if device != "cpu":
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         require(size, f"the weights on {device}", "use --device cpu", device=device)
     return model.to(device), tokenizer
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Weights in ``dtype``. Predictors keep theirs, and so do buffers, such as the frequencies of positions."""
+    own = predictor_parameters(model)
+    for parameter in model.parameters():
+        if parameter not in own and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
