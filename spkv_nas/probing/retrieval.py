@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import reduce
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import own_batches
+from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.shape import config_shape
@@ -68,34 +67,31 @@ def retrieval(
         UserWarning: the model hardly copies.
     """
     tokens, depth = needles(blocks, window, needle_length, seed)
+    rows = _Rows(tokens)
     asked = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # queries; the last has nothing to copy
-    done = 0
     right = np.zeros(1, dtype=np.int64)
     with full_attention(model) as states:
         head = model.get_output_embeddings()
         collected = HeadSums(blocks, len(states), config_shape(model.config).num_heads, model.device)
-        for start, text in own_batches(blocks, batch_size, model.device, progress):
+
+        def run(start: int, text: Tensor) -> None:
             stop = start + len(text)
-            rows = list(islice(tokens, start - done, stop - done))  # those before are another process's
-            done = stop
-            batch = torch.from_numpy(np.stack(rows)).to(model.device)
+            batch = torch.from_numpy(np.stack(rows.between(start, stop))).to(model.device)
             source = torch.from_numpy(depth[start:stop]).to(model.device)
             scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
             for state in states:
                 state.observer = _observer(scores, state, source, asked)
             hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, asked]
-            right += int((head(hidden).argmax(-1) == batch[:, asked.start + 1 :]).sum())
+            right[0] += int((head(hidden).argmax(-1) == batch[:, asked.start + 1 :]).sum())
             collected.count(start, stop, asked)
             for layer, values in enumerate(scores):
                 collected.add(layer, values)
+
+        run_own_batches(run, blocks, batch_size, model.device, progress)
     collected.add_up()
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
     accuracy = float(sum_over_processes(right)[0]) / (blocks.num_blocks * (needle_length - 1))
-    if accuracy < _COPIES:
-        warnings.warn(
-            f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
-            stacklevel=3,
-        )
+    _warn_unless_copied(accuracy)
     facts = {**(metadata or {}), "needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
     return signal_table(
         "retrieval", collected.means(sums), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts
@@ -126,6 +122,32 @@ def needles(
             yield np.concatenate([text[:at], needle, text[at:rest], needle]).astype(np.int64)
 
     return rows(), depth
+
+
+def _warn_unless_copied(accuracy: float) -> None:
+    if accuracy < _COPIES:
+        warnings.warn(
+            f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
+            stacklevel=4,
+        )
+
+
+class _Rows:
+    """Rows that are drawn one after the other, by their numbers."""
+
+    def __init__(self, rows: Iterator[NDArray[np.int64]]) -> None:
+        self._rest = enumerate(rows)
+        self._drawn: dict[int, NDArray[np.int64]] = {}
+
+    def between(self, start: int, stop: int) -> list[NDArray[np.int64]]:
+        """Rows ``start:stop``; those before are not asked for again."""
+        for number in [number for number in self._drawn if number < start]:
+            del self._drawn[number]
+        while stop - 1 not in self._drawn:
+            number, row = next(self._rest)
+            if number >= start:
+                self._drawn[number] = row
+        return [self._drawn[number] for number in range(start, stop)]
 
 
 def _vocabulary(blocks: TokenBlocks) -> NDArray[np.int32]:
