@@ -82,7 +82,7 @@ class TestLearning:
         model = tiny_model()
         found = []
         for free in (1 << 40, 3_000_000, 1):
-            monkeypatch.setattr(frozen, "own_bytes", lambda _, free=free: free)
+            monkeypatch.setattr(frozen, "room_for_passes", lambda _, free=free: free)
             found.append(frozen.passes(model, 32, 8, GATES))
         assert found[0] == (8, False)
         assert 1 <= found[1][0] < 8

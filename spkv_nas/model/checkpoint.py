@@ -34,6 +34,7 @@ from spkv_nas.model.restore import restoring_class
 from spkv_nas.model.section import saved_gates, saved_layers
 from spkv_nas.model.shape import check_counts, check_size, config_size
 from spkv_nas.model.source import commit_of, config_place, model_folder, pinned, resolve
+from spkv_nas.model.spread import spread
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
@@ -233,12 +234,13 @@ def _load_weights(
 
 
 def load_on(
-    path_or_id: str | Path, device: str, dtype: str | None = None
+    path_or_id: str | Path, device: str, dtype: str | None = None, *, spreads: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``load``, on the device and in a dtype that it computes in (``base.device.choose_dtype``).
 
     Args:
         dtype: asked for, "float32", "bfloat16" or "float16"; None chooses.
+        spreads: over all devices of that kind (``model.spread``).
 
     Raises:
         UserError: as ``load``; an unknown dtype; too little memory on the device.
@@ -248,6 +250,8 @@ def load_on(
     model, tokenizer = load(path_or_id, dtype=None if own is None else choose_dtype(device, own, dtype))
     if own is None and not getattr(model, "is_quantized", False):  # only the weights knew
         _convert(model, choose_dtype(device, model.dtype, dtype))
+    if spreads:
+        return spread(model), tokenizer
     if device != "cpu":
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         require(size, f"the weights on {device}", "use --device cpu", device=device)

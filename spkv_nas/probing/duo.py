@@ -71,7 +71,7 @@ class Mixture:
         keep = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         keep[:, :, : self._sinks] = True
         local = attention(q, k, v, window=self._window, keep=keep if self._sinks else None, scale=scale)
-        alpha = self.alpha.repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+        alpha = self.alpha.to(q.device).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
         return alpha * self._full + (1.0 - alpha) * local
 
 
@@ -141,7 +141,8 @@ def _add_gradients(
     own = blocks[mine.start : mine.stop] if mine else blocks[:1]  # of weight 0
     tokens = torch.from_numpy(own.astype(np.int64)).to(model.device)
     distance = distillation_loss(model, mixtures, tokens, len(mine) / len(blocks))
-    torch.autograd.backward(distance + regularisation / num_connected() * torch.cat(alphas).mean())
+    kept = torch.cat(alphas).mean().to(distance.device)
+    torch.autograd.backward(distance + regularisation / num_connected() * kept)
     sum_gradients(alphas)
     return float(sum_over_processes(distance.detach()))
 

@@ -43,6 +43,7 @@ from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import model_size
+from spkv_nas.model.spread import check_placed
 from spkv_nas.probing.frozen import frozen, passes
 from spkv_nas.probing.gate_state import GateState
 
@@ -107,6 +108,7 @@ def learn_gates(
         raise UserError("gates on a frozen model need a price: give a target density")
     if blocks.num_blocks == 0:
         raise UserError("there is no text for gates to learn on")
+    check_placed(model)
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)

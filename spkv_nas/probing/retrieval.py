@@ -82,7 +82,8 @@ def retrieval(
             for state in states:
                 state.observer = _observer(scores, state, source, asked)
             hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, asked]
-            right[0] += int((head(hidden).argmax(-1) == batch[:, asked.start + 1 :]).sum())
+            predicted = head(hidden).argmax(-1).to(batch.device)
+            right[0] += int((predicted == batch[:, asked.start + 1 :]).sum())
             collected.count(start, stop, asked)
             for layer, values in enumerate(scores):
                 collected.add(layer, values)
@@ -161,7 +162,7 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, asked: sl
         parts = [w for _, w in attention_weights(q, k, scale, window=state.own_window, start=asked.start)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
-        copied = source[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
+        copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
         scores.append(rows.gather(-1, index)[..., 0])
 
