@@ -128,6 +128,16 @@ class TestMeasuring:
         same(measure(model), measure(tiny_model()))
         assert max(seen) > 3
 
+    @pytest.mark.parametrize("signal", ["duo", "head-gates"])
+    def test_signals_that_learn(self, signal: str, blocks: TokenBlocks) -> None:
+        def learn(model: PreTrainedModel) -> DensityTable:
+            return measure_signal(signal, model, blocks, window=WINDOW, steps=4)
+
+        model = tiny_model()
+        seen = short_of_memory(model, 1, fitting=2)  # after attaching and the first of a step's two passes
+        same(learn(model), learn(tiny_model()))
+        assert seen[2] > 1
+
     def test_scores(self, blocks: TokenBlocks) -> None:
         layouts = [None, *make_layouts("one", "two", "three").values()]
         model = tiny_model()
