@@ -35,6 +35,7 @@ _RANK = 16  # of the adapters that are advised
 _AGAIN = "gradient_checkpointing: true"
 _GATHERED = 2  # layers whose weights FSDP2 holds whole: the one that computes, and the next
 _FIXED = "what no block changes takes more already: a device with more memory"
+_PARTED = f"{_FIXED}, or several with --device auto"
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,9 @@ class Stages:
         room = ROOM * self.site.memory
         if memory.weights + memory.learning > room:
             halved = memory.weights / 2 + memory.learning
-            return "--dtype bfloat16" if self.item > BFLOAT16 and halved < room else _FIXED
+            if self.item > BFLOAT16 and halved < room:
+                return "--dtype bfloat16"
+            return _FIXED if better is None or self.site.is_cpu else _PARTED
         if better is not None and self.block_size > _SHORTEST_BLOCK:
             shorter = better(self.block_size // 2)
             return shorter.remedy or f"--block-size {self.block_size // 2}"

@@ -194,7 +194,7 @@ def load(
     Args:
         path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, ``ID@REVISION`` at a
             branch, a tag or a commit.
-        dtype: of the weights; None keeps the checkpoint's own. Predictors keep the dtype they were saved in.
+        dtype: of the weights; None keeps the checkpoint's own. Predictors are float32.
         mapped: weights in their own dtype are to stay in their files, so that memory is not asked for them.
 
     Raises:
