@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.base.distributed import num_connected, own_share
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import Result, Together
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -22,7 +22,8 @@ def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.dev
 
 
 def run_own_batches(
-    run: Callable[[int, Tensor], None],
+    run: Callable[[int, Tensor], Result],
+    add: Callable[[int, Result], None],
     blocks: TokenBlocks,
     batch_size: int,
     device: torch.device,
@@ -30,13 +31,15 @@ def run_own_batches(
     *,
     divides: bool = True,
 ) -> None:
-    """Call ``run`` with each batch of this process: the number of the first block, int64 tokens [B, T] on ``device``.
+    """Run each batch of this process, and add what it gives.
 
     Shares are in the order of the text, process 0 has its beginning. Batches are those of a single process, so that the
     same blocks pass together and round alike, unless all processes are busy with smaller ones alone.
 
     Args:
-        run: must leave nothing behind where it fails, as what a GPU has no memory for is run again in parts.
+        run: called with the number of the first block and int64 tokens [B, T] on ``device``; must leave nothing behind
+            where it fails, as what a GPU has no memory for is run again in parts.
+        add: called once for every block, with the number of the first and what ``run`` gave.
         batch_size: the most blocks of a batch.
         progress: called with (blocks done, in all) of this process, once a batch is done.
         divides: whether a batch may be run in parts, which other processes do not hear of.
@@ -50,12 +53,13 @@ def run_own_batches(
     start, stop, together = first, first + own, Together(size)
     while start < stop:
 
-        def attempt(number: int, start: int = start) -> int:
-            run(start, block_tokens(blocks, start, number, device))
-            return number
+        def attempt(number: int, start: int = start) -> tuple[int, Result]:
+            return number, run(start, block_tokens(blocks, start, number, device))
 
         there = min(size - start % size, stop - start)  # of the batch
-        start += together.run(attempt, there) if divides else attempt(there)
+        number, found = together.run(attempt, there) if divides else attempt(there)
+        add(start, found)
+        start += number
         if progress is not None:
             progress(start - first, own)
 

@@ -75,11 +75,10 @@ def document_nll(
     """
     sums = DocumentSums(blocks)
 
-    def run(start: int, tokens: Tensor) -> None:
+    def run(_start: int, tokens: Tensor) -> Tensor:
         with nullcontext() if watch is None else watch.whole_pass():
-            losses = token_nll(model, tokens)
-        sums.add(start, losses)
+            return token_nll(model, tokens)
 
     with evaluation_mode(model):  # a sharded model's pass is one of all processes
-        run_own_batches(run, blocks, batch_size, model.device, progress, divides=not is_sharded(model))
+        run_own_batches(run, sums.add, blocks, batch_size, model.device, progress, divides=not is_sharded(model))
     return sums.result()

@@ -220,7 +220,7 @@ def score_windows(
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
 
-        def run(first: int, tokens: Tensor) -> None:
+        def run(_first: int, tokens: Tensor) -> list[Tensor]:
             losses: list[Tensor] = []
             try:
                 for i, windows in enumerate(ordered):
@@ -233,10 +233,13 @@ def score_windows(
                 raise
             finally:
                 decoder.forget()
-            for each, own_losses in zip(sums, losses, strict=True):
-                each.add(first, own_losses)
+            return losses
 
-        run_own_batches(run, blocks, batch_size, model.device)
+        def add(first: int, losses: list[Tensor]) -> None:
+            for each, own in zip(sums, losses, strict=True):
+                each.add(first, own)
+
+        run_own_batches(run, add, blocks, batch_size, model.device)
         passes = sum(decoder.share(start) for start in starts)
     return [each.result() for each in sums], passes
 

@@ -52,16 +52,19 @@ def attention_mass(
     with full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
 
-        def run(start: int, tokens: Tensor) -> None:
+        def run(_start: int, tokens: Tensor) -> list[Tensor]:
             masses: list[Tensor] = []  # [B, Hkv, T - w] by layer
             for state in states:
                 state.observer = _observer(masses, state, window, sinks)
             model.get_decoder()(input_ids=tokens, use_cache=False)
-            collected.count(start, start + len(tokens), slice(window, None))
+            return masses
+
+        def add(start: int, masses: list[Tensor]) -> None:
+            collected.count(start, start + len(masses[0]), slice(window, None))
             for layer, values in enumerate(masses):
                 collected.add(layer, values)
 
-        run_own_batches(run, blocks, batch_size, model.device, progress)
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
     facts = {**(metadata or {}), "sinks": sinks}
     return signal_table(

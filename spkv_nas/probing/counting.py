@@ -181,12 +181,12 @@ class GateCounter:
         coarse = torch.bincount(flat.flatten(), minlength=math.prod(shape)).view(shape)
         self.counts.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
 
-    def end(self, start: int, stop: int) -> None:
-        """Count the pass, of the blocks ``start:stop``.
+    def end(self, start: int, number: int) -> None:
+        """Count the pass, of ``number`` blocks from ``start`` on.
 
         Documents that ended are added to the moments, the last one stays open.
         """
-        self._prepare(start, stop)
+        self._prepare(start, start + number)
         for layer, logits in self._logits.items():
             self._count(layer, logits.to(self.counts.kept.device))
         self._logits = {}

@@ -72,13 +72,13 @@ def probe(
     with gate_mode(model, "hard", tau), evaluation_mode(model):
         counter = GateCounter(blocks, (len(states), states[0].num_kv_heads), tau, model.device)
 
-        def run(start: int, tokens: Tensor) -> None:
+        def run(_start: int, tokens: Tensor) -> int:
             counter.begin()
             body(input_ids=tokens, use_cache=False)
-            counter.end(start, start + len(tokens))
+            return len(tokens)
 
         with watch_logits(model, counter.see):
-            run_own_batches(run, blocks, batch_size, model.device, progress)
+            run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
     counts = counter.finish()
     present = [i for i, number in enumerate(counts.tokens) if number]
     return DensityTable(

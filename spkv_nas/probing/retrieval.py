@@ -74,7 +74,7 @@ def retrieval(
         head = model.get_output_embeddings()
         collected = HeadSums(blocks, len(states), config_shape(model.config).num_heads, model.device)
 
-        def run(start: int, text: Tensor) -> None:
+        def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
             stop = start + len(text)
             batch = torch.from_numpy(np.stack(rows.between(start, stop))).to(model.device)
             source = torch.from_numpy(depth[start:stop]).to(model.device)
@@ -83,12 +83,16 @@ def retrieval(
                 state.observer = _observer(scores, state, source, asked)
             hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, asked]
             predicted = head(hidden).argmax(-1).to(batch.device)
-            right[0] += int((predicted == batch[:, asked.start + 1 :]).sum())
-            collected.count(start, stop, asked)
+            return scores, int((predicted == batch[:, asked.start + 1 :]).sum())
+
+        def add(start: int, found: tuple[list[Tensor], int]) -> None:
+            scores, number = found
+            right[0] += number
+            collected.count(start, start + len(scores[0]), asked)
             for layer, values in enumerate(scores):
                 collected.add(layer, values)
 
-        run_own_batches(run, blocks, batch_size, model.device, progress)
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
     accuracy = float(sum_over_processes(right)[0]) / (blocks.num_blocks * (needle_length - 1))
