@@ -138,7 +138,7 @@ def _slope(
     """The divergence of a step's ``blocks`` [B, T], and its gradient by ``gates`` [layers, KV heads]. Collective.
 
     Args:
-        together: blocks of a pass.
+        together: how many blocks pass at once.
     """
     mine = own_share(len(blocks))
     own = torch.from_numpy(blocks[mine.start : mine.stop].astype(np.int64)).to(model.device)
