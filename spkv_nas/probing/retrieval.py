@@ -75,9 +75,8 @@ def retrieval(
         collected = HeadSums(blocks, len(states), config_shape(model.config).num_heads, model.device)
 
         def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
-            stop = start + len(text)
-            batch = torch.from_numpy(np.stack(rows.between(start, stop))).to(model.device)
-            source = torch.from_numpy(depth[start:stop]).to(model.device)
+            batch = torch.from_numpy(np.stack(rows.take(start, len(text)))).to(model.device)
+            source = torch.from_numpy(depth[start : start + len(text)]).to(model.device)
             scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
             for state in states:
                 state.observer = _observer(scores, state, source, asked)
@@ -95,8 +94,7 @@ def retrieval(
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
-    accuracy = float(sum_over_processes(right)[0]) / (blocks.num_blocks * (needle_length - 1))
-    _warn_unless_copied(accuracy)
+    accuracy = _accuracy(right, blocks.num_blocks * (needle_length - 1))
     facts = {**(metadata or {}), "needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
     return signal_table(
         "retrieval", collected.means(sums), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts
@@ -129,12 +127,15 @@ def needles(
     return rows(), depth
 
 
-def _warn_unless_copied(accuracy: float) -> None:
+def _accuracy(right: NDArray[np.int64], asked: int) -> float:
+    """Share of the needles' tokens that the model predicts; warns where it is small. Collective."""
+    accuracy = float(sum_over_processes(right)[0]) / asked
     if accuracy < _COPIES:
         warnings.warn(
             f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
             stacklevel=4,
         )
+    return accuracy
 
 
 class _Rows:
@@ -144,15 +145,16 @@ class _Rows:
         self._rest = enumerate(rows)
         self._drawn: dict[int, NDArray[np.int64]] = {}
 
-    def between(self, start: int, stop: int) -> list[NDArray[np.int64]]:
-        """Rows ``start:stop``; those before are not asked for again."""
-        for number in [number for number in self._drawn if number < start]:
-            del self._drawn[number]
-        while stop - 1 not in self._drawn:
-            number, row = next(self._rest)
-            if number >= start:
-                self._drawn[number] = row
-        return [self._drawn[number] for number in range(start, stop)]
+    def take(self, start: int, number: int) -> list[NDArray[np.int64]]:
+        """So many rows from ``start`` on; those before are not asked for again."""
+        for earlier in [one for one in self._drawn if one < start]:
+            del self._drawn[earlier]
+        wanted = range(start, start + number)
+        while wanted[-1] not in self._drawn:
+            next_one, row = next(self._rest)
+            if next_one >= start:
+                self._drawn[next_one] = row
+        return [self._drawn[one] for one in wanted]
 
 
 def _vocabulary(blocks: TokenBlocks) -> NDArray[np.int32]:
