@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from helpers import gated, make_layouts, tiny_model, torchrun
 from measuring_worker import measure_all
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base import distributed
 from spkv_nas.base.distributed import own_share, sum_over_processes
-from spkv_nas.data.batches import num_own_blocks, num_spare_batches, own_batches
+from spkv_nas.data.batches import num_own_blocks, num_spare_batches, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 
@@ -65,7 +66,11 @@ def test_every_block_is_one_process_s(
     runs, spare, told = [], [], []
     for rank in range(processes):
         monkeypatch.setenv("RANK", str(rank))
-        own = list(own_batches(blocks, batch_size, "cpu", lambda done, total: told.append((done, total))))
+        own: list[tuple[int, torch.Tensor]] = []
+        run_own_batches(
+            lambda _, tokens: tokens, lambda start, tokens, own=own: own.append((start, tokens)), blocks, batch_size,
+            torch.device("cpu"), lambda done, total: told.append((done, total)),
+        )  # fmt: skip
         numbers = [number for start, tokens in own for number in range(start, start + len(tokens))]
         assert all(np.array_equal(tokens, blocks.tokens[start : start + len(tokens)]) for start, tokens in own)
         assert all(len(tokens) <= batch_size for _, tokens in own)

@@ -19,10 +19,11 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import load_tokenizer, save
+from spkv_nas.model.checkpoint import load, load_tokenizer, save
 from spkv_nas.model.gates import predictors
 from spkv_nas.probing import frozen, priced
 from spkv_nas.probing.density import probe
+from spkv_nas.probing.gate_state import GateState
 from spkv_nas.probing.priced import Learned, learn_gates
 from spkv_nas.proposal.propose import price_advice
 from spkv_nas.stages import probe as stage
@@ -81,11 +82,27 @@ class TestLearning:
         model = tiny_model()
         found = []
         for free in (1 << 40, 3_000_000, 1):
-            monkeypatch.setattr(frozen, "own_bytes", lambda _, free=free: free)
+            monkeypatch.setattr(frozen, "room_for_passes", lambda _, free=free: free)
             found.append(frozen.passes(model, 32, 8, GATES))
         assert found[0] == (8, False)
         assert 1 <= found[1][0] < 8
         assert found[2] == (1, True)
+
+    def test_a_model_in_bfloat16_has_predictors_in_float32(
+        self, blocks: TokenBlocks, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        model = tiny_model().to(torch.bfloat16)
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        _, result = learn(blocks, model, steps=40, state=tmp_path / "gates")
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters() if name in before)
+        state = GateState.read(tmp_path / "gates")
+        assert state is not None  # and the optimizer's moments
+        assert {tensor.dtype for tensor in state.tensors.values()} == {torch.float32}
+        assert result.density == pytest.approx(learn(blocks, steps=40)[1].density, abs=0.03)
+        save(model, tiny_tokenizer, tmp_path / "saved")
+        again, _ = load(tmp_path / "saved")
+        assert again.dtype == torch.bfloat16
+        assert equal(model, again)
 
     def test_it_needs_a_price_and_text(self, blocks: TokenBlocks) -> None:
         with pytest.raises(UserError, match="need a price"):

@@ -46,7 +46,7 @@ def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
 
 def test_a_name_means_one_thing() -> None:
     """Fields of one name, in whichever command, are of one flag, or of one that takes other values."""
-    allowed = {"budget": 2, "tau": 2}  # a range too; a choice
+    allowed = {"budget": 2, "tau": 2, "device": 2}  # a range too; a choice; several at once
     allowed |= {"recipe": 2, "file": 2, "layout": 2, "model": 2, "data": 2, "out": 2}  # by place or by name; a folder
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:

@@ -301,6 +301,25 @@ class TestInit:
         assert Recipe.read(file).micro_batch_size == micro
         assert ("there is not enough memory for it" in capsys.readouterr().err) == (available == 10)
 
+    @pytest.mark.parametrize(
+        ("available", "expected"),
+        [(10**6, (False, None)), (1800, (False, 1)), (1400, (True, 2)), (1260, (True, 1))],
+    )
+    def test_layers_are_computed_again_where_no_block_fits_otherwise(
+        self, available: int, expected: object, model: Path, corpus_folder: Path, tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        def cost(planner: Planner, variant: Variant) -> StepCost:
+            return StepCost(2.0, 0.0, 0.0, 900, 100 if planner.recipe.gradient_checkpointing else 300, True)
+
+        monkeypatch.setattr(Planner, "_cost", cost)
+        monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: available)
+        file = tmp_path / "recipe.yaml"
+        main(["init", str(model), str(corpus_folder), "--out", str(file)])
+        recipe = Recipe.read(file)
+        assert recipe.data.block_size == 128  # as with memory
+        assert (recipe.gradient_checkpointing, recipe.micro_batch_size) == expected
+
     def test_the_path_of_the_readme(
         self, corpus_folder: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
         capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

@@ -22,7 +22,7 @@ from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.cli.app import main
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, load_on, save, saved_dtype
-from spkv_nas.model.gates import predictors
+from spkv_nas.model.gates import predictor_parameters, predictors
 from spkv_nas.training.recipe import Recipe
 
 SEES = "import torch; from spkv_nas.base.device import is_native; print(is_native('cpu', torch.bfloat16))"
@@ -100,6 +100,17 @@ class TestCheckpoints:
         assert saved_dtype(checkpoint) is None
         assert load_on(checkpoint, "cpu")[0].dtype == torch.float32
 
+    def test_predictors_and_frequencies_keep_theirs(self, checkpoint: Path, native: None) -> None:
+        """Where only the weights say their dtype, all was converted, predictors and frequencies of positions too."""
+        file = checkpoint / "config.json"
+        file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
+        (checkpoint / MANIFEST).unlink()
+        for asked in (None, "float16"):
+            model, _ = load_on(checkpoint, "cpu", asked)
+            assert device.dtype_name(model.dtype) == (asked or "bfloat16")
+            assert {p.dtype for p in predictor_parameters(model)} == {torch.float32}
+            assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
     def test_an_unknown_one(self, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(UserError, match="there are float32, bfloat16, float16"):
             load_on(checkpoint, "cpu", "float8")
@@ -116,6 +127,16 @@ def test_a_probe_says_both(
     facts = DensityTable.read(tmp_path / "probes" / "model").metadata
     assert facts["dtype"] == "bfloat16"  # of the keys and values that the model will have
     assert facts["computed_in"] == "float32"
+
+
+def test_predictors_are_float32_whatever_is_the_default() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        attach_gates(model, GateConfig(window=8, predictor="bidirectional", kernel_size=3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {p.dtype for p in predictor_parameters(model)} == {torch.float32}
 
 
 class TestRecipes:

@@ -24,7 +24,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing import heads
 from spkv_nas.probing.attention_mass import attention_mass
-from spkv_nas.probing.duo import Mixture, distillation_loss, duo
+from spkv_nas.probing.duo import Mixture, duo, sums_of_squares
 from spkv_nas.probing.retrieval import needles, retrieval
 from spkv_nas.probing.signals import SIGNALS, check_options, measure_signal
 
@@ -192,7 +192,8 @@ class TestDuo:
             for state, mixture, alpha in zip(states, mixtures, alphas, strict=True):
                 state.observer = mixture
                 mixture.alpha = alpha.double().clone().requires_grad_()
-            return distillation_loss(model, mixtures, tokens), mixtures
+            error, full = sums_of_squares(model, mixtures, tokens)
+            return error / full, mixtures
 
     def test_its_ends_are_full_attention_and_the_local_layout(self) -> None:
         model = tiny_model(vocab_size=300).double()

@@ -19,15 +19,17 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import load
+from spkv_nas.model.checkpoint import load, read_size, save
 from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.watch import watch_logits
+from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import dense_run, train_dense
 from spkv_nas.training.lora import add_adapters, merge_adapters
-from spkv_nas.training.recipe import LoraConfig, Recipe
+from spkv_nas.training.recipe import LoraConfig, ModelConfig, Recipe
+from spkv_nas.training.step_cost import estimate, how_trained
 from spkv_nas.training.variants import Variant
 
 LORA = {"lora": {"rank": 2, "alpha": 8.0, "dropout": 0.1}}
@@ -96,7 +98,7 @@ class TestRecomputed:
         with recomputed(model), watch_logits(model, lambda number, _: seen.append(number)):
             watch.start()
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-            assert sum(watch._num_tokens.values()) == 4 * tokens.numel()
+            assert sum(seen.num_tokens for seen in watch._seen.values()) == 4 * tokens.numel()
         assert (len(passes), seen) == (2, [0, 1, 2, 3])
         passes.clear()
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -196,6 +198,45 @@ class TestLora:
         data = merged(recipe.model_dump(), {"gates": {"training": "from-scratch"}, **LORA})
         with pytest.raises(UserError, match="from-scratch learns all weights"):
             Recipe.parse(data, Path(), "recipe")
+
+
+class TestFrozenWeights:
+    """Weights that do not learn stay bfloat16 where they are, and what learns is float32."""
+
+    @pytest.fixture
+    def dense(self, dense: Path, tmp_path: Path) -> Path:
+        model, tokenizer = load(dense, dtype=torch.bfloat16)
+        save(model, tokenizer, tmp_path / "bfloat16")
+        return tmp_path / "bfloat16"
+
+    @pytest.mark.parametrize("changes", [LORA, {"gates": {"training": "frozen-model"}}], ids=["lora", "frozen-model"])
+    def test_what_learns_is_float32(
+        self, changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
+    ) -> None:
+        recipe = changed(recipe, {**changes, "precision": "bfloat16"})
+        model = set_up(recipe, corpus, dense, Variant.sp_kv(), seed=0).model
+        dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+        branch = train_branch(recipe, corpus, dense, tmp_path / "run", Variant.sp_kv(), device="cpu")
+        before, after = weights(dense), weights(branch.checkpoint)
+        assert {after[name].dtype for name in before} == {torch.bfloat16}
+        assert {after[name].dtype for name in after.keys() - before.keys()} == {torch.float32}
+        moved = {name for name in before if not torch.equal(before[name], after[name])}
+        assert bool(moved) == ("lora" in changes)
+
+    def test_weights_that_learn_are_float32(self, recipe: Recipe, corpus: Corpus, dense: Path) -> None:
+        for changes in ({"precision": "bfloat16"}, {"precision": "float32", **LORA}):
+            model = set_up(changed(recipe, changes), corpus, dense, Variant.sp_kv(), seed=0).model
+            assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+    def test_a_plan_counts_them(self, recipe: Recipe, dense: Path) -> None:
+        size = read_size(dense)
+        lora = changed(recipe, LORA).model_copy(update={"model": ModelConfig(path=str(dense))})
+        found = []
+        for bfloat16 in (False, True):
+            how = how_trained(lora, lora.branch, size, bfloat16=bfloat16)
+            found.append(estimate(size, 32, how, device="cpu").fixed_bytes)
+        assert found[0] - found[1] == 2 * size.num_parameters
 
 
 def test_names_of_runs_change_with_what_changes_a_result(recipe: Recipe, tmp_path: Path) -> None:

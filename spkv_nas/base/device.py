@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
+AUTO = "auto"  # of all GPUs together, for one model
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -16,13 +18,32 @@ def choose_device(device: str | None = None) -> str:
     """``device``, by default "cuda" where there is a GPU and "cpu" elsewhere.
 
     Raises:
-        UserError: "cuda" is asked for and there is none.
+        UserError: "cuda" is asked for and there is none, or ``AUTO``, which only some commands know.
     """
     import torch
 
+    if device == AUTO:
+        raise UserError(
+            "--device auto is for probe, evaluate and score, which part a model over the GPUs to measure it\n"
+            "leave it out; training is parted by torchrun, and by sharding: fsdp in its recipe"
+        )
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: there is no CUDA device here")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measuring_device(device: str | None) -> str:
+    """As ``choose_device``, of what also knows ``AUTO``: the kind of device that the first layers will be on.
+
+    Raises:
+        UserError: as ``choose_device``, or ``AUTO`` in one of several processes.
+    """
+    if device == AUTO and num_processes() > 1:
+        raise UserError(
+            "--device auto has one process part a model over all GPUs, and torchrun starts one for each\n"
+            "leave out one of the two: torchrun is faster where a GPU has room for the model"
+        )
+    return choose_device(None if device == AUTO else device)
 
 
 def choose_dtype(device: str, own: torch.dtype, asked: str | None = None) -> torch.dtype:

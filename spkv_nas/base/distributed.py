@@ -2,9 +2,10 @@
 
 All of them run the same command. Process 0 alone builds caches, writes files and prints; the others wait for it and
 read what it wrote, so the nodes of a cluster share the workspace's file system. What measures takes its share of the
-text (``own_share``, of blocks ``data.batches.own_batches``) and adds up what it has found (``sum_over_processes``), so
-that all have the whole result. Without torchrun there is one process, and everything here does nothing; nor does it in
-a program of somebody else's under torchrun, which may well measure on one process alone, unless that calls ``connect``.
+text (``own_share``, of blocks ``data.batches.run_own_batches``) and adds up what it has found (``sum_over_processes``),
+so that all have the whole result. Without torchrun there is one process, and everything here does nothing; nor does it
+in a program of somebody else's under torchrun, which may well measure on one process alone, unless that calls
+``connect``.
 
 What is collective must be called by every process, in the same order.
 """
@@ -23,7 +24,7 @@ from spkv_nas.base.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Result = TypeVar("Result")
 Values = TypeVar("Values", "Tensor", "NDArray[np.float64]", "NDArray[np.int64]")
@@ -102,6 +103,13 @@ def leave(exit_code: int) -> None:
 def is_lost_process(error: BaseException) -> bool:
     """Whether an error says that another process is gone: gloo raises as its connection closes, NCCL as it waits."""
     return num_processes() > 1 and re.search(r"onnection (closed|reset|refused)|gloo|NCCL", str(error)) is not None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters of ``model`` are sharded over processes, so that a pass of it is collective."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def blocks_per_process(batch_size: int) -> int:

@@ -6,7 +6,11 @@ less.
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
@@ -14,6 +18,7 @@ from spkv_nas.base.distributed import num_local_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
+Result = TypeVar("Result")
 CHUNK_BYTES = 1 << 28  # of a chunk's logits in float32, which are made at once
 _GROUPS = Path("/proc/self/cgroup")
 _MOUNT = Path("/sys/fs/cgroup")
@@ -59,6 +64,55 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
             f"{what}: that takes at least {format_bytes(round(num_bytes))} of memory, and {format_bytes(there)} are "
             f"there\n{remedy}"
         )
+
+
+class Together:
+    """How many blocks pass at once: half as many from the moment on at which a GPU has no memory for them.
+
+    What was foreseen (``cost.memory``) may be wrong, and others may take memory meanwhile. accelerate's
+    ``find_executable_batch_size`` begins whole functions again, where here one pass is to be; it has the same idea of
+    which errors say that memory is short.
+
+    Attributes:
+        number: of blocks, at least one.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = max(1, number)
+
+    def run(self, work: Callable[[int], Result], there: int) -> Result:
+        """``work(n)`` with as many blocks as pass at once, of those that are ``there``.
+
+        It is begun again with fewer, so it must leave nothing behind where it fails. Raises what it raises where there
+        is no memory for one block.
+
+        Warns:
+            UserWarning: fewer pass from here on.
+        """
+        while True:
+            tried = min(self.number, there)
+            try:
+                return work(tried)
+            except Exception as error:
+                if tried == 1 or not is_short_of_memory(error):
+                    raise
+            empty_cache()  # only now, as the error held what the pass had made
+            self.number = math.ceil(tried / 2)
+            warnings.warn(f"no memory for {tried} blocks at once: {self.number} from here on", stacklevel=2)
+
+
+def is_short_of_memory(error: Exception) -> bool:
+    """Whether an error says that a device, or PyTorch's own allocator for the CPU, has no more memory."""
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    return bool(should_reduce_batch_size(error))
+
+
+def empty_cache() -> None:
+    """Give back what PyTorch keeps of a GPU's memory for itself; a slow call."""
+    from accelerate.utils.memory import clear_device_cache
+
+    clear_device_cache(garbage_collection=True)
 
 
 def _left_to_groups(groups: Path = _GROUPS, mount: Path = _MOUNT) -> list[int]:

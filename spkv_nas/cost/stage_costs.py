@@ -35,6 +35,7 @@ _RANK = 16  # of the adapters that are advised
 _AGAIN = "gradient_checkpointing: true"
 _GATHERED = 2  # layers whose weights FSDP2 holds whole: the one that computes, and the next
 _FIXED = "what no block changes takes more already: a device with more memory"
+_PARTED = f"{_FIXED}, or several with --device auto"
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Training:
-    """How weights are trained: in float32, by an AdamW, matrix products in bfloat16 if so.
+    """How weights are trained: what learns in float32, by an AdamW, matrix products in bfloat16 if so.
 
     Attributes:
         steps, batch_size: of all devices, in blocks.
@@ -126,6 +127,7 @@ class Training:
         learns: what does, beside gates.
         adapters: parameters of those that learn.
         moment_bytes: of the optimizer's moments of a parameter.
+        frozen_item: bytes of a weight that does not learn.
     """
 
     steps: int
@@ -137,6 +139,7 @@ class Training:
     learns: Learns = Learns.ALL
     adapters: int = 0
     moment_bytes: float = MOMENTS
+    frozen_item: int = FLOAT32
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,9 @@ class Stages:
         room = ROOM * self.site.memory
         if memory.weights + memory.learning > room:
             halved = memory.weights / 2 + memory.learning
-            return "--dtype bfloat16" if self.item > BFLOAT16 and halved < room else _FIXED
+            if self.item > BFLOAT16 and halved < room:
+                return "--dtype bfloat16"
+            return _FIXED if better is None or self.site.is_cpu else _PARTED
         if better is not None and self.block_size > _SHORTEST_BLOCK:
             shorter = better(self.block_size // 2)
             return shorter.remedy or f"--block-size {self.block_size // 2}"
@@ -297,17 +302,18 @@ class Stages:
         """On one of ``devices``, ``blocks`` passing at once."""
         size, item = self.size, BFLOAT16 if how.bfloat16 else FLOAT32
         predictors = self.num_predictor_parameters if gated else 0
-        all_of_them = size.num_parameters + predictors + how.adapters
-        learning = all_of_them - (0 if how.learns is Learns.ALL else size.num_parameters)
+        own = FLOAT32 if how.learns is Learns.ALL else how.frozen_item  # bytes of one of the model's weights
+        learning = predictors + how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
         passes = PassMemory(size, item, self.gates if gated else None)
         passing = passes.learning(blocks * self.block_size, learns=how.learns, recomputes=how.recomputes)
-        weights, moved = FLOAT32 * all_of_them, (FLOAT32 + how.moment_bytes) * learning
+        weights = own * size.num_parameters + FLOAT32 * (predictors + how.adapters)
+        moved = (FLOAT32 + how.moment_bytes) * learning
         if how.sharded and devices > 1:
             layer = size.without_embeddings / size.heads.num_layers
             outside = size.num_parameters - size.without_embeddings
             whole = item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and the gradient of one
             return Bytes(weights / devices, moved / devices + whole, passing)
-        copies = (item if how.bfloat16 else 0) * size.num_parameters  # autocast's
+        copies = item * size.num_parameters if item < own else 0  # autocast's
         buckets = FLOAT32 * learning if devices > 1 else 0  # DDP gathers gradients in copies
         return Bytes(weights, moved + copies + buckets, passing)
 

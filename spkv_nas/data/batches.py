@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.base.distributed import num_connected, own_share
+from spkv_nas.base.memory import Result, Together
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -20,26 +21,47 @@ def block_tokens(blocks: TokenBlocks, start: int, number: int, device: torch.dev
     return torch.from_numpy(blocks.tokens[start : start + number].astype(np.int64)).to(device)
 
 
-def own_batches(
-    blocks: TokenBlocks, batch_size: int, device: torch.device, progress: Progress | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """The batches that this process runs: the number of the first block, and int64 tokens [B, T] on ``device``.
+def run_own_batches(
+    run: Callable[[int, Tensor], Result],
+    add: Callable[[int, Result], None],
+    blocks: TokenBlocks,
+    batch_size: int,
+    device: torch.device,
+    progress: Progress | None = None,
+    *,
+    divides: bool = True,
+) -> None:
+    """Run each batch of this process, and add what it gives.
 
     Shares are in the order of the text, process 0 has its beginning. Batches are those of a single process, so that the
     same blocks pass together and round alike, unless all processes are busy with smaller ones alone.
 
     Args:
+        run: called with the number of the first block and int64 tokens [B, T] on ``device``; must leave nothing behind
+            where it fails, as what a GPU has no memory for is run again in parts.
+        add: called once for every block, with the number of the first and what ``run`` gave.
         batch_size: the most blocks of a batch.
         progress: called with (blocks done, in all) of this process, once a batch is done.
+        divides: whether a batch may be run in parts, which other processes do not hear of.
+
+    Warns:
+        UserWarning: batches are run in parts.
     """
     size, share = _shared(blocks.num_blocks, batch_size)
-    done, own = 0, num_own_blocks(blocks.num_blocks, batch_size)
-    for number in share:
-        tokens = block_tokens(blocks, number * size, size, device)
-        yield number * size, tokens
-        done += len(tokens)
+    own = num_own_blocks(blocks.num_blocks, batch_size)
+    first = share.start * size
+    start, stop, together = first, first + own, Together(size)
+    while start < stop:
+
+        def attempt(number: int, start: int = start) -> tuple[int, Result]:
+            return number, run(start, block_tokens(blocks, start, number, device))
+
+        there = min(size - start % size, stop - start)  # of the batch
+        number, found = together.run(attempt, there) if divides else attempt(there)
+        add(start, found)
+        start += number
         if progress is not None:
-            progress(done, own)
+            progress(start - first, own)
 
 
 def num_own_blocks(num_blocks: int, batch_size: int) -> int:

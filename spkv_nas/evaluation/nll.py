@@ -5,17 +5,20 @@ Collective: each process of torchrun runs its share of the blocks, and all have 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.base.distributed import sum_over_processes
+from spkv_nas.base.distributed import is_sharded, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import own_batches
+from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import evaluation_mode
 
@@ -57,15 +60,25 @@ def document_nll(
     blocks: TokenBlocks,
     *,
     batch_size: int = 8,
+    watch: DensityWatch | None = None,
     progress: Progress | None = None,
 ) -> DocumentNLL:
     """NLL of ``blocks`` under ``model``, in evaluation mode, by document.
 
-    ``progress`` is called with (blocks done, in all) of this process. Raises ``UserError`` if a document's NLL is not
-    finite.
+    Args:
+        batch_size: blocks of a pass, fewer where a GPU has no memory for them.
+        watch: started; counts every block once.
+        progress: called with (blocks done, in all) of this process.
+
+    Raises:
+        UserError: a document's NLL is not finite.
     """
     sums = DocumentSums(blocks)
-    with evaluation_mode(model):
-        for start, tokens in own_batches(blocks, batch_size, model.device, progress):
-            sums.add(start, token_nll(model, tokens))
+
+    def run(_start: int, tokens: Tensor) -> Tensor:
+        with nullcontext() if watch is None else watch.whole_pass():
+            return token_nll(model, tokens)
+
+    with evaluation_mode(model):  # a sharded model's pass is one of all processes
+        run_own_batches(run, sums.add, blocks, batch_size, model.device, progress, divides=not is_sharded(model))
     return sums.result()

@@ -73,7 +73,7 @@ def evaluate(
     with gate_mode(model, "hard", tau):
         watch.start()
         try:
-            nll = document_nll(model, blocks, batch_size=batch_size, progress=progress)
+            nll = document_nll(model, blocks, batch_size=batch_size, watch=watch, progress=progress)
             heads = watch.stop()
         finally:
             watch.close()

@@ -31,7 +31,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
-from spkv_nas.data.batches import block_tokens, num_own_blocks, own_batches
+from spkv_nas.data.batches import block_tokens, num_own_blocks, run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -213,17 +213,33 @@ def score_windows(
     Args:
         model: inside ``full_attention``, which yields ``states``; their windows are set.
         ordered: different from each other and sorted, so that neighbours share the most layers.
-        step: called with the number of blocks that this process has run under one of them.
+        step: called with the number of blocks that this process has run under one of them; below 0 where it has to
+            run them again.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
         starts = [0, *(decoder.shared(*pair) for pair in pairwise(ordered))]
-        for first, tokens in own_batches(blocks, batch_size, model.device):
-            for i, windows in enumerate(ordered):
-                for state, own in zip(states, windows, strict=True):
-                    state.windows = own
-                sums[i].add(first, decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])))
-                step(len(tokens))
+
+        def run(_first: int, tokens: Tensor) -> list[Tensor]:
+            losses: list[Tensor] = []
+            try:
+                for i, windows in enumerate(ordered):
+                    for state, own in zip(states, windows, strict=True):
+                        state.windows = own
+                    losses.append(decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])).cpu())
+                    step(len(tokens))
+            except Exception:
+                step(-len(losses) * len(tokens))  # they may be run again
+                raise
+            finally:
+                decoder.forget()
+            return losses
+
+        def add(first: int, losses: list[Tensor]) -> None:
+            for each, own in zip(sums, losses, strict=True):
+                each.add(first, own)
+
+        run_own_batches(run, add, blocks, batch_size, model.device)
         passes = sum(decoder.share(start) for start in starts)
     return [each.result() for each in sums], passes
 
@@ -287,6 +303,10 @@ class _Resumable:
         self._kept = {depth: hidden for depth, hidden in self._kept.items() if depth in wanted}
         return losses
 
+    def forget(self) -> None:
+        """Keep no states any more."""
+        self._kept = {}
+
     def _forward(
         self, depth: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
@@ -308,4 +328,4 @@ class _Resumable:
             exact = False
         if not exact:
             self._depth = []
-        self._kept = {}
+        self.forget()

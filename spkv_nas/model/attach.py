@@ -66,7 +66,8 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
             torch.manual_seed(seed)
         for layer, row in zip(layers, rows, strict=True):
             if row is not None:
-                install_gates(layer, row, config, model.config.get_text_config().hidden_size, model.device)
+                device = next(layer.parameters()).device  # a model may be on several
+                install_gates(layer, row, config, model.config.get_text_config().hidden_size, device)
     write_section(model, config)
     dry_run(model)
 

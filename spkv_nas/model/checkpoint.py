@@ -28,11 +28,13 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
+from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.own_type import stock_class
 from spkv_nas.model.restore import restoring_class
 from spkv_nas.model.section import saved_gates, saved_layers
 from spkv_nas.model.shape import check_counts, check_size, config_size
 from spkv_nas.model.source import commit_of, config_place, model_folder, pinned, resolve
+from spkv_nas.model.spread import spread
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
@@ -192,7 +194,7 @@ def load(
     Args:
         path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, ``ID@REVISION`` at a
             branch, a tag or a commit.
-        dtype: of the weights; None keeps the checkpoint's own. Predictors keep the dtype they were saved in.
+        dtype: of the weights; None keeps the checkpoint's own. Predictors are float32.
         mapped: weights in their own dtype are to stay in their files, so that memory is not asked for them.
 
     Raises:
@@ -232,12 +234,13 @@ def _load_weights(
 
 
 def load_on(
-    path_or_id: str | Path, device: str, dtype: str | None = None
+    path_or_id: str | Path, device: str, dtype: str | None = None, *, spreads: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """``load``, on the device and in a dtype that it computes in (``base.device.choose_dtype``).
 
     Args:
         dtype: asked for, "float32", "bfloat16" or "float16"; None chooses.
+        spreads: over all devices of that kind (``model.spread``).
 
     Raises:
         UserError: as ``load``; an unknown dtype; too little memory on the device.
@@ -246,11 +249,21 @@ def load_on(
     check_dtype(dtype)
     model, tokenizer = load(path_or_id, dtype=None if own is None else choose_dtype(device, own, dtype))
     if own is None and not getattr(model, "is_quantized", False):  # only the weights knew
-        model.to(choose_dtype(device, model.dtype, dtype))
+        _convert(model, choose_dtype(device, model.dtype, dtype))
+    if spreads:
+        return spread(model), tokenizer
     if device != "cpu":
         size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
         require(size, f"the weights on {device}", "use --device cpu", device=device)
     return model.to(device), tokenizer
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Weights in ``dtype``. Predictors keep theirs, and so do buffers, such as the frequencies of positions."""
+    own = predictor_parameters(model)
+    for parameter in model.parameters():
+        if parameter not in own and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:

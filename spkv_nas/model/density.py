@@ -5,7 +5,9 @@ Of all processes of torchrun together.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,16 @@ from spkv_nas.model.modes import gate_settings
 from spkv_nas.model.watch import not_finite, watch_logits
 
 
+class _Seen(NamedTuple):
+    """What was counted of a layer: tokens kept and utilities that were NaN, int64 [2, Hkv], left on the device."""
+
+    kept_and_wrong: Tensor
+    num_tokens: int
+
+    def and_(self, other: _Seen) -> _Seen:
+        return _Seen(self.kept_and_wrong + other.kept_and_wrong, self.num_tokens + other.num_tokens)
+
+
 class DensityWatch:
     """Density of every KV head (share of tokens with ``u >= tau``) between ``start`` and ``stop``.
 
@@ -31,22 +43,30 @@ class DensityWatch:
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
-        self._kept: dict[int, list[Tensor]] = {}  # by layer: counts of each forward pass [Hkv], left on the device
-        self._num_tokens: dict[int, int] = {}  # by layer
-        self._wrong: dict[int, Tensor] = {}  # by layer: whether a utility was NaN, bool [Hkv], left on the device
+        self._seen: dict[int, _Seen] = {}  # by layer
 
     def start(self) -> None:
         """Count from now on, at the threshold that the gates have now."""
         self.close()
-        self._started, self._kept, self._num_tokens, self._wrong = True, {}, {}, {}
+        self._started, self._seen = True, {}
         self._tau = gate_settings(self._model).tau
         self._watch = watch_logits(self._model, self._count)
 
     def _count(self, layer: int, logits: Tensor) -> None:
-        self._kept.setdefault(layer, []).append(keeps(logits.detach(), self._tau).sum((0, 2)))
-        wrong = logits.detach().isnan().any(2).any(0)
-        self._wrong[layer] = wrong | self._wrong[layer] if layer in self._wrong else wrong
-        self._num_tokens[layer] = self._num_tokens.get(layer, 0) + logits.shape[0] * logits.shape[2]
+        logits = logits.detach()
+        both = torch.stack([keeps(logits, self._tau).sum((0, 2)), logits.isnan().sum((0, 2))])
+        own = _Seen(both, logits.shape[0] * logits.shape[2])
+        self._seen[layer] = own if layer not in self._seen else self._seen[layer].and_(own)
+
+    @contextmanager
+    def whole_pass(self) -> Iterator[None]:
+        """What a pass inside the ``with`` block that fails has counted until then is forgotten."""
+        before = dict(self._seen)
+        try:
+            yield
+        except Exception:
+            self._seen = before
+            raise
 
     def close(self) -> None:
         """Count no more."""
@@ -65,11 +85,10 @@ class DensityWatch:
         self.close()
         states = layer_states(self._model)
         grid = len(states), states[0].num_kv_heads
-        counts = np.zeros((3, *grid), dtype=np.int64)  # kept, whether a utility was NaN, tokens
-        for layer, kept in self._kept.items():
-            both = torch.stack([torch.stack(kept).sum(0), self._wrong[layer]])
-            counts[:2, layer] = both.cpu().numpy()
-            counts[2, layer] = self._num_tokens[layer]
+        counts = np.zeros((3, *grid), dtype=np.int64)  # kept, utilities that were NaN, tokens
+        for layer, seen in self._seen.items():
+            counts[:2, layer] = seen.kept_and_wrong.cpu().numpy()
+            counts[2, layer] = seen.num_tokens
         self._started = False
         kept, wrong, tokens = sum_over_processes(counts)
         if not tokens.any():

@@ -21,6 +21,7 @@ from spkv_nas.artifacts.histogram import threshold_logit
 
 MODES = ("open", "soft", "sampled", "hard")
 _FIXED = {GLOBAL: math.inf, LOCAL: -math.inf}
+_DTYPE = torch.float32
 
 
 class UtilityPredictor(nn.Module):
@@ -29,8 +30,8 @@ class UtilityPredictor(nn.Module):
     ``linear`` is the second layer alone. ``bidirectional`` has a depthwise convolution over the tokens between the two,
     zero beyond both ends (paper, "Locally bidirectional utility predictor").
 
-    Computes in its own parameters' dtype (float32 unless converted) even under autocast: thresholding a bfloat16
-    logit would move the density.
+    Its parameters are float32, whatever the model's are, and it computes in their dtype even under autocast:
+    thresholding a bfloat16 logit would move the density.
     """
 
     def __init__(self, model_size: int, row: str, config: GateConfig) -> None:
@@ -38,12 +39,12 @@ class UtilityPredictor(nn.Module):
         super().__init__()
         hidden_size = config.width(model_size)
         linear = config.predictor == "linear"
-        self.up = None if linear else nn.Linear(model_size, hidden_size)
+        self.up = None if linear else nn.Linear(model_size, hidden_size, dtype=_DTYPE)
         self.mix = None
         if config.predictor == "bidirectional":
             size = config.kernel_size
-            self.mix = nn.Conv1d(hidden_size, hidden_size, size, padding=size // 2, groups=hidden_size)
-        self.down = nn.Linear(model_size if linear else hidden_size, len(row))
+            self.mix = nn.Conv1d(hidden_size, hidden_size, size, padding=size // 2, groups=hidden_size, dtype=_DTYPE)
+        self.down = nn.Linear(model_size if linear else hidden_size, len(row), dtype=_DTYPE)
         self.row = row
         self._config = config
         self.reset_parameters()

@@ -177,7 +177,7 @@ class _DecoderPass:
             return self.losses(targets, forward).sum()
         learning = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         sums: dict[int, Tensor] = {}  # of the gradients of those that the logits depend on
-        of_hidden, total = [], torch.zeros((), device=targets.device)
+        of_hidden, total = [], torch.zeros((), device=self._model.device)
         hidden = self._output.last_hidden_state
         for states, ids in self._chunks(targets):
             own = states.detach().requires_grad_()
@@ -234,7 +234,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Any:
-        return None, None, *(gradient * grad[0] for gradient in ctx.saved_tensors)
+        return None, None, *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors)
 
 
 def _large_pass(model: PreTrainedModel, tokens: Tensor) -> _DecoderPass | None:

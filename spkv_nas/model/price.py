@@ -104,5 +104,5 @@ class BenefitWatch:
     def stop(self) -> NDArray[np.float64]:
         """Watch no more; benefits [layers with gates, KV heads], NaN of heads without a gate, 0 where none was seen."""
         self._watch.close()
-        found = [self._benefits[layer] for layer in sorted(self._benefits)]
-        return torch.stack(found).double().cpu().numpy() if found else np.zeros((self._num_layers, self._num_heads))
+        found = [self._benefits[layer].cpu() for layer in sorted(self._benefits)]
+        return torch.stack(found).double().numpy() if found else np.zeros((self._num_layers, self._num_heads))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import own_batches
+from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
@@ -51,11 +51,20 @@ def attention_mass(
         raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
     with full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
-        for layer, state in enumerate(states):
-            state.observer = _observer(collected, layer, state, window, sinks)
-        for start, tokens in own_batches(blocks, batch_size, model.device, progress):
-            collected.count(start, start + len(tokens), slice(window, None))
+
+        def run(_start: int, tokens: Tensor) -> list[Tensor]:
+            masses: list[Tensor] = []  # [B, Hkv, T - w] by layer
+            for state in states:
+                state.observer = _observer(masses, state, window, sinks)
             model.get_decoder()(input_ids=tokens, use_cache=False)
+            return masses
+
+        def add(start: int, masses: list[Tensor]) -> None:
+            collected.count(start, start + len(masses[0]), slice(window, None))
+            for layer, values in enumerate(masses):
+                collected.add(layer, values)
+
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
     facts = {**(metadata or {}), "sinks": sinks}
     return signal_table(
@@ -63,13 +72,13 @@ def attention_mass(
     )
 
 
-def _observer(collected: HeadSums, layer: int, state: LayerState, window: int, sinks: int) -> Any:
+def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) -> Any:
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
         parts = []
         for query, weights in attention_weights(q, k, scale, window=state.own_window, start=window):
             key = torch.arange(weights.shape[-1], device=q.device)
             far = (query[:, None] - key >= window) & (key >= sinks)
             parts.append((weights * far).sum(-1).mean(2))
-        collected.add(layer, torch.cat(parts, -1))
+        masses.append(torch.cat(parts, -1))
 
     return observe

@@ -118,6 +118,8 @@ def position_buckets(length: int) -> NDArray[np.int64]:
 class GateCounter:
     """Adds up ``Counts`` over batches of blocks: ``begin``, then ``see`` for each layer, then ``end``.
 
+    What a layer's gates say is kept until ``end`` counts it, so that of a pass that fails nothing counts.
+
     Attributes:
         counts: those of the batches that have ended, but for the first document and the last, which ``finish`` adds.
         domain_of: int64 [documents], number of each document's domain.
@@ -135,11 +137,20 @@ class GateCounter:
         self.bins = Bins(math.prod((groups, *grid)))
         sizes = len(numbers), len(blocks.documents), groups
         self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
+        self._logits: dict[int, Tensor] = {}  # of the pass, by layer
         self._first: _Part | None = None  # once it has ended; of it there may be more in the process before
         self._open: _Part | None = None  # the last one
 
-    def begin(self, start: int, stop: int) -> None:
-        """Prepare for the blocks ``start:stop``."""
+    def begin(self) -> None:
+        """Forget what a pass that failed has left."""
+        self._logits = {}
+
+    def see(self, layer: int, logits: Tensor) -> None:
+        """Take the gates of one layer, utility logits [B, H, T]."""
+        self._logits[layer] = logits
+
+    def _prepare(self, start: int, stop: int) -> None:
+        """For the blocks ``start:stop``."""
         owner = self._blocks.document[start:stop]
         self._numbers, index = np.unique(owner, return_inverse=True)
         device = self.counts.kept.device
@@ -155,8 +166,7 @@ class GateCounter:
         self._groups = torch.from_numpy(self.group_of[self._numbers]).to(device)
         np.add.at(self.counts.document_tokens, self.group_of[self._numbers], self._tokens)
 
-    def see(self, layer: int, logits: Tensor) -> None:
-        """Count the gates of one layer, utility logits [B, H, T]."""
+    def _count(self, layer: int, logits: Tensor) -> None:
         self.counts.wrong[layer] += logits.isnan().any(2).any(0)
         logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
         kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
@@ -171,8 +181,15 @@ class GateCounter:
         coarse = torch.bincount(flat.flatten(), minlength=math.prod(shape)).view(shape)
         self.counts.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
 
-    def end(self) -> None:
-        """Close the batch: documents that ended are added to the moments, the last one stays open."""
+    def end(self, start: int, number: int) -> None:
+        """Count the pass, of ``number`` blocks from ``start`` on.
+
+        Documents that ended are added to the moments, the last one stays open.
+        """
+        self._prepare(start, start + number)
+        for layer, logits in self._logits.items():
+            self._count(layer, logits.to(self.counts.kept.device))
+        self._logits = {}
         self.counts.document_kept.index_add_(0, self._groups, self._kept.permute(2, 0, 1).double())
         for column, number in enumerate(self._numbers.tolist()):
             part = _Part(number, self._kept[:, :, column].double(), int(self._tokens[column]))

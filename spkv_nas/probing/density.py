@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.density import DensityTable
@@ -21,7 +22,7 @@ from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
-from spkv_nas.data.batches import own_batches
+from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import BLOCK_SIZE
 from spkv_nas.model.attention import layer_states
@@ -70,11 +71,14 @@ def probe(
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     with gate_mode(model, "hard", tau), evaluation_mode(model):
         counter = GateCounter(blocks, (len(states), states[0].num_kv_heads), tau, model.device)
+
+        def run(_start: int, tokens: Tensor) -> int:
+            counter.begin()
+            body(input_ids=tokens, use_cache=False)
+            return len(tokens)
+
         with watch_logits(model, counter.see):
-            for start, tokens in own_batches(blocks, batch_size, model.device, progress):
-                counter.begin(start, start + len(tokens))
-                body(input_ids=tokens, use_cache=False)
-                counter.end()
+            run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
     counts = counter.finish()
     present = [i for i, number in enumerate(counts.tokens) if number]
     return DensityTable(

@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.base.distributed import num_connected, own_share, sum_gradients, sum_over_processes
+from spkv_nas.base.distributed import own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import Together
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -71,7 +71,7 @@ class Mixture:
         keep = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device)
         keep[:, :, : self._sinks] = True
         local = attention(q, k, v, window=self._window, keep=keep if self._sinks else None, scale=scale)
-        alpha = self.alpha.repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+        alpha = self.alpha.to(q.device).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
         return alpha * self._full + (1.0 - alpha) * local
 
 
@@ -95,7 +95,7 @@ def duo(
     Args:
         window: recent keys that a local head sees, the query's own included.
         sinks: first keys that it sees besides.
-        batch_size: blocks per step, in an order drawn by ``seed``.
+        batch_size: blocks per step, in an order drawn by ``seed``; they pass one by one where memory is short.
         regularisation: lambda.
         progress: called with (steps done, steps in all).
 
@@ -114,11 +114,13 @@ def duo(
         optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
         error = 0.0
+        together = Together(batch_size)
         for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
-            distance = _add_gradients(model, mixtures, blocks.tokens[chosen], regularisation)
+            mine = own_share(len(chosen))
+            own = blocks.tokens[chosen[mine.start : mine.stop]].astype(np.int64)
+            distance = _add_gradients(model, mixtures, torch.from_numpy(own).to(model.device), regularisation, together)
             optimizer.step()
             scheduler.step()
-            optimizer.zero_grad()
             with torch.no_grad():
                 for alpha in alphas:
                     alpha.clamp_(0.0, 1.0)
@@ -134,16 +136,31 @@ def duo(
 
 
 def _add_gradients(
-    model: PreTrainedModel, mixtures: list[Mixture], blocks: NDArray[np.int32], regularisation: float
+    model: PreTrainedModel, mixtures: list[Mixture], own: Tensor, regularisation: float, together: Together
 ) -> float:
-    """The distillation loss of a step's ``blocks`` [B, T], whose gradients the alphas get. Collective."""
-    mine, alphas = own_share(len(blocks)), [mixture.alpha for mixture in mixtures]
-    own = blocks[mine.start : mine.stop] if mine else blocks[:1]  # of weight 0
-    tokens = torch.from_numpy(own.astype(np.int64)).to(model.device)
-    distance = distillation_loss(model, mixtures, tokens, len(mine) / len(blocks))
-    torch.autograd.backward(distance + regularisation / num_connected() * torch.cat(alphas).mean())
+    """The distillation loss of a step, of whose tokens ``own`` [B, T] are this process's, and alphas' gradients.
+
+    Collective.
+    """
+    alphas = [mixture.alpha for mixture in mixtures]
+
+    def passes(size: int) -> Tensor:
+        for alpha in alphas:
+            alpha.grad = None
+        sums = torch.zeros(2, dtype=torch.float64)
+        for tokens in filter(len, torch.split(own, size)):  # this process may have none
+            error, full = sums_of_squares(model, mixtures, tokens)
+            torch.autograd.backward(error)
+            sums += torch.stack([error.detach(), full]).cpu()
+        return sums
+
+    error, full = sum_over_processes(together.run(passes, max(1, len(own)))).tolist()
     sum_gradients(alphas)
-    return float(sum_over_processes(distance.detach()))
+    for alpha in alphas:
+        assert alpha.grad is not None
+        alpha.grad = alpha.grad / full + regularisation / (len(alphas) * alpha.numel())
+    distance: float = error / full
+    return distance
 
 
 def _finite(loss: float, step: int) -> float:
@@ -155,14 +172,13 @@ def _finite(loss: float, step: int) -> float:
     return loss
 
 
-def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor, weight: float = 1.0) -> Tensor:
-    """Mean squared error of the mixture's last hidden states, in units of the full model's mean square.
+def sums_of_squares(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the mixture's last hidden states' error, differentiable in alphas, and of the full model's last hidden states.
 
-    Differentiable in the mixtures' alphas. Collective: what the processes get adds up to that of all tokens.
+    The distillation loss is the one over the other, as both are of the same number of values.
 
     Args:
         tokens: int64 [B, T].
-        weight: the share that these are of all tokens.
     """
     for mixture in mixtures:
         mixture.records = True
@@ -171,6 +187,4 @@ def distillation_loss(model: PreTrainedModel, mixtures: list[Mixture], tokens: T
     for mixture in mixtures:
         mixture.records = False
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state.float()
-    scale = sum_over_processes(target.square().mean() * weight).to(target.dtype)
-    relative: Tensor = F.mse_loss(hidden, target) * weight / scale
-    return relative
+    return F.mse_loss(hidden, target, reduction="sum"), target.square().sum()

@@ -9,16 +9,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
-from spkv_nas.base.memory import own_bytes
 from spkv_nas.cost.memory import PassMemory, fitting_pass
 from spkv_nas.model.shape import model_size
+from spkv_nas.model.spread import check_placed, room_for_passes
 
 ROOM = 0.5  # share of the free memory that a pass may take
 
 
 @contextmanager
 def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterator[None]:
-    """Inside the ``with`` block no parameter of ``model`` takes a gradient but those of ``learning``."""
+    """Inside the ``with`` block no parameter of ``model`` takes a gradient but those of ``learning``.
+
+    Raises ``UserError`` if gradients would have to go through weights that are on no device.
+    """
+    check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
     for parameter in others:
         parameter.requires_grad_(False)
@@ -39,7 +43,7 @@ def passes(
         gates, mixes: as ``PassMemory`` has them.
     """
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates, mixes)
-    return fitting_pass(memory, length, wanted, ROOM * own_bytes(str(model.device)))
+    return fitting_pass(memory, length, wanted, ROOM * room_for_passes(model))
 
 
 def ramp(step: int, steps: int) -> float:

@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.distributed import own_share, sum_over_processes
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import Together
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -70,7 +71,7 @@ class HeadGate:
         """[B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
         q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for both
         everywhere, local = (attention(q, k, v, window=seen, scale=scale) for seen in (GLOBAL_WINDOW, self.window))
-        gate = self.gate.to(q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
+        gate = self.gate.to(q.device, q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
         return gate * everywhere + (1.0 - gate) * local
 
 
@@ -103,7 +104,8 @@ def head_gates(
     if blocks.block_size <= window:
         raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
-    together, recomputes = passes(model, blocks.block_size, size, mixes=True)
+    fitting, recomputes = passes(model, blocks.block_size, size, mixes=True)
+    together = Together(fitting)
     with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
         grid, divergence = (len(states), states[0].num_kv_heads), math.nan
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
@@ -131,21 +133,25 @@ def head_gates(
 
 
 def _slope(
-    model: PreTrainedModel, states: Sequence[LayerState], gates: Tensor, blocks: NDArray[np.int32], together: int
+    model: PreTrainedModel, states: Sequence[LayerState], gates: Tensor, blocks: NDArray[np.int32], together: Together
 ) -> tuple[float, Tensor]:
     """The divergence of a step's ``blocks`` [B, T], and its gradient by ``gates`` [layers, KV heads]. Collective.
 
     Args:
-        together: blocks of a pass.
+        together: how many blocks pass at once.
     """
     mine = own_share(len(blocks))
     own = torch.from_numpy(blocks[mine.start : mine.stop].astype(np.int64)).to(model.device)
-    sums = torch.zeros(1 + gates.numel(), device=model.device)
-    for tokens in torch.split(own, together) if mine else ():
-        loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / len(blocks))
-        (gradient,) = torch.autograd.grad(loss, gates)
-        sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
-    sums = sum_over_processes(sums).double().cpu()
+
+    def gradients(size: int) -> Tensor:
+        sums = torch.zeros(1 + gates.numel(), device=model.device)
+        for tokens in filter(len, torch.split(own, size)):  # this process may have none
+            loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / len(blocks))
+            (gradient,) = torch.autograd.grad(loss, gates)
+            sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
+        return sums
+
+    sums = sum_over_processes(together.run(gradients, max(1, len(own)))).double().cpu()
     return float(sums[0]), sums[1:].view(gates.shape)
 
 

@@ -87,7 +87,8 @@ class HeadSums:
 
     def add(self, layer: int, values: Tensor) -> None:
         """``values`` [B, H, tokens] of the tokens that ``count`` announced."""
-        self.sums[layer].index_add_(1, self._owner, values.transpose(0, 1).flatten(1).to(torch.float64))
+        rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)
+        self.sums[layer].index_add_(1, self._owner, rows)
 
     def add_up(self) -> None:
         """Take in what the other processes have added; collective, once all is there."""

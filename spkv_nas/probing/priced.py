@@ -6,7 +6,8 @@ keeps a target share of them. The choice of heads that follows is as good as tha
 
 Adam without decay of vectors, betas 0.9 and 0.95, and a cosine to a hundredth of the rate, as in the paper ("Scaling
 analysis details"). Memory is that of inference, the predictors with their moments, and the activations of a pass; where
-those of a single block would not fit, each layer's are computed again (activation checkpointing).
+those of a single block would not fit, each layer's are computed again (activation checkpointing). A step for which a
+GPU has no memory all the same is begun again in smaller passes.
 
 The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
 """
@@ -22,12 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import Together
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
@@ -40,6 +43,7 @@ from spkv_nas.model.modes import evaluation_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import model_size
+from spkv_nas.model.spread import check_placed
 from spkv_nas.probing.frozen import frozen, passes
 from spkv_nas.probing.gate_state import GateState
 
@@ -104,12 +108,14 @@ def learn_gates(
         raise UserError("gates on a frozen model need a price: give a target density")
     if blocks.num_blocks == 0:
         raise UserError("there is no text for gates to learn on")
+    check_placed(model)
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)
     learning = _Learning(model, config, rate, steps)
     with frozen(model, predictor_parameters(model)), evaluation_mode(model):
-        together, recomputes = passes(model, blocks.block_size, size, config)
+        fitting, recomputes = passes(model, blocks.block_size, size, config)
+        together = Together(fitting)
         first = learning.restore(state)
         batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
         with recomputed(model) if recomputes else nullcontext():
@@ -119,7 +125,7 @@ def learn_gates(
                 mine = own_share(size)
                 own = np.sort(chosen)[mine.start : mine.stop]
                 tokens = torch.from_numpy(blocks.tokens[own].astype(np.int64)).to(model.device)
-                learning.step(step, torch.split(tokens, together) if mine else (), size)
+                learning.step(step, tokens, size, together)
                 progress(step + 1, steps, f"density {learning.density:.2f}")
                 if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
                     on_main(partial(learning.save, state, step + 1))
@@ -150,19 +156,15 @@ class _Learning:
         self._watch = DensityWatch(model)
         self.density = self.last_price = math.nan
 
-    def step(self, number: int, parts: tuple[Tensor, ...], num_blocks: int) -> None:
-        """Update ``number``, from 0, from int64 [B, T] tokens in parts: ``num_blocks`` of all processes. Collective."""
+    def step(self, number: int, tokens: Tensor, num_blocks: int, together: Together) -> None:
+        """Update ``number``, from 0, from int64 [B, T] tokens: ``num_blocks`` of all processes. Collective."""
         moved = self._price
-        benefits = BenefitWatch(self._model) if moved is not None and not moved.is_measured else None
         self.last_price = self._config.price if moved is None else moved.value
-        self._watch.start()
-        total = torch.zeros((), device=self._model.device)
-        for tokens in parts:
-            share = len(tokens) / num_blocks  # the last part may be smaller
-            set_price(self._model, self.last_price * share)
-            loss = mean_nll(self._model, tokens) * share
-            total += loss.detach()
-            torch.autograd.backward(loss)
+
+        def gradients(size: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+            return self._add_gradients(torch.split(tokens, size), num_blocks)
+
+        total, benefits = together.run(gradients, max(1, len(tokens)))
         total = sum_over_processes(total)
         if not torch.isfinite(total):
             raise UserError(
@@ -175,12 +177,29 @@ class _Learning:
         self.density = float(np.nanmean(measured))
         if moved is not None:
             if benefits is not None:
-                moved.begin(sum_over_processes(benefits.stop()))
+                moved.begin(sum_over_processes(benefits))
             moved.move(self.density, self._rates[number])
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
         self._optimizer.step()
+
+    def _add_gradients(self, parts: tuple[Tensor, ...], num_blocks: int) -> tuple[Tensor, NDArray[np.float64] | None]:
+        """The loss of a step's tokens, and the benefits of keys until the first price is known; from the beginning."""
+        measures = self._price is not None and not self._price.is_measured
+        benefits = BenefitWatch(self._model) if measures else None
         self._optimizer.zero_grad()
+        self._watch.start()
+        total = torch.zeros((), device=self._model.device)
+        try:
+            for tokens in filter(len, parts):  # this process may have none
+                share = len(tokens) / num_blocks  # the last part may be smaller
+                set_price(self._model, self.last_price * share)
+                loss = mean_nll(self._model, tokens) * share
+                total += loss.detach()
+                torch.autograd.backward(loss)
+        finally:
+            found = None if benefits is None else benefits.stop()
+        return total, found
 
     def save(self, folder: Path, step: int) -> None:
         """Write the gates after ``step`` steps, and all that going on takes."""

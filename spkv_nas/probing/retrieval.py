@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import reduce
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.data.batches import own_batches
+from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.shape import config_shape
@@ -68,34 +67,34 @@ def retrieval(
         UserWarning: the model hardly copies.
     """
     tokens, depth = needles(blocks, window, needle_length, seed)
+    rows = _Rows(tokens)
     asked = slice(blocks.block_size - needle_length, blocks.block_size - 1)  # queries; the last has nothing to copy
-    done = 0
     right = np.zeros(1, dtype=np.int64)
     with full_attention(model) as states:
         head = model.get_output_embeddings()
         collected = HeadSums(blocks, len(states), config_shape(model.config).num_heads, model.device)
-        for start, text in own_batches(blocks, batch_size, model.device, progress):
-            stop = start + len(text)
-            rows = list(islice(tokens, start - done, stop - done))  # those before are another process's
-            done = stop
-            batch = torch.from_numpy(np.stack(rows)).to(model.device)
-            source = torch.from_numpy(depth[start:stop]).to(model.device)
+
+        def run(start: int, text: Tensor) -> tuple[list[Tensor], int]:
+            batch = torch.from_numpy(np.stack(rows.take(start, len(text)))).to(model.device)
+            source = torch.from_numpy(depth[start : start + len(text)]).to(model.device)
             scores: list[Tensor] = []  # [B, Hq, m - 1] by layer
             for state in states:
                 state.observer = _observer(scores, state, source, asked)
             hidden = model.get_decoder()(input_ids=batch, use_cache=False).last_hidden_state[:, asked]
-            right += int((head(hidden).argmax(-1) == batch[:, asked.start + 1 :]).sum())
-            collected.count(start, stop, asked)
+            predicted = head(hidden).argmax(-1).to(batch.device)
+            return scores, int((predicted == batch[:, asked.start + 1 :]).sum())
+
+        def add(start: int, found: tuple[list[Tensor], int]) -> None:
+            scores, number = found
+            right[0] += number
+            collected.count(start, start + len(scores[0]), asked)
             for layer, values in enumerate(scores):
                 collected.add(layer, values)
+
+        run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
     sums = _best_of_group(collected.sums.cpu().numpy(), states[0].num_kv_heads)
-    accuracy = float(sum_over_processes(right)[0]) / (blocks.num_blocks * (needle_length - 1))
-    if accuracy < _COPIES:
-        warnings.warn(
-            f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
-            stacklevel=3,
-        )
+    accuracy = _accuracy(right, blocks.num_blocks * (needle_length - 1))
     facts = {**(metadata or {}), "needle_length": needle_length, "seed": seed, "copy_accuracy": round(accuracy, 4)}
     return signal_table(
         "retrieval", collected.means(sums), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts
@@ -128,6 +127,36 @@ def needles(
     return rows(), depth
 
 
+def _accuracy(right: NDArray[np.int64], asked: int) -> float:
+    """Share of the needles' tokens that the model predicts; warns where it is small. Collective."""
+    accuracy = float(sum_over_processes(right)[0]) / asked
+    if accuracy < _COPIES:
+        warnings.warn(
+            f"the model predicts {accuracy:.1%} of the needles' tokens: it hardly copies, so these scores say little",
+            stacklevel=4,
+        )
+    return accuracy
+
+
+class _Rows:
+    """Rows that are drawn one after the other, by their numbers."""
+
+    def __init__(self, rows: Iterator[NDArray[np.int64]]) -> None:
+        self._rest = enumerate(rows)
+        self._drawn: dict[int, NDArray[np.int64]] = {}
+
+    def take(self, start: int, number: int) -> list[NDArray[np.int64]]:
+        """So many rows from ``start`` on; those before are not asked for again."""
+        for earlier in [one for one in self._drawn if one < start]:
+            del self._drawn[earlier]
+        wanted = range(start, start + number)
+        while wanted[-1] not in self._drawn:
+            next_one, row = next(self._rest)
+            if next_one >= start:
+                self._drawn[next_one] = row
+        return [self._drawn[one] for one in wanted]
+
+
 def _vocabulary(blocks: TokenBlocks) -> NDArray[np.int32]:
     """The tokens of the text, ascending; blocks that are a map of a file are not all in memory at once."""
     parts = (blocks.tokens[start : start + _LOOKED_AT] for start in range(0, blocks.num_blocks, _LOOKED_AT))
@@ -139,7 +168,7 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, asked: sl
         parts = [w for _, w in attention_weights(q, k, scale, window=state.own_window, start=asked.start)]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
-        copied = source[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
+        copied = source.to(q.device)[:, None] + 1 + torch.arange(rows.shape[2], device=q.device)
         index = copied[:, None, :, None].expand(-1, rows.shape[1], -1, -1)
         scores.append(rows.gather(-1, index)[..., 0])
 

@@ -14,10 +14,10 @@ from spkv_nas.artifacts.density import RECORD, DensityTable
 from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
-from spkv_nas.base.device import choose_device, dtype_name
+from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import after_main, connect, gathered, on_main, process_index
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import own_bytes, require
+from spkv_nas.base.memory import require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_unchecked
@@ -131,10 +131,10 @@ class Subject:
         if limit is not None and limit < length:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
         reporter.announce(f"loading {self.source}")
-        device = choose_device(options.device)
+        device = measuring_device(options.device)
         connect(device)
         own = saved_dtype(self.source)
-        model, tokenizer = load_on(self.source, device, options.dtype)
+        model, tokenizer = load_on(self.source, device, options.dtype, spreads=options.device == AUTO)
         saved, used = dtype_name(own or model.dtype), dtype_name(model.dtype)
         if saved != used and options.dtype is None:
             reporter.announce(f"computing in {used}: there are no instructions for {saved} here")
@@ -201,10 +201,11 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporte
     """
     from spkv_nas.model.section import gate_config
     from spkv_nas.model.shape import model_size
+    from spkv_nas.model.spread import room_for_passes
 
     wanted, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
-    room = ROOM * own_bytes(str(model.device))
+    room = ROOM * room_for_passes(model)
     fitting = min(gathered(max(1, most(wanted, room, lambda number: memory.shared(number * length)))))
     if fitting < wanted:
         reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")

@@ -80,6 +80,10 @@ Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", (
 Name = Annotated[str | None, Flag("Name of the result.")]
 Out = Annotated[Path, Flag("New folder.")]
 Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.", values=("cpu", "cuda"))]
+AnyDevice = Annotated[
+    str | None,
+    Flag("cpu or cuda; CUDA if there is one. auto: a model over all GPUs.", values=("cpu", "cuda", "auto")),
+]
 Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.", values=DTYPES)]
 
 # a model and a text

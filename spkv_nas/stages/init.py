@@ -79,10 +79,10 @@ def _fitted(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple[Pla
         fitting = int(room / cost.block_bytes)
         if fitting >= draft.batch_size:
             return planner, draft
-        if fitting >= 1 or room < 0 or draft.half is None:
+        if fitting >= 1 or room < 0 or draft.smaller is None:
             draft = replace(draft, micro_batch_size=2 ** int(math.log2(max(1, fitting))))
             return planner.other(draft.recipe(base)), draft
-        draft = draft.half
+        draft = draft.smaller
 
 
 def _path(planner: Planner) -> list[PlannedRun]:

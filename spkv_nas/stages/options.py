@@ -71,6 +71,7 @@ class Trains(InWorkspace, OnDevice):
 class SubjectOptions(InWorkspace, InDtype):
     """A model and the text to measure it on."""
 
+    device: flags.AnyDevice = None
     model: flags.OptionalModel = None
     data: flags.Data = None
     max_tokens: flags.OptionalMaxTokens = default(None, "all")

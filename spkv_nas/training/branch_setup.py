@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.checkpoint import load
+from spkv_nas.model.checkpoint import load, saved_dtype
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import apply_layout
@@ -49,7 +49,7 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
     phase, gates = recipe.branch, recipe.gates
     if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
         return _from_scratch(recipe, corpus, seed)
-    model, _ = load(dense, dtype=torch.float32)
+    model = dense_model(recipe, dense, variant)
     state = Path(dense) / OPTIMIZER_STATE  # of weights that adapters leave as they are
     setup = BranchSetup(
         model=model,
@@ -62,8 +62,7 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
     dress(model, recipe, variant, seed)
     if variant.kind is not Kind.SP_KV:
         return setup
-    frozen = gates.training == "frozen-model"
-    soft = 1.0 if frozen else gates.soft_fraction  # with hard gates nothing would be left to learn
+    soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # with hard gates nothing would be left to learn
     return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
 
 
@@ -77,13 +76,32 @@ def dress(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -
     """
     if variant.layout is not None:
         apply_layout(model, variant.layout)
-    frozen = variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
-    if frozen:
+    if _is_frozen(recipe, variant):
         model.requires_grad_(False)
     elif recipe.lora is not None:
         add_adapters(model, recipe.lora, seed)
     if variant.kind is Kind.SP_KV:  # after the adapters, which predictors do without
         _attach(model, recipe, seed)
+
+
+def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
+    """The dense checkpoint in the dtype that a variant takes it in, by a recipe whose precision is settled."""
+    learns = recipe.lora is None and not _is_frozen(recipe, variant)
+    bfloat16 = not learns and recipe.precision == "bfloat16"
+    model, _ = load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
+    return model
+
+
+def frozen_dtype(dense: Path | str, *, bfloat16: bool) -> torch.dtype:
+    """Of a dense checkpoint's weights where they do not learn: bfloat16 if they have it and the run computes in it.
+
+    What learns, and all weights otherwise, are float32.
+    """
+    return torch.bfloat16 if bfloat16 and saved_dtype(dense) == torch.bfloat16 else torch.float32
+
+
+def _is_frozen(recipe: Recipe, variant: Variant) -> bool:
+    return variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
 
 
 def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:

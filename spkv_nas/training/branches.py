@@ -39,6 +39,7 @@ from spkv_nas.training.callbacks import HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.lora import merge_adapters
+from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
     check_text,
@@ -179,9 +180,7 @@ def train_branch(
     if not on_main(lambda: is_finished(final)):
         with run_lock(folder, reporter.announce):
             if not on_main(lambda: is_finished(final)):
-                seed = recipe.seed if seed is None else seed
-                setup = set_up(recipe, corpus, dense, variant, seed)
-                _train(recipe, corpus, setup, folder, variant, seed, device, reporter)
+                _train(recipe, corpus, dense, folder, variant, recipe.seed if seed is None else seed, device, reporter)
     on_main(lambda: remove_checkpoints(folder))
     return read_branch(final)
 
@@ -194,7 +193,7 @@ def is_finished(final: Path) -> bool:
 def _train(
     recipe: Recipe,
     corpus: Corpus,
-    setup: BranchSetup,
+    dense: Path | str,
     folder: Path,
     variant: Variant,
     seed: int,
@@ -202,6 +201,42 @@ def _train(
     reporter: Reporter,
 ) -> None:
     """Train, evaluate, and write ``folder``'s ``final``."""
+
+    def begin(recipe: Recipe) -> SPKVTrainer:
+        setup = set_up(recipe, corpus, dense, variant, seed)
+        return _trainer(recipe, corpus, setup, folder, variant, seed, device, reporter)
+
+    trainer = train_in_fitting_passes(recipe, begin)
+    trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    if recipe.lora is not None:
+        merge_adapters(trainer.model)
+    with reporter.bar(f"{variant.name}, held-out text") as progress:
+        measured = _evaluate(trainer.model, recipe, corpus, variant, progress)
+    record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
+    weights = whole_weights(trainer.model)
+
+    def finish() -> None:
+        with new_folder(folder / "final") as new:
+            save_run(trainer, corpus.tokenizer, weights, new)
+            measured.nll.save(new / _NLL)
+            write_heldout_log(trainer.state, new / "heldout-log.csv")
+            write_density_log(trainer.state, new / "density-log.csv")
+            write_json(new / _RECORD, record)
+            write_manifest(new)
+
+    on_main(finish)
+
+
+def _trainer(
+    recipe: Recipe,
+    corpus: Corpus,
+    setup: BranchSetup,
+    folder: Path,
+    variant: Variant,
+    seed: int,
+    device: str | None,
+    reporter: Reporter,
+) -> SPKVTrainer:
     trainer = SPKVTrainer(
         model=setup.model,
         args=training_arguments(recipe, setup.phase, folder, device=device, seed=seed + 1),
@@ -217,37 +252,21 @@ def _train(
     if setup.gates is not None and recipe.evaluation.every is not None:
         part = corpus.heldout.take(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
         trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
-    trainer.train_or_resume()
-    trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    if recipe.lora is not None:
-        merge_adapters(trainer.model)
-    with reporter.bar(f"{variant.name}, held-out text") as progress:
-        measured = _evaluate(setup, recipe, corpus, progress)
-    record = _record(variant, setup, measured, recipe, seed, trained_parameters)
-    weights = whole_weights(trainer.model)
-
-    def finish() -> None:
-        with new_folder(folder / "final") as new:
-            save_run(trainer, corpus.tokenizer, weights, new)
-            measured.nll.save(new / _NLL)
-            write_heldout_log(trainer.state, new / "heldout-log.csv")
-            write_density_log(trainer.state, new / "density-log.csv")
-            write_json(new / _RECORD, record)
-            write_manifest(new)
-
-    on_main(finish)
+    return trainer
 
 
-def _evaluate(setup: BranchSetup, recipe: Recipe, corpus: Corpus, progress: Progress) -> Evaluation:
+def _evaluate(
+    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, variant: Variant, progress: Progress
+) -> Evaluation:
     """On the held-out text, at the recipe's tau where there are gates; collective."""
-    tau = None if setup.gates is None else recipe.gates.tau
+    tau = recipe.gates.tau if variant.kind is Kind.SP_KV else None
     size = recipe.evaluation.batch_size
-    spare_passes(setup.model, corpus.heldout, size)
-    return evaluate(setup.model, corpus.heldout, tau, batch_size=size, progress=progress)
+    spare_passes(model, corpus.heldout, size)
+    return evaluate(model, corpus.heldout, tau, batch_size=size, progress=progress)
 
 
 def _record(
-    variant: Variant, setup: BranchSetup, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
+    variant: Variant, steps: int, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
     """What ``run.json`` says of a branch."""
     commit = None if recipe.model.path is None else commit_of(recipe.model.path)
@@ -256,7 +275,7 @@ def _record(
         "heldout_nll": measured.nll.mean,
         "heldout_tokens": int(measured.nll.num_tokens.sum()),
         "heldout_density": measured.density,
-        "steps": setup.phase.steps,
+        "steps": steps,
         "trained_parameters": trained_parameters,
         "seed": seed,
         "processes": num_processes(),

@@ -29,6 +29,7 @@ from spkv_nas.model.shape import check_counts, check_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
+from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import (
@@ -84,16 +85,19 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
     """Train and write ``folder``'s ``final``."""
     assert recipe.dense is not None
     phase = recipe.dense
-    trainer = SPKVTrainer(
-        model=new_model(recipe, corpus.tokenizer),
-        args=training_arguments(recipe, phase, folder, device=device),
-        train_dataset=BlockDataset(corpus.train),
-        schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
-        recomputes=recipe.gradient_checkpointing,
-        title="dense",
-        reporter=reporter,
-    )
-    trainer.train_or_resume()
+
+    def begin(recipe: Recipe) -> SPKVTrainer:
+        return SPKVTrainer(
+            model=new_model(recipe, corpus.tokenizer),
+            args=training_arguments(recipe, phase, folder, device=device),
+            train_dataset=BlockDataset(corpus.train),
+            schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
+            recomputes=recipe.gradient_checkpointing,
+            title="dense",
+            reporter=reporter,
+        )
+
+    trainer = train_in_fitting_passes(recipe, begin)
     weights, moments = whole_weights(trainer.model), optimizer_tensors(trainer.optimizer, trainer.model)
 
     def finish() -> None:

@@ -48,7 +48,7 @@ branch:                        # every variant is trained like this, from the mo
   steps: {steps}
   batch_size: {batch_size}                # blocks: {step_tokens:,} tokens a step
   learning_rate: {learning_rate:g}
-{micro}gates:
+{memory}gates:
   window: {window}                  # recent keys that every head sees
   learning_rate_multiplier: {multiplier:g}
   soft_fraction: {soft}
@@ -65,6 +65,7 @@ class Draft:
         sources: of the text, as the recipe names them.
         block_size: tokens.
         micro_batch_size: blocks of a pass; None: whole batches.
+        recomputes: whether the backward pass computes activations again.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Draft:
     block_size: int
     steps: int = STEPS
     micro_batch_size: int | None = None
+    recomputes: bool = False
 
     @classmethod
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
@@ -107,25 +109,29 @@ class Draft:
         return int(2 ** int(math.log2(max(1, min(wanted, fitting)))))
 
     @property
-    def half(self) -> Draft | None:
-        """With half the block, where that is still a block worth training on."""
-        return replace(self, block_size=self.block_size // 2) if self.block_size >= 256 else None
+    def smaller(self) -> Draft | None:
+        """What takes less memory: layers that are computed again, then half the block, if still worth training on."""
+        if not self.recomputes:
+            return replace(self, recomputes=True)
+        return replace(self, block_size=self.block_size // 2, recomputes=False) if self.block_size >= 256 else None
 
     def text_of_recipe(self) -> str:
         """The YAML file, which says why its numbers are as they are."""
         peak = peak_learning_rate(self.size.without_embeddings)
         rate = _digits(min(_MODEL_SHARE * peak, _MOST_MODEL_RATE), 2)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
-        micro = (
-            "" if self.micro_batch_size is None else f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
-        )
+        memory = ""
+        if self.micro_batch_size is not None:
+            memory += f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
+        if self.recomputes:
+            memory += "gradient_checkpointing: true   # a third more time, for lack of memory\n"
         return _TEMPLATE.format(
             name=yaml_line(self.name), model=yaml_line({"path": self.model}), sources=yaml_line(list(self.sources)),
             tokens=f"{'' if self.text.is_whole else 'at least '}{self.text.tokens:,}",
             layers=self.size.heads.num_layers, kv_heads=self.size.heads.num_kv_heads,
             parameters=f"{self.size.num_parameters:,}", block_size=self.block_size, heldout=self.heldout,
             most_heldout=_MOST_HELDOUT, steps=self.steps, batch_size=self.batch_size,
-            step_tokens=self.batch_size * self.block_size, learning_rate=rate, micro=micro,
+            step_tokens=self.batch_size * self.block_size, learning_rate=rate, memory=memory,
             window=suitable_window(self.block_size), soft=SOFT_FRACTION,
             multiplier=multiplier, density=float(DEFAULT_SHARE),
         )  # fmt: skip

@@ -17,6 +17,8 @@ from spkv_nas.training.recipe import LoraConfig
 def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None:
     """Freeze a model's weights and put adapters on its linear layers, which change nothing before they learn.
 
+    Adapters are float32, whatever the weights are.
+
     Args:
         seed: of their first weights.
 
@@ -24,6 +26,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
         UserError: the model has none of the layers that ``options.targets`` names.
     """
     import peft
+    from peft.tuners.tuners_utils import cast_adapter_dtype
 
     targets = options.targets if isinstance(options.targets, str) else list(options.targets)
     config = peft.LoraConfig(
@@ -35,6 +38,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
             peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"lora.targets: {first_line(error)}") from error
+    cast_adapter_dtype(model, "default")
 
 
 @torch.no_grad()

@@ -22,11 +22,11 @@ from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
 from spkv_nas.data.splits import train_tokenizer
-from spkv_nas.model.checkpoint import load, load_tokenizer, read_size
+from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.shape import config_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
-from spkv_nas.training.branch_setup import dress
+from spkv_nas.training.branch_setup import dense_model, dress
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
@@ -256,7 +256,7 @@ class Planner:
         if tried < 1:
             return guess
         self._announce(f"trying a step: {variant.name if variant.layout is None else 'a layout'}")
-        model = load(self.dense_path, dtype=torch.float32)[0] if self._has_dense else new_model(recipe, self.tokenizer)
+        model = dense_model(recipe, self.dense_path, variant) if self._has_dense else new_model(recipe, self.tokenizer)
         dress(model, recipe, variant, recipe.seed)
         try:
             return measure(model, (tried, block_size), how, device=device)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.base.distributed import is_sharded
 from spkv_nas.data.batches import block_tokens, num_spare_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictors
@@ -33,11 +34,6 @@ def shard_predictors(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
     for predictor in predictors(model).values():
         if not isinstance(predictor, FSDPModule):
             fully_shard(predictor)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters of ``model`` are sharded (between forward passes, that is)."""
-    return isinstance(model, FSDPModule)
 
 
 def sharded_checkpoint(folder: Path) -> bool:

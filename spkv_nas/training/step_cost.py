@@ -1,9 +1,10 @@
 """What a training step takes on this machine: a few real ones are timed, and what they keep in memory is counted.
 
 A step is ``blocks / micro_batch`` passes, forward and backward, and an update by AdamW (torch's, whichever the recipe
-names). In float32, as training has it, weights and gradients take 8 bytes per parameter that learns, the optimizer's
-two moments up to 8 more (``cost.optimizers``); activations are the tensors that autograd keeps
-for the backward pass, and the logits, a chunk of them at most, of which the loss makes two more float32 copies.
+names). In float32, as training has them, weights and gradients take 8 bytes per parameter that learns, the optimizer's
+two moments up to 8 more (``cost.optimizers``); weights that do not learn may be bfloat16. Activations
+are the tensors that autograd keeps for the backward pass, and the logits, a chunk of them at most, of which the loss
+makes two more float32 copies.
 
 A model that does not fit, or of which one pass would take too long to try, is estimated: 6 FLOPs per parameter and
 token and attention's, at half the speed of a matrix product measured here (``EFFICIENCY``).
@@ -31,6 +32,7 @@ from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import vocabulary_size
+from spkv_nas.training.branch_setup import frozen_dtype
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 
 MOST_SECONDS = 5.0  # of a pass that is tried
@@ -76,6 +78,7 @@ def how_trained(
     how = Training(
         phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding == "fsdp", bfloat16=bfloat16,
         recomputes=recipe.gradient_checkpointing, moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
+        frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
     )  # fmt: skip
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
         return replace(how, learns=Learns.GATES)
@@ -83,6 +86,12 @@ def how_trained(
         adapters = num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
         return replace(how, learns=Learns.ADAPTERS, adapters=adapters)
     return how
+
+
+def _frozen_item(recipe: Recipe, *, bfloat16: bool) -> int:
+    """Bytes of a weight that does not learn; a dense model that the recipe trains is float32."""
+    path = recipe.model.path
+    return FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
 
 
 def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, device: str) -> StepCost:
@@ -120,12 +129,12 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, de
     update = _median(optimizer.step, device, 0.0)
     num_blocks, vocabulary = shape[0], vocabulary_size(model)
     copies = _LOGIT_COPIES * vocabulary * min(tokens.numel(), chunk_tokens(vocabulary))
-    number, own = (sum(parameter.numel() for parameter in of) for of in (model.parameters(), learning))
+    weights, own = sum(parameter.nbytes for parameter in model.parameters()), sum(one.numel() for one in learning)
     return StepCost(
         pass_seconds=passes / num_blocks,
         forward_seconds=_median(forward, device, passes) / num_blocks,
         update_seconds=update,
-        fixed_bytes=FLOAT32 * number + round((FLOAT32 + how.moment_bytes) * own),
+        fixed_bytes=weights + round((FLOAT32 + how.moment_bytes) * own),
         block_bytes=(kept.num_bytes + copies) // num_blocks,
         is_measured=True,
     )
@@ -134,14 +143,18 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, de
 def estimate(size: ModelSize, block_size: int, how: Training, *, device: str) -> StepCost:
     """The cost of a model's training by its size, gates aside."""
     speed = EFFICIENCY * matmul_speed(device, bfloat16=how.bfloat16)
-    number = how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
+    number, weight = how.adapters, how.frozen_item
+    if how.learns is Learns.ALL:
+        number, weight = number + size.num_parameters, FLOAT32
     passes = PassMemory(size, item=2 if how.bfloat16 else FLOAT32)
     forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
     return StepCost(
         pass_seconds=((3 if how.learns is Learns.ALL else 2) + how.recomputes) * forward,
         forward_seconds=forward,
         update_seconds=0.0,
-        fixed_bytes=FLOAT32 * (size.num_parameters + how.adapters) + round((FLOAT32 + how.moment_bytes) * number),
+        fixed_bytes=(
+            weight * size.num_parameters + FLOAT32 * how.adapters + round((FLOAT32 + how.moment_bytes) * number)
+        ),
         block_bytes=passes.learning(block_size, learns=how.learns, recomputes=how.recomputes),
         is_measured=False,
     )

@@ -35,13 +35,15 @@ def _forward(
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     out = _tokens_first(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    far = compact(k, v, keep) if keep is not None else _NO_KEPT
     shape = _Shape(q, k, log_utility, keep)
-    _fwd[shape.grid("BLOCK_M", len(q) * q.shape[1])](
-        q, k, v, _contiguous(log_utility), *far, windows, out, lse,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        scale * _LOG2E, **shape.arguments, **launch_options("fwd", shape.size, q.dtype),
-    )  # fmt: skip
+    # Triton starts kernels on the current device, which autograd sees to in a backward pass
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        far = compact(k, v, keep) if keep is not None else _NO_KEPT
+        _fwd[shape.grid("BLOCK_M", len(q) * q.shape[1])](
+            q, k, v, _contiguous(log_utility), *far, windows, out, lse,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            scale * _LOG2E, **shape.arguments, **launch_options("fwd", shape.size, q.dtype),
+        )  # fmt: skip
     return out, lse
 
 

@@ -1,0 +1,112 @@
+"""A model over several devices: what is measured is the same, and what cannot be done so is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from helpers import fails, gated, make_layouts, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.base.device import AUTO, measuring_device
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.evaluation.zero_shot import zero_shot
+from spkv_nas.model import spread
+from spkv_nas.model.checkpoint import save
+from spkv_nas.probing.density import probe
+from spkv_nas.probing.priced import learn_gates
+from spkv_nas.probing.signals import measure_signal
+
+
+def parted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with most of its layers on the disk, as accelerate has it: their weights are on the device meta."""
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.2": "cpu"}
+    places |= dict.fromkeys(("model.layers.1", "model.layers.3", "model.norm", "lm_head"), "disk")
+    accelerate.dispatch_model(model, places, offload_dir=folder)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("chunk", [1 << 28, 97 * 4 * 16], ids=["whole", "in chunks"])
+def test_nll_and_scores(chunk: int, blocks: TokenBlocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spkv_nas.base.memory.CHUNK_BYTES", chunk)
+    own, other = evaluate(gated(), blocks), evaluate(parted(gated(), tmp_path / "gated"), blocks)
+    assert own.density == other.density
+    assert np.array_equal(own.nll.total, other.nll.total)
+    layouts = [None, *make_layouts("one", "two", "three").values()]
+    found = zero_shot(parted(tiny_model(), tmp_path / "dense"), layouts, blocks)
+    for one, same in zip(found, zero_shot(tiny_model(), layouts, blocks), strict=True):
+        assert np.array_equal(one.total, same.total)
+
+
+def test_density(blocks: TokenBlocks, tmp_path: Path) -> None:
+    found = probe(parted(gated(), tmp_path / "model"), blocks)
+    pd.testing.assert_frame_equal(found.rows, probe(gated(), blocks).rows)
+
+
+@pytest.mark.filterwarnings("ignore:the model predicts")
+@pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "opening", "closing"])
+def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
+    found = measure_signal(signal, parted(tiny_model(), tmp_path / "model"), blocks, window=6)
+    pd.testing.assert_frame_equal(found.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)
+
+
+def test_nothing_learns_through_weights_that_are_on_no_device(blocks: TokenBlocks, tmp_path: Path) -> None:
+    model = parted(tiny_model(), tmp_path / "model")
+    with pytest.raises(UserError, match="nothing can learn through weights"):
+        learn_gates(model, blocks, GateConfig(window=4, target_density=0.3))
+    for signal in ("duo", "head-gates"):
+        with pytest.raises(UserError, match="nothing can learn through weights"):
+            measure_signal(signal, model, blocks, window=6)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(150_000, {0, 1}), (100_000, {0, 1, "cpu"})])
+def test_layers_are_parted_by_memory(free: int, expected: set[int | str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = tiny_model(), {}
+
+    def dispatch(model: PreTrainedModel, places: dict[str, Any], **_: Any) -> PreTrainedModel:
+        made.update(places)
+        return model
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(spread, "available_bytes", lambda device: free)
+    monkeypatch.setattr(accelerate, "dispatch_model", dispatch)
+    spread.spread(model)
+    assert set(made.values()) == expected
+    assert made["model.embed_tokens"] == 0  # where tokens go
+    layers = {name: place for name, place in made.items() if name.startswith("model.layers.")}
+    assert len(layers) == 4  # none is parted itself
+    assert list(layers.values()) == sorted(layers.values(), key=str)
+
+
+class TestRefusals:
+    def test_with_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(UserError, match="--device auto has one process part a model over all GPUs, and torchrun"):
+            measuring_device(AUTO)
+
+    def test_of_what_trains_or_generates(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for command in (["train", recipe_file], ["generate", "a", "--model", "embedded:dense"]):
+            assert "--device auto is for probe, evaluate and score" in fails(capsys, *command, "--device", "auto")
+
+
+def test_without_a_gpu_it_is_the_cpu(
+    text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, tmp_path / "model")
+    found = []
+    for device in ("auto", "cpu"):
+        where = ["--model", str(tmp_path / "model"), "--data", str(text), "--block-size", "32", "--device", device]
+        main(["evaluate", *where, "--workspace", str(tmp_path), "--json", "-q"])
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1] != ""
