@@ -11,10 +11,11 @@ from typing import Any
 import optuna
 from references import Subject
 from scipy.stats import rankdata
-from signals import COST, DENSITIES, HEAD_GATES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
+from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.probing.signals import HEAD_GATES
 from spkv_nas.proposal import strategies
 from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
 from spkv_nas.search.driver import Search

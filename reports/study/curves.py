@@ -7,19 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cells import Cell
 from choosers import RULES
 from judging import score
 from references import Subject
-from signals import HEAD_GATES, learn_and_probe
+from signals import learn_and_probe
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_json
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.probing import head_gates
+from spkv_nas.probing.signals import HEAD_GATES
 from spkv_nas.proposal.propose import propose, resolve_tau
 
 
@@ -77,7 +79,7 @@ def _base(subject: Subject, signal: str, seed: int) -> Setting:
 
 def _learn(subject: Subject, setting: Setting, heads: int) -> DensityTable:
     chosen = subject.parts[0].cut(setting.block_size)
-    how = {"steps": setting.steps, "step_tokens": setting.step_tokens, "seed": setting.seed}
+    how: dict[str, Any] = {"steps": setting.steps, "step_tokens": setting.step_tokens, "seed": setting.seed}
     if setting.signal == HEAD_GATES:
         with subject.reporter.bar(setting.name) as progress:
             return head_gates.head_gates(
