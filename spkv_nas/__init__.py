@@ -6,9 +6,8 @@ The public functions (see ``__init__.pyi``) are imported on first use, so that `
 
     model, tokenizer = spkv_nas.load("checkpoint")
     blocks = spkv_nas.build_blocks(texts, tokenizer)
-    spkv_nas.learn_gates(model, blocks, spkv_nas.GateConfig(window=128, target_density=0.25))
-    table = spkv_nas.probe(model, spkv_nas.build_blocks(other_texts, tokenizer))
-    layouts = spkv_nas.propose(table, budget=18)
+    table = spkv_nas.head_gates(model, blocks, window=128, budget="25%")
+    layouts = spkv_nas.propose(table, budget="25%")
     spkv_nas.apply_layout(model, layouts["densest"])
 
 After ``import spkv_nas``, before or after transformers, its Auto classes load exports with the model type ``spkv``

@@ -13,6 +13,7 @@ from .model.export import export as export
 from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout
 from .probing.density import probe as probe
+from .probing.head_gates import head_gates as head_gates
 from .probing.priced import learn_gates as learn_gates
 from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
