@@ -232,8 +232,10 @@ class Stages:
         return work if work.fits else replace(work, remedy=self._training_remedy(how, gated))
 
     def export(self, name: str) -> StageCost:
-        """The weights, and on the CPU a second process with them in float32, which compares the two."""
-        work = self._work(name, Bytes((self.item + FLOAT32) * self.size.num_parameters), 0, 0.0, how="on the CPU")
+        """The largest part of the model in float32, a layer or the embedding; its weights stay in their files."""
+        size = self.size
+        part = max(size.without_embeddings / size.heads.num_layers, size.vocabulary * size.hidden_size)
+        work = self._work(name, Bytes(FLOAT32 * part), 0, 0.0, how="on the CPU")
         return replace(work, seconds=None, remedy=work.remedy if self.site.is_cpu else None)
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
