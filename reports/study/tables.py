@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from signals import COST, SECONDS
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json
-from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.proposal.coverage import coverage
 
@@ -31,8 +30,8 @@ class Judged:
     """What a chooser's layout is worth at a fidelity.
 
     Attributes:
-        nll: by document; a mean over seeds where there are several.
-        full: that of full attention, likewise.
+        by_seed: NLL by document, of every seed that there is; without training there is one.
+        full_by_seed: that of full attention, likewise.
     """
 
     subject: Subject
@@ -40,51 +39,59 @@ class Judged:
     chooser: Chooser
     layout: Layout
     fidelity: str
-    nll: DocumentNLL
-    full: DocumentNLL
-    seeds: int = 1
+    by_seed: Mapping[int, DocumentNLL]
+    full_by_seed: Mapping[int, DocumentNLL]
 
     @property
     def group(self) -> tuple[str, str, str]:
         """Reference, budget and fidelity: layouts that are compared with each other."""
         return self.subject.name, self.budget, self.fidelity
 
+    def change(self) -> PairedDifference:
+        """From full attention, mean over seeds."""
+        return paired_difference(_mean(self.by_seed, self.by_seed), _mean(self.full_by_seed, self.by_seed))
+
+    def minus(self, rival: Judged) -> PairedDifference | None:
+        """The difference from a rival, over the seeds of both; None without any."""
+        both = self.by_seed.keys() & rival.by_seed.keys()
+        return paired_difference(_mean(self.by_seed, both), _mean(rival.by_seed, both)) if both else None
+
 
 def judged(subject: Subject) -> Iterable[Judged]:
     """All that is finished of a reference."""
+    asked = subject.plan.retrain
     for budget in subject.plan.budgets:
         for chooser in choosers(subject):
             file = chooser.file(subject, subject.heads(budget))
             if not file.is_file():
                 continue
             layout = Layout.read(file)
-            if (found := _means([score_file(subject, layout)], [score_file(subject, None)])) is not None:
-                yield Judged(subject, budget, chooser, layout, ZERO_SHOT, *found)
-            asked = subject.plan.retrain
+            pairs = {ZERO_SHOT: {0: (score_file(subject, layout), score_file(subject, None))}, RETRAINED: {}}
             if budget == asked.budget:
-                files = [[retrained_file(subject, one, seed) for seed in asked.seeds] for one in (layout, None)]
-                if (found := _means(*files)) is not None:
-                    yield Judged(subject, budget, chooser, layout, RETRAINED, *found)
+                pairs[RETRAINED] = {
+                    seed: (retrained_file(subject, layout, seed), retrained_file(subject, None, seed))
+                    for seed in asked.seeds
+                }
+            for fidelity, files in pairs.items():
+                there = {seed: pair for seed, pair in files.items() if all(file.is_file() for file in pair)}
+                if there:
+                    own, full = ({seed: DocumentNLL.read(pair[k]) for seed, pair in there.items()} for k in (0, 1))
+                    yield Judged(subject, budget, chooser, layout, fidelity, own, full)
 
 
-def _means(files: Sequence[Path], full: Sequence[Path]) -> tuple[DocumentNLL, DocumentNLL, int] | None:
-    """Means over the pairs of files that are there, and how many; None without any."""
-    pairs = [pair for pair in zip(files, full, strict=True) if all(file.is_file() for file in pair)]
-    if not pairs:
-        return None
-    sides = [[DocumentNLL.read(file) for file in side] for side in zip(*pairs, strict=True)]
-    one, other = (DocumentNLL(np.mean([nll.total for nll in side], 0), side[0].num_tokens) for side in sides)
-    return one, other, len(pairs)
+def _mean(by_seed: Mapping[int, DocumentNLL], seeds: Iterable[int]) -> DocumentNLL:
+    some = [by_seed[seed] for seed in seeds]
+    return DocumentNLL(np.mean([nll.total for nll in some], 0), some[0].num_tokens)
 
 
 def delta_table(results: Sequence[Judged]) -> pd.DataFrame:
     """ΔNLL of every chooser's layout against full attention, in percent, with the error by document."""
     rows = []
     for one in results:
-        change = paired_difference(one.nll, one.full)
+        change = one.change()
         heads = one.layout.num_global, one.subject.heads(one.budget)
         percent, error = change.percent, change.standard_error
-        rows.append((*one.group, one.chooser.name, *heads, one.layout.hash, percent, error, one.seeds))
+        rows.append((*one.group, one.chooser.name, *heads, one.layout.hash, percent, error, len(one.by_seed)))
     columns = ["reference", "budget", "fidelity", "chooser", "heads", "asked", "layout", "delta_nll_percent"]
     return pd.DataFrame(rows, columns=[*columns, "standard_error", "seeds"])
 
@@ -117,15 +124,14 @@ def rank_table(deltas: pd.DataFrame) -> pd.DataFrame:
 
 
 def difference_table(results: Sequence[Judged]) -> pd.DataFrame:
-    """The choosers that the plan compares minus every rival, in percent of the rival's NLL, paired by document."""
+    """The choosers that the plan compares minus every rival, % of the rival's NLL, paired by document and seed."""
     rows = []
     for one in results:
         if one.chooser.name not in one.subject.plan.compared:
             continue
         for rival in results:
-            if (rival.group, rival.seeds) != (one.group, one.seeds) or rival.chooser == one.chooser:
-                continue  # seeds come in the plan's order, so that as many are the same ones
-            change = paired_difference(one.nll, rival.nll)
+            if rival.group != one.group or rival.chooser == one.chooser or (change := one.minus(rival)) is None:
+                continue
             far = 2 * change.standard_error
             is_same = rival.layout.content_hash == one.layout.content_hash
             verdict = "same layout" if is_same else "yes" if change.percent < -far else "no"
@@ -141,7 +147,7 @@ def correlation_table(results: Sequence[Judged]) -> pd.DataFrame:
     rows = []
     for group in dict.fromkeys(one.group for one in results):
         own = {one.layout.content_hash: one for one in results if one.group == group}
-        changes = [paired_difference(one.nll, one.full).percent for one in own.values()]
+        changes = [one.change().percent for one in own.values()]
         subject, heads = next(iter(own.values())).subject, next(iter(own.values())).subject.heads(group[1])
         for chooser in choosers(subject):
             has_own = chooser.strategy == "densest" and chooser.beside is None
@@ -200,7 +206,7 @@ def missing(subjects: Sequence[Subject], results: Sequence[Judged]) -> list[str]
                 if fidelity == RETRAINED and (subject.name not in asked.references or budget != asked.budget):
                     continue
                 group = (subject.name, budget, fidelity)
-                there = {one.chooser.name: one.seeds for one in results if one.group == group}
+                there = {one.chooser.name: len(one.by_seed) for one in results if one.group == group}
                 wanted = [chooser.name for chooser in choosers(subject)]
                 lacking = [name for name in wanted if name not in there]
                 if lacking:
