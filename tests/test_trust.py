@@ -265,14 +265,14 @@ class TestCommand:
         assert expected.sentence() in document["sentences"]
 
     def test_the_recommended_signal_is_named(self) -> None:
-        """Unless it is the one, or the table is from elsewhere."""
+        """In place of densities that were probed; of other signals the study says less."""
         table = make_table([[0.5, 0.4]])
-        for signal in ("density", "opening"):
-            said = recommendation(replace(table, metadata={"model": "m", "signal": signal, "unit": None}))
-            assert said is not None
-            assert "head-gates choose better heads than" in said
-            assert said.endswith("probe --signal head-gates")
-        assert recommendation(replace(table, metadata={"model": "m", "signal": "head-gates"})) is None
+        said = recommendation(replace(table, metadata={"model": "m"}))
+        assert said is not None
+        assert said.startswith("head-gates chose better than densities")
+        assert said.endswith("spkv-nas probe --signal head-gates")
+        for signal in ("head-gates", "duo", "opening"):
+            assert recommendation(replace(table, metadata={"model": "m", "signal": signal})) is None
         assert recommendation(table) is None
 
     def test_the_default_is_the_one_that_the_help_names(self) -> None:
