@@ -106,6 +106,26 @@ class TestGains:
         assert (table.metadata["granularity"], heads.metadata["granularity"]) == ("layer", "head")
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("signal", [opening, closing])
+def test_few_heads_are_those_of_the_layers_that_gain_most(signal: Signal, family: str, blocks: TokenBlocks) -> None:
+    model = loud(family)
+    seen: list[tuple[int, int]] = []
+    table = signal(model, blocks, WINDOW, max_heads=3, batch_size=2, progress=lambda *step: seen.append(step))
+    layers, heads = signal(model, blocks, WINDOW, granularity="layer"), signal(model, blocks, WINDOW)
+    most = int(layers.values.sum(1).argmax())
+    assert table.values[most] == pytest.approx(heads.values[most], abs=1e-6)
+    others = np.arange(4) != most
+    assert table.values[others] == pytest.approx(layers.values[others], abs=1e-6)
+    assert table.values[most] != pytest.approx(layers.values[most], abs=1e-6)
+    assert table.metadata["granularity"] == "mixed"
+    assert layers.metadata["passes"] < table.metadata["passes"] <= layers.metadata["passes"] + 2
+    assert seen[-1][0] == seen[-1][1]
+    whole = signal(model, blocks, WINDOW, max_heads=9)
+    assert np.array_equal(whole.values, heads.values)
+    assert (whole.metadata["granularity"], whole.metadata["passes"]) == ("head", heads.metadata["passes"])
+
+
 def test_errors_are_paired_by_document(blocks: TokenBlocks) -> None:
     model = loud()
     table = opening(model, blocks, WINDOW)
@@ -161,6 +181,10 @@ def test_what_is_refused(blocks: TokenBlocks) -> None:
         opening(model, blocks, 40)
     with pytest.raises(UserError, match="--granularity must be head or layer; found 'block'"):
         closing(model, blocks, WINDOW, granularity="block")
+    with pytest.raises(UserError, match="--max-heads 1 measures no layer: each has 2 KV heads"):
+        opening(model, blocks, WINDOW, max_heads=1)
+    with pytest.raises(UserError, match="--granularity layer measures none"):
+        opening(model, blocks, WINDOW, granularity="layer", max_heads=2)
     with pytest.raises(UserError, match="--granularity is not for --signal duo; it goes with opening, closing"):
         measure_signal("duo", model, blocks, window=WINDOW, granularity="layer")
     with torch.no_grad():
@@ -209,6 +233,12 @@ class TestCommand:
         capsys.readouterr()
         main(["propose", "--probe", name, *arguments[2:]])
         assert "was measured by whole layers, whose heads tie" in capsys.readouterr().err
+
+    def test_few_heads(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["probe", *options, "--max-heads", "2", "--max-tokens", "256"])
+        capsys.readouterr()
+        main(["propose", "--probe", "mine-opening", "--budget", "2", "--workspace", str(tmp_path / "w")])
+        assert "single heads of the layers that gain most; the heads of others tie" in capsys.readouterr().err
 
     def test_by_default_the_text_is_a_few_blocks_of_all_of_it(
         self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,6 +45,7 @@ _OPTIONS = {
     "gain_tokens": (DENSITY,),
     "steps": (DENSITY, HEAD_GATES, DUO),
     "granularity": (OPENING, CLOSING),
+    "max_heads": (OPENING, CLOSING),
     "budget": (DENSITY, HEAD_GATES, REGRESSION),
     "num_layouts": (REGRESSION,),
     "seed": (DENSITY, HEAD_GATES, DUO, RETRIEVAL, REGRESSION),

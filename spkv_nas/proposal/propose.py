@@ -96,8 +96,11 @@ def unmatched(table: DensityTable, budget: int | str | None) -> str | None:
 
 def layer_advice(table: DensityTable, granularity: str) -> str | None:
     """Says that the heads of a layer tie, where whole layers were measured and single heads are chosen."""
-    if table.metadata.get("granularity") != "layer" or granularity == "layer":
+    measured = table.metadata.get("granularity")
+    if measured not in ("layer", "mixed") or granularity == "layer":
         return None
+    if measured == "mixed":
+        return f"'{table.name}' has single heads of the layers that gain most; the heads of others tie"
     return f"'{table.name}' was measured by whole layers, whose heads tie: choose whole ones by --granularity layer"
 
 

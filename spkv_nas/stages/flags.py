@@ -100,6 +100,10 @@ RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewer keys.")]
 Seed = Annotated[int, _SEED]
 OptionalSeed = Annotated[int | None, _SEED]
+MaxHeads = Annotated[
+    int | None,
+    Flag("Most heads measured singly: of the layers that gain most.", low=1, high=MOST_SIZE),
+]
 NumLayouts = Annotated[int | None, Flag("Random layouts to score.", low=1, high=MOST_REPEATS)]
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
 Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]

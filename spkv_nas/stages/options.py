@@ -106,6 +106,7 @@ class ProbeOptions(SubjectOptions, Trains):
     gain_tokens: flags.GainTokens = default(None, "4,096", note="Of density.")
     window: flags.OptionalWindow = default(None, "the gates', a sixteenth of a block, or 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
+    max_heads: flags.MaxHeads = default(None, "all", note="For opening and closing.")
     steps: flags.Steps = default(None, "160", note="Of gates on a model without; of head-gates, 100, of duo, 200.")
     budget: flags.OptionalBudget = default(
         None, PAPER_BUDGET, note="The price of gates on a model without, and for head-gates and regression."

@@ -49,7 +49,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     layers with "layer" behind that.
     """
     quiet_transformers(reporter)
-    given = ("steps", "granularity", "budget", "num_layouts", "seed")
+    given = ("steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
     own: dict[str, Any] = {name: getattr(options, name) for name in given}
     others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
     signals.check_options(options.signal, **others, **own)

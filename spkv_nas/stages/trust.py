@@ -87,7 +87,7 @@ def recommendation(table: DensityTable) -> str | None:
 def _gains(table: DensityTable, judged: DensityTable) -> Gains | None:
     if table.gains is not None:
         return table.gains
-    is_own = table is judged or table.signal != _OPENING or table.metadata.get("granularity") == "layer"
+    is_own = table is judged or table.signal != _OPENING or table.metadata.get("granularity", "head") != "head"
     return None if is_own else Gains(table.values, table.standard_error)
 
 
