@@ -32,7 +32,7 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 VARIANTS: dict[str, dict[str, Any]] = {  # what to train, and keys of the recipe that differ
-    "dense": {},
+    "dense": {"compile": True},
     "hybrid": {"variant": Variant.hybrid(Layout(("G", "L"), window=8))},
     "sp-kv": {"evaluation": {"batch_size": 3, "every": 4, "max_tokens": 500}},
     "target": {"gates": {"target_density": 0.3, "anneal_steps": 2, "soft_fraction": 0.5}},

@@ -13,6 +13,8 @@ from helpers import fails, tiny_model, weights
 from interruptions import assert_same, cut
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -20,6 +22,7 @@ from spkv_nas.base.schema import merged
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, read_size, save
+from spkv_nas.model.compiled import compiled
 from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.watch import watch_logits
@@ -36,7 +39,7 @@ LORA = {"lora": {"rank": 2, "alpha": 8.0, "dropout": 0.1}}
 HYBRID = Variant.hybrid(Layout(("GL", "LG"), window=8))
 NEEDS_BITSANDBYTES = [
     pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated", "ignore:Paged optimizers are not"),
+    pytest.mark.filterwarnings("ignore:Paged optimizers are not"),
 ]
 
 
@@ -107,6 +110,53 @@ class TestRecomputed:
     def test_a_class_without_such_layers(self) -> None:
         with pytest.raises(UserError, match="Linear cannot compute its layers again"), recomputed(nn.Linear(2, 2)):  # type: ignore[arg-type]
             pass
+
+
+class TestCompiled:
+    """``compile``."""
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_a_run_ends_alike(self, again: bool, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
+        """With a price that changes from step to step, annealing and evaluations in between, and little compiled."""
+        gates = {"target_density": 0.3, "soft_fraction": 0.5, "anneal_steps": 2}
+        recipe = changed(recipe, {"gates": gates, "evaluation": {"every": 4}, "gradient_checkpointing": again})
+        reset()
+        found = []
+        for compiles in (False, True):
+            one = changed(recipe, {"compile": compiles})
+            found.append(train_branch(one, corpus, dense, tmp_path / str(compiles), Variant.sp_kv(), device="cpu"))
+            graphs = counters["stats"]["unique_graphs"]
+            assert bool(graphs) is compiles
+        assert graphs <= 12
+        before, after = (weights(branch.checkpoint) for branch in found)
+        assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
+        assert np.allclose(found[0].nll.total, found[1].nll.total, rtol=1e-5)
+
+    def test_nothing_is_left_behind(self, tokens: torch.Tensor) -> None:
+        model = tiny_model()
+        attach_gates(model, seed=0)
+        reset()
+        with compiled(model):
+            pass
+        model(input_ids=tokens, use_cache=False)
+        assert not counters["stats"]
+
+    def test_where_there_is_no_compiler(self, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model()
+        monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nowhere/g++",))
+        reset()
+        with pytest.raises(UserError, match="cannot be compiled here"), fresh_inductor_cache(), compiled(model):
+            model(input_ids=tokens, use_cache=False)
+
+    def test_a_class_without_layers(self) -> None:
+        with pytest.raises(UserError, match="Linear has no decoder layers to compile"), compiled(nn.Linear(2, 2)):  # type: ignore[arg-type]
+            pass
+
+
+def reset() -> None:
+    """Forget what was compiled before."""
+    torch.compiler.reset()
+    counters.clear()
 
 
 class TestOptimizer:

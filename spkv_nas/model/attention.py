@@ -148,6 +148,25 @@ def uninstall(layer: nn.Module) -> None:
         del layer.utility_predictor
 
 
+@contextmanager
+def outside_graphs(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block ``torch.compile`` leaves the model's hooks and the attention function to Python."""
+    plain = torch.compiler.disable(_pre_hook)
+    hooks = [layer._forward_pre_hooks for layer in attention_layers(model).values()]
+
+    def exchange(one: Any, other: Any) -> None:
+        for own in hooks:
+            own.update({number: other for number, hook in own.items() if hook is one})
+
+    AttentionInterface.register("spkv", torch.compiler.disable(_attention_function))
+    exchange(_pre_hook, plain)
+    try:
+        yield
+    finally:
+        AttentionInterface.register("spkv", _attention_function)
+        exchange(plain, _pre_hook)
+
+
 @dataclass
 class AttentionCall:
     """One call of the attention function: by which module, and with what."""

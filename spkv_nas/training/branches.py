@@ -246,6 +246,7 @@ def _trainer(
         gate_options=recipe.gates,
         optimizer_state=setup.optimizer_state,
         recomputes=recipe.gradient_checkpointing,
+        compiles=recipe.compile,
         title=variant.name,
         reporter=reporter,
     )

@@ -93,6 +93,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             train_dataset=BlockDataset(corpus.train),
             schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
+            compiles=recipe.compile,
             title="dense",
             reporter=reporter,
         )

@@ -27,7 +27,7 @@ from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
 
-_LATER = {"lora": None, "optimizer": DEFAULT_OPTIMIZER}
+_LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
 class ModelConfig(Section):
@@ -170,6 +170,7 @@ class Recipe(Section):
     gradient_checkpointing: bool = Field(
         False, description="keep no activations inside layers, and compute them again in the backward pass"
     )
+    compile: bool = Field(False, description="compile decoder layers by torch.compile, once the first steps need them")
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER,
         description="the trainer's name of an AdamW; bitsandbytes brings those of 8 bits and paged ones",

@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from spkv_nas.base.interrupt import Interrupted, deferred
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.compiled import compiled
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.recompute import recomputed
@@ -76,6 +77,7 @@ class SPKVTrainer(Trainer):
         gate_options: the recipe's section ``gates``: how the predictors learn.
         optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start fresh.
         recomputes: whether the backward pass computes the activations of layers again.
+        compiles: whether decoder layers are compiled.
         title: of the run, in a bar of its steps that the ``reporter`` shows.
     """
 
@@ -87,6 +89,7 @@ class SPKVTrainer(Trainer):
         gate_options: GatesConfig | None = None,
         optimizer_state: Path | None = None,
         recomputes: bool = False,
+        compiles: bool = False,
         title: str = "training",
         reporter: Reporter = SILENT,
         callbacks: Sequence[TrainerCallback] = (),
@@ -96,7 +99,8 @@ class SPKVTrainer(Trainer):
         super().__init__(*args, callbacks=[self._shown, *callbacks], **kwargs)
         self._schedule = schedule
         self._gate_options = gate_options or GatesConfig()
-        self._optimizer_state, self._recomputes = optimizer_state, recomputes
+        self._optimizer_state = optimizer_state
+        self._ways = [way for way, wanted in ((recomputed, recomputes), (compiled, compiles)) if wanted]
         self.remove_callback(PrinterCallback)  # ours shows more
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
@@ -132,7 +136,9 @@ class SPKVTrainer(Trainer):
         with self._reporter.bar(self._title) as self._shown.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            with loss_in_chunks(self.model), recomputed(self.model) if self._recomputes else nullcontext():
+            with loss_in_chunks(self.model), ExitStack() as ways:
+                for way in self._ways:
+                    ways.enter_context(way(self.model))
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
         if interrupt.ended:
