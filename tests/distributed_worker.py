@@ -17,6 +17,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import TrainingArguments
 
 from spkv_nas.artifacts.layout import Layout
@@ -106,6 +107,8 @@ def sharding_on_cpu() -> Iterator[None]:
             return
         AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
         plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+            plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # which needs a GPU
         AcceleratorState._shared_state["fsdp_plugin"] = plugin
         self.is_fsdp_enabled = True
 
@@ -132,6 +135,9 @@ def with_ddp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
 def with_fsdp(recipe: Recipe, corpus: Corpus, folder: Path) -> None:
     for name in RUNS["fsdp"]:
         train(name, recipe, corpus, folder, sharding="fsdp")
+    train("adapters/offloaded", recipe, corpus, folder, sharding="fsdp-offload")
+    for stop_at in (7, 0):
+        train("sp-kv/offloaded", recipe, corpus, folder, sharding="fsdp-offload", stop_at=stop_at)
     for name in ("sp-kv/resumed", "frozen-gates/resumed", "adapters/resumed"):
         train(name, recipe, corpus, folder, sharding="fsdp", stop_at=7)
         with pytest.raises(UserError, match="was written with sharding: fsdp"):

@@ -23,6 +23,7 @@ from spkv_nas.base.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
@@ -64,8 +65,11 @@ def own_share(number: int) -> range:
     return range(number * index // processes, number * (index + 1) // processes)
 
 
-def connect(device: str | None = None) -> None:
-    """Join the other processes: NCCL where there are GPUs, gloo with ``device="cpu"`` or without any."""
+def connect(device: str | None = None, *, offloads: bool = False) -> None:
+    """Join the other processes: NCCL where there are GPUs, gloo with ``device="cpu"`` or without any.
+
+    ``offloads``: what is on the CPU is exchanged as well.
+    """
     if num_processes() == 1:
         return
     import torch
@@ -74,7 +78,10 @@ def connect(device: str | None = None) -> None:
     global _connected
     _connected = True
     if not torch.distributed.is_initialized():
-        PartialState(cpu=device == "cpu" or not torch.cuda.is_available(), timeout=TIMEOUT)
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        if offloads and not on_cpu:
+            torch.distributed.init_process_group("cuda:nccl,cpu:gloo", timeout=TIMEOUT)
+        PartialState(cpu=on_cpu, timeout=TIMEOUT)
 
 
 def disconnect() -> None:
@@ -110,6 +117,15 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
+
+
+def pass_device(model: nn.Module) -> torch.device:
+    """Where a pass of ``model`` begins: beside its first parameter, or where its shards are put together."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    parameter = next(model.parameters()).data
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def blocks_per_process(batch_size: int) -> int:

@@ -123,6 +123,7 @@ class Training:
         steps, batch_size: of all devices, in blocks.
         micro_batch_size: blocks of a pass on one device; None: its whole share.
         sharded: weights, gradients and moments are parted over the devices (FSDP2), and not whole on each (DDP).
+        offloads: shards are in the CPU's memory until they are needed.
         recomputes: activations of layers are computed again (activation checkpointing).
         learns: what does, beside gates.
         adapters: parameters of those that learn.
@@ -134,6 +135,7 @@ class Training:
     batch_size: int
     micro_batch_size: int | None = None
     sharded: bool = False
+    offloads: bool = False
     bfloat16: bool = True
     recomputes: bool = False
     learns: Learns = Learns.ALL
@@ -314,7 +316,8 @@ class Stages:
             layer = size.without_embeddings / size.heads.num_layers
             outside = size.num_parameters - size.without_embeddings
             whole = item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and the gradient of one
-            return Bytes(weights / devices, moved / devices + whole, passing)
+            share = 0.0 if how.offloads else 1.0 / devices
+            return Bytes(weights * share, moved * share + whole, passing)
         copies = item * size.num_parameters if item < own else 0  # autocast's
         buckets = FLOAT32 * learning if devices > 1 else 0  # DDP gathers gradients in copies
         return Bytes(weights, moved + copies + buckets, passing)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.base.distributed import is_sharded, sum_over_processes
+from spkv_nas.base.distributed import is_sharded, pass_device, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
@@ -80,5 +80,5 @@ def document_nll(
             return token_nll(model, tokens)
 
     with evaluation_mode(model):  # a sharded model's pass is one of all processes
-        run_own_batches(run, sums.add, blocks, batch_size, model.device, progress, divides=not is_sharded(model))
+        run_own_batches(run, sums.add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
     return sums.result()

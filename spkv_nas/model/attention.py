@@ -151,14 +151,14 @@ def uninstall(layer: nn.Module) -> None:
 @contextmanager
 def outside_graphs(model: nn.Module) -> Iterator[None]:
     """Inside the ``with`` block ``torch.compile`` leaves the model's hooks and the attention function to Python."""
-    plain = torch.compiler.disable(_pre_hook)
+    plain, function = (torch.compiler.disable(x) for x in (_pre_hook, _attention_function))  # type: ignore[no-untyped-call]
     hooks = [layer._forward_pre_hooks for layer in attention_layers(model).values()]
 
     def exchange(one: Any, other: Any) -> None:
         for own in hooks:
             own.update({number: other for number, hook in own.items() if hook is one})
 
-    AttentionInterface.register("spkv", torch.compiler.disable(_attention_function))
+    AttentionInterface.register("spkv", function)
     exchange(_pre_hook, plain)
     try:
         yield

@@ -177,8 +177,8 @@ class _DecoderPass:
             return self.losses(targets, forward).sum()
         learning = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         sums: dict[int, Tensor] = {}  # of the gradients of those that the logits depend on
-        of_hidden, total = [], torch.zeros((), device=self._model.device)
         hidden = self._output.last_hidden_state
+        of_hidden, total = [], torch.zeros((), device=hidden.device)
         for states, ids in self._chunks(targets):
             own = states.detach().requires_grad_()
             loss = self._loss(own, ids, forward).sum()
@@ -213,7 +213,7 @@ class _DecoderPass:
         """[B, T, V] of last hidden states [B, T, C]."""
         before = vars(self._decoder).get("forward")
         answer = type(self._output)(last_hidden_state=hidden)
-        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self._model.device)  # only their shape counts
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # only their shape counts
         self._decoder.forward = lambda *_args, **_kwargs: answer
         try:
             logits: Tensor = forward(input_ids=tokens, use_cache=False).logits

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import blocks_per_process, num_processes
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
-from spkv_nas.training.sharding import FSDP_CONFIG
+from spkv_nas.training.sharding import fsdp_config
 
 _BETAS = (0.9, 0.95)  # SP-KV paper, appendix "Scaling analysis details"
 
@@ -31,7 +31,7 @@ def training_arguments(
     Raises:
         UserError: there is no such device, or the processes cannot share a batch evenly.
     """
-    sharded = recipe.sharding == "fsdp" and num_processes() > 1
+    sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
     on_gpu = device.startswith("cuda")
     own = blocks_per_process(phase.batch_size)
@@ -62,7 +62,7 @@ def training_arguments(
         disable_tqdm=True,  # of the library's own bar; ours is a callback
         ddp_find_unused_parameters=False,  # a frozen predictor stays linked to the loss
         fsdp=sharded or None,
-        fsdp_config=dict(FSDP_CONFIG) if sharded else None,
+        fsdp_config=fsdp_config(recipe.sharding) if sharded else None,
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; on several, DataParallel would widen the batch
     return arguments

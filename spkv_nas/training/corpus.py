@@ -20,7 +20,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
 from spkv_nas.training.optimizer import check_optimizer
-from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.recipe import OFFLOAD, Recipe
 from spkv_nas.training.trackers import check_trackers
 
 
@@ -56,7 +56,7 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
             blocks_per_process(phase.batch_size)
-    connect(device)
+    connect(device, offloads=recipe.sharding == OFFLOAD)
 
 
 def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter = SILENT) -> Corpus:

@@ -27,6 +27,7 @@ from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
 
+OFFLOAD = "fsdp-offload"
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 
 
@@ -179,8 +180,10 @@ class Recipe(Section):
         "auto",
         description="of the matrix products in training; auto: bfloat16 where the device has instructions for it",
     )
-    sharding: Literal["none", "fsdp"] = Field(
-        "none", description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2)"
+    sharding: Literal["none", "fsdp", "fsdp-offload"] = Field(
+        "none",
+        description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2); fsdp-offload: "
+        "which the GPU has for as long as a layer needs it, and the CPU's memory between",
     )
 
     @model_validator(mode="before")
@@ -211,8 +214,10 @@ class Recipe(Section):
             raise ValueError("with model.path the model is the dense checkpoint: leave 'dense' out")
         if self.gates.training == "from-scratch":
             self._check_from_scratch()
-        if self.sharding == "fsdp" and OPTIMIZERS[self.optimizer].package:
-            raise ValueError(f"optimizer: {self.optimizer} knows no shards: with sharding: fsdp leave it out")
+        if self.sharding != "none" and OPTIMIZERS[self.optimizer].package:
+            raise ValueError(
+                f"optimizer: {self.optimizer} knows no shards: with sharding: {self.sharding} leave it out"
+            )
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
         for name, phase in (("dense", self.dense), ("branch", self.branch)):

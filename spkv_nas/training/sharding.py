@@ -17,23 +17,28 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.base.distributed import is_sharded
+from spkv_nas.base.distributed import is_sharded, pass_device
 from spkv_nas.data.batches import block_tokens, num_spare_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import evaluation_mode
+from spkv_nas.training.recipe import OFFLOAD
 
-FSDP_CONFIG = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
+
+def fsdp_config(sharding: str) -> dict[str, Any]:
+    """``TrainingArguments.fsdp_config`` of a recipe's ``sharding``."""
+    config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
+    return {**config, "cpu_offload": True} if sharding == OFFLOAD else config
 
 
 def shard_predictors(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
-    """Make units of the predictors, and set the precision of those that accelerate's ``plugin`` will make."""
+    """Make units of the predictors, where accelerate's ``plugin`` says, and set the precision of those it will make."""
     if bfloat16:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for predictor in predictors(model).values():
         if not isinstance(predictor, FSDPModule):
-            fully_shard(predictor)
+            fully_shard(predictor, offload_policy=plugin.cpu_offload)
 
 
 def sharded_checkpoint(folder: Path) -> bool:
@@ -49,7 +54,7 @@ def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -
     """
     with evaluation_mode(model):
         for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
-            token_nll(model, block_tokens(blocks, 0, batch_size, model.device))
+            token_nll(model, block_tokens(blocks, 0, batch_size, pass_device(model)))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -63,7 +68,8 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
     tensor = tensor.to(parameter.device, parameter.dtype)
     if not isinstance(parameter, DTensor):
         return tensor
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    sharded = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return sharded.to(parameter.device)  # offloaded ones are not where their mesh is
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:

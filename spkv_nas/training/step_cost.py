@@ -33,7 +33,7 @@ from spkv_nas.model.loss import loss_in_chunks
 from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.shape import vocabulary_size
 from spkv_nas.training.branch_setup import frozen_dtype
-from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.recipe import OFFLOAD, BranchConfig, DenseConfig, Recipe
 
 MOST_SECONDS = 5.0  # of a pass that is tried
 EFFICIENCY = 0.5  # speed of training over that of a matrix product
@@ -76,9 +76,9 @@ def how_trained(
 ) -> Training:
     """How a recipe trains the dense model or a branch, with gates if so."""
     how = Training(
-        phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding == "fsdp", bfloat16=bfloat16,
-        recomputes=recipe.gradient_checkpointing, moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
-        frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
+        phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding != "none",
+        offloads=recipe.sharding == OFFLOAD, bfloat16=bfloat16, recomputes=recipe.gradient_checkpointing,
+        moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes, frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
     )  # fmt: skip
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
         return replace(how, learns=Learns.GATES)
