@@ -23,7 +23,9 @@ SIZES = {  # d, f, L, Hq, Hkv, V
     "many words": (256, 1024, 4, 4, 1, 32768),
 }
 LENGTHS = (512, 1024, 2048)
-STAGES = ("evaluate", "probe", "priced gates, frozen model", "signal head-gates")
+STAGES = (
+    "evaluate", "probe", "priced gates, frozen model", "signal head-gates", "signal opening", "score, each layout",
+)  # fmt: skip
 TRAINING = {  # by what is said of it: keys of a recipe
     "train": "",
     "train, gradient_checkpointing": "gradient_checkpointing: true",
@@ -44,9 +46,10 @@ BATCH = 8
 
 def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int, words: int) -> None:
     """A random Llama without gates, ``dense``, and with, ``gated``."""
+    import numpy as np
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from spkv_nas import GateConfig, attach_gates
+    from spkv_nas import GateConfig, Layout, attach_gates
     from spkv_nas.data.tokenizer import train_bpe
     from spkv_nas.model.checkpoint import save
 
@@ -58,6 +61,10 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
     save(model, tokenizer, folder / "dense")
     attach_gates(model, GateConfig(bias=0.0), seed=0)
     save(model, tokenizer, folder / "gated")
+    for layer in range(layers):  # that share all layers before with full attention
+        mask = np.ones((layers, kv_heads), dtype=bool)
+        mask[layer, 0] = False
+        Layout.from_mask(mask, window=32, strategy=f"local-{layer}").write(folder / "layouts" / f"local-{layer}.yaml")
 
 
 def recipe(stage: str, place: Path, size: str, length: int) -> Path:
@@ -73,12 +80,22 @@ def command(stage: str, place: Path, size: str, length: int) -> list[str]:
     if stage in TRAINING:
         return ["train", str(recipe(stage, place, size, length)), "--device", "cpu", "--workspace", str(place)]
     model = place / size / ("gated" if stage == "probe" else "dense")
-    line = ["evaluate" if stage == "evaluate" else "probe", "--model", str(model), "--data", str(place / "text.txt")]
+    name = stage.split(",")[0] if stage.startswith(("evaluate", "score")) else "probe"
+    line = [
+        name,
+        *(map(str, (place / size / "layouts").iterdir()) if name == "score" else []),
+        "--model",
+        str(model),
+        "--data",
+        str(place / "text.txt"),
+    ]
     line += ["--block-size", str(length), "--device", "cpu", "--workspace", str(place), "--quiet"]
     if stage.startswith("priced"):
         return [*line, "--gain-tokens", "0", "--max-tokens", str(length), "--steps", "2", "--name", f"{size}-{length}"]
     if stage == "signal head-gates":
         return [*line, "--signal", "head-gates", "--max-tokens", str(BATCH * length), "--steps", "2"]
+    if stage == "signal opening":
+        return [*line, "--signal", "opening", "--max-tokens", str(BATCH * length)]
     return [*line, "--max-tokens", str(BATCH * length), *(["--gain-tokens", "0"] if stage == "probe" else [])]
 
 
@@ -127,7 +144,7 @@ def main(stages: Sequence[str]) -> None:
                 for length in LENGTHS:
                     asked = [sys.executable, __file__, stage, name, size, str(length)]
                     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-                    answer = subprocess.run(asked, env=env, capture_output=True, text=True, check=True)
+                    answer = subprocess.run(asked, env=env, stdout=subprocess.PIPE, text=True, check=True)
                     peak, said = int(answer.stdout.split()[-1]), predicted(stage, place, size, length)
                     row = f"| {stage} | {size} | {length:,} | {peak / 1e6:.0f} | {said / 1e6:.0f} | {said / peak:.2f} |"
                     print(row, flush=True)

@@ -96,9 +96,9 @@ class PassMemory:
         hidden = 2 * num_tokens * self.item * self.size.hidden_size
         return max(self.forward(num_tokens), hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item))
 
-    def shared(self, num_tokens: int) -> int:
-        """Of scored passes that go on from hidden states that earlier ones left, one for each layer at most."""
-        return self.scored(num_tokens) + self._hidden(num_tokens)
+    def shared(self, num_tokens: int, share: float = 1.0) -> int:
+        """Of scored passes that go on from earlier ones' hidden states, kept of a ``share`` of the layers at once."""
+        return self.scored(num_tokens) + round(self._hidden(num_tokens) * share)
 
     def learning(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Of a forward and a backward pass; the arguments are those of ``kept``."""

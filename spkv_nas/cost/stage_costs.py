@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize
@@ -195,7 +196,7 @@ class Stages:
         *,
         gated: bool = False,
         scored: bool = True,
-        shares: bool = False,
+        shares: float = 0.0,
     ) -> StageCost:
         """Passes over so many tokens without gradients.
 
@@ -203,10 +204,10 @@ class Stages:
             times: passes, parts of one counted as such.
             gated: whether gates are on it.
             scored: whether the NLL is wanted, and not what gates keep alone.
-            shares: whether passes go on from hidden states of others.
+            shares: of how many layers passes keep hidden states, from which others go on; a share of them.
         """
         passes = PassMemory(self.size, self.item, self.gates if gated else None)
-        bytes_of = passes.shared if shares else passes.scored if scored else passes.forward
+        bytes_of = partial(passes.shared, share=shares) if scored else passes.forward
         weights = self._weights(gated=gated)
         room = ROOM * self.site.memory - weights
         blocks = max(1, most(self.batch_size, room, lambda number: bytes_of(number * self.block_size)))

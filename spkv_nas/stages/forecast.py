@@ -38,6 +38,7 @@ from spkv_nas.training.step_cost import EFFICIENCY, how_trained, matmul_speed
 from spkv_nas.training.text_size import TextSize, count_text
 
 _ENOUGH = TextSize(documents=1000, tokens=10**9)  # for the largest blocks and batches that init would write
+_OF_LAYOUTS = 0.25  # of the layers' hidden states: as many as 64 layouts of a search kept at once, 6 of 21
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[Stag
             yield _gains(stages, "judge the table", min(options.gain_tokens or GAIN_TOKENS, tokens))
     elif options.signal == signals.REGRESSION:
         passes = 1 + (options.num_layouts or DEFAULT_LAYOUTS)
-        yield stages.measure("signal regression, at most", taken, passes, shares=True)
+        yield stages.measure("signal regression, at most", taken, passes, shares=_OF_LAYOUTS)
     elif options.signal in signals.SCORING:
         yield _gains(stages, f"signal {options.signal}", taken)
     elif options.signal == signals.HEAD_GATES:
@@ -213,7 +214,7 @@ def _measured(stages: Stages, tokens: int) -> Iterator[StageCost]:
     yield _head_gates(stages, None)
     for signal in (signals.OPENING, signals.CLOSING):
         yield _gains(stages, f"signal {signal}", min(signals.SCORING_TOKENS, tokens))
-    yield stages.measure("score, each layout", tokens, shares=True)
+    yield stages.measure("score, each layout", tokens, shares=_OF_LAYOUTS)
     yield stages.measure("evaluate", tokens, gated=True)
 
 
@@ -227,7 +228,7 @@ def _density(stages: Stages, tokens: int) -> StageCost:
 
 
 def _gains(stages: Stages, name: str, tokens: int) -> StageCost:
-    return stages.measure(name, tokens, num_passes(stages.size.heads.grid), shares=True)
+    return stages.measure(name, tokens, num_passes(stages.size.heads.grid), shares=1.0)
 
 
 def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
