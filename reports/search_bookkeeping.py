@@ -33,7 +33,7 @@ from spkv_nas.search.driver import Search
 from spkv_nas.search.queue import Queue
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import Effort
+from spkv_nas.search.trials import GENERATION, Effort
 
 SHAPE = Shape(num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128, num_parameters=70_000_000_000)
 BUDGET, WINDOW = 160, 128
@@ -137,9 +137,9 @@ def work(folder: Path, effort: Effort, seconds: float, ready: Barrier) -> tuple[
     return clock.spent, began, time.time()
 
 
-def measure(samplers: str, workers: int, trials: int, seconds: float) -> None:
+def measure(samplers: str, workers: int, trials: int, seconds: float, generation: int) -> None:
     """A search by so many workers; prints a row."""
-    effort = Effort(trials=trials, samplers=tuple(samplers.split(",")), short=0, full=0)
+    effort = Effort(trials=trials, samplers=tuple(samplers.split(",")), short=0, full=0, generation=generation)
     processes = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name, processes.Manager() as manager:
         folder, weights = Path(name), Formula(Path(name), seconds).weights
@@ -155,7 +155,7 @@ def measure(samplers: str, workers: int, trials: int, seconds: float) -> None:
     passed = max(ended) - min(began)
     cells = [passed, *total.values()]
     shown = " | ".join(f"{cell / trials / len(effort.samplers):.3f}" for cell in cells)
-    say(f"| {samplers} | {workers} | {shown} | {100 * total['scoring'] / passed / workers:.0f} % |")
+    say(f"| {samplers} | {workers} | {generation} | {shown} | {100 * total['scoring'] / passed / workers:.0f} % |")
 
 
 def main() -> None:
@@ -165,11 +165,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=0.0, help="that a score takes")
+    parser.add_argument("--generation", type=int, nargs="+", default=[GENERATION])
     asked = parser.parse_args()
-    columns = ["sampler", "workers", "passed", "processor", *PARTS, "else", "busy scoring"]
+    columns = ["sampler", "workers", "generation", "passed", "processor", *PARTS, "else", "busy scoring"]
     say(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for samplers, workers in product(asked.samplers, asked.workers):
-        measure(samplers, workers, asked.trials, asked.seconds)
+    for samplers, workers, generation in product(asked.samplers, asked.workers, asked.generation):
+        measure(samplers, workers, asked.trials, asked.seconds, generation)
 
 
 if __name__ == "__main__":

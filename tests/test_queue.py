@@ -23,7 +23,7 @@ from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.errors import UserError
 from spkv_nas.search import queue as queue_module
 from spkv_nas.search.queue import GRACE, Queue, Result
-from spkv_nas.search.sampler import Sampler, first_of_generation
+from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
 
@@ -201,8 +201,9 @@ class TestQueue:
         with pytest.raises(UserError, match=r"psycopg is not installed\npip install 'spkv-nas\[postgresql\]'"):
             Storage("postgresql://me@localhost/x", tmp_path / "lock")
 
+    @pytest.mark.parametrize("generation", [10, 16])
     @pytest.mark.parametrize("kind", SAMPLERS)
-    def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str) -> None:
+    def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str, generation: int) -> None:
         """One worker; or three that take turns, one of which always fails, with results told out of order."""
         density = np.random.default_rng(3).random((6, 3))
         space = Space(make_table(density), (6, 6), 8)
@@ -212,13 +213,15 @@ class TestQueue:
             place.mkdir()
             storage = Storage(f"sqlite:///{place / 'study.db'}", place / "lock")
             queues = [Queue(storage, "s", {}) for _ in range(workers)]
-            sampler = Sampler(space, kind, 0)
+            sampler = Sampler(space, kind, 0, generation=generation)
             while len(results := queues[0].results()) < 35:
-                held = [(queue, queue.claim(35, 2 + i, first_of_generation)) for i, queue in enumerate(queues)]
+                held = [(queue, queue.claim(35, 2 + i, sampler.first_of_generation)) for i, queue in enumerate(queues)]
                 for number, (queue, tasks) in reversed(list(enumerate(held))):
                     with queue.holding(tasks):
                         for task in tasks if number < 2 else []:
-                            layout = sampler.layout(task, [results[i] for i in range(first_of_generation(task))])
+                            layout = sampler.layout(
+                                task, [results[i] for i in range(sampler.first_of_generation(task))]
+                            )
                             value = -float(density[layout.global_mask].sum())
                             queue.finish(task, [value], space.point(layout))
             return results

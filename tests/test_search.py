@@ -24,9 +24,9 @@ from spkv_nas.proposal.strategies import densest
 from spkv_nas.search.driver import Search
 from spkv_nas.search.queue import Result
 from spkv_nas.search.results import front, result_table, write_results
-from spkv_nas.search.sampler import GENERATION, Sampler, first_of_generation
+from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space, descending
-from spkv_nas.search.trials import Effort, LayoutCost, Trial, ranked
+from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Trial, ranked
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ class TestSampler:
         for each in (kind, RANDOM):
             sampler, known = Sampler(space, each, 0), []
             for index in range(8 * GENERATION):
-                layout = sampler.layout(index, known[: first_of_generation(index)])
+                layout = sampler.layout(index, known[: sampler.first_of_generation(index)])
                 known.append(Result(space.point(layout), [value(layout, table)]))
             means[each] = np.mean([result.values[0] for result in known[-2 * GENERATION :]])
         assert means[kind] < means[RANDOM] - 0.5

@@ -18,9 +18,10 @@ from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.head_weights import Evidence, HeadWeights
 from spkv_nas.search.queue import Result
-from spkv_nas.search.sampler import GENERATION, Sampler, first_of_generation
+from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
+from spkv_nas.search.trials import GENERATION
 
 Float = NDArray[np.float64]
 
@@ -155,7 +156,7 @@ def study(
     known: list[Result] = []
     scored = []
     for index in range(trials):
-        layout = sampler.layout(index, known[: first_of_generation(index)])
+        layout = sampler.layout(index, known[: sampler.first_of_generation(index)])
         scored.append((layout, score(layout)))
         known.append(Result(space.point(layout), [scored[-1][1]]))
     return scored

@@ -33,7 +33,7 @@ from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
-from spkv_nas.search.trials import Effort, LayoutCost, Trial, first_front, ranked
+from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Trial, first_front, ranked
 
 CLAIM = 5  # most layouts that a worker scores at a time: they share the layers in which they agree
 POLL = 0.2  # seconds between looks at what other workers do
@@ -128,11 +128,15 @@ class Search:
         }
         if kind == SURROGATE:
             settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
+        generation = self.effort.generation
+        kept = f"{self._name}/{kind}-{seed}" + (f"-generation-{generation}" if generation != GENERATION else "")
         queue = Queue(
-            self._storage, f"{self._name}/{kind}-{seed}", settings,
+            self._storage, kept, settings,
             directions=["minimize"] * (1 if self.cost is None else 2),
         )  # fmt: skip
-        return _Study(kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values())))
+        return _Study(
+            kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values()), generation=generation)
+        )
 
     def _costs(self) -> list[str]:
         """The second objective and three layouts' costs, so that a resumed search does not mix two ways to count."""

@@ -1,9 +1,9 @@
 """Points of a search whose every trial depends on its seed, its number, and whole generations before it alone.
 
 Optuna's samplers look at whatever has finished when they are asked, so that a study of several workers, or one that was
-killed and taken up again, is never the same twice. Here trials come in generations of ``GENERATION``: a trial sees the
-results of all generations before its own, in order, and draws with a generator seeded by the study's seed and its own
-number. So any number of workers, however interrupted, make the same study.
+killed and taken up again, is never the same twice. Here trials come in generations of a size that belongs to the study:
+a trial sees the results of all generations before its own, in order, and draws with a generator seeded by the study's
+seed and its own number. So any number of workers, however interrupted, make the same study.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from spkv_nas.search.queue import Result
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
 from spkv_nas.search.tpe import wish
-
-GENERATION = 10
-
-
-def first_of_generation(index: int) -> int:
-    """Number of the first trial in the generation of trial ``index``: it may know the trials before that."""
-    return index - index % GENERATION
+from spkv_nas.search.trials import GENERATION
 
 
 class Sampler:
@@ -37,13 +31,20 @@ class Sampler:
             ``density`` by TPE (``search/tpe.py``), whose wishes the densities complete. ``tpe`` does the same without
             densities or starts; ``random`` draws all sets of heads with the same probability.
         starts: layouts of the space that ``surrogate`` and ``density`` try first.
+        generation: trials that do not know each other's results.
     """
 
-    def __init__(self, space: Space, kind: str, seed: int, starts: Sequence[Layout] = ()) -> None:
-        self._space, self._kind, self._seed = space, kind, seed
+    def __init__(
+        self, space: Space, kind: str, seed: int, starts: Sequence[Layout] = (), *, generation: int = GENERATION
+    ) -> None:
+        self._space, self._kind, self._seed, self._size = space, kind, seed, generation
         self._starts = list(starts) if kind in (SURROGATE, DENSITY) else []
         self._surrogate = Surrogate(space, seed, self._starts)
         self._generation: tuple[int, list[Layout]] = (-1, [])  # the surrogate's latest, and where it begins
+
+    def first_of_generation(self, index: int) -> int:
+        """Number of the first trial in the generation of trial ``index``: it may know the trials before that."""
+        return index - index % self._size
 
     def known_before(self, index: int) -> int:
         """Number of the trials that must be finished before trial ``index`` begins, the first ones.
@@ -51,13 +52,13 @@ class Sampler:
         Its layout depends on those of the generations before its own alone; its rival may be a start too.
         """
         starts = len(self._starts)
-        return max(first_of_generation(index), starts if index >= starts else 0)
+        return max(self.first_of_generation(index), starts if index >= starts else 0)
 
     def layout(self, index: int, known: Sequence[Result]) -> Layout:
         """The layout of trial ``index``, given at least the trials before its generation."""
-        known = known[: first_of_generation(index)]
+        known = known[: self.first_of_generation(index)]
         if self._kind == SURROGATE:
-            return self._learnt(first_of_generation(index), known)[index % GENERATION]
+            return self._learnt(self.first_of_generation(index), known)[index % self._size]
         if index < len(self._starts):
             return self._starts[index]
         generator = np.random.default_rng([self._seed, index])
@@ -71,7 +72,7 @@ class Sampler:
         """The layouts of the generation that begins with trial ``first``; whoever asks for one makes them all."""
         if self._generation[0] != first:
             scored = [(self._space.layout(result.point), result.values[0]) for result in known]
-            self._generation = first, self._surrogate.propose(range(first, first + GENERATION), scored)
+            self._generation = first, self._surrogate.propose(range(first, first + self._size), scored)
         return self._generation[1]
 
     def _wished(self, known: Sequence[Result], generator: np.random.Generator) -> NDArray[np.bool_]:

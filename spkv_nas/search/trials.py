@@ -22,6 +22,9 @@ class LayoutCost:
     of: Callable[[Layout], float]
 
 
+GENERATION = 10  # trials, by default
+
+
 @dataclass(frozen=True)
 class Effort:
     """How much to search.
@@ -32,6 +35,7 @@ class Effort:
         seeds: one study each.
         short: best layouts of each sampler to retrain briefly.
         full: best of those to retrain in full.
+        generation: layouts that are chosen together, by the scores of all before; it belongs to a study, as its seed.
     """
 
     trials: int = 100
@@ -39,6 +43,7 @@ class Effort:
     seeds: tuple[int, ...] = (0,)
     short: int = 8
     full: int = 4
+    generation: int = GENERATION
 
 
 @dataclass(frozen=True)

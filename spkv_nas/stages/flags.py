@@ -226,6 +226,10 @@ Objective = Annotated[
 Trials = Annotated[
     int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
 ]
+GenerationSize = Annotated[
+    int,
+    Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_SEARCH),
+]
 Sampler = Annotated[
     str,
     Flag(

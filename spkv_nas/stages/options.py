@@ -187,6 +187,7 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
     objective: flags.Objective = "nll"
     trials: flags.Trials = 100
     seeds: flags.Seeds = default(1, note="Studies per sampler.")
+    generation: flags.GenerationSize = 10
     sampler: flags.Sampler = "surrogate"
     control: flags.Control = "random"
     signals: flags.Signals = None

@@ -146,6 +146,7 @@ def _effort(options: SearchOptions) -> Effort:
         seeds=tuple(range(options.seed, options.seed + options.seeds)),
         short=options.short,
         full=min(options.full, options.short),
+        generation=options.generation,
     )
 
 
