@@ -95,7 +95,7 @@ def command(stage: str, place: Path, size: str, length: int) -> list[str]:
     if stage == "signal head-gates":
         return [*line, "--signal", "head-gates", "--max-tokens", str(BATCH * length), "--steps", "2"]
     if stage == "signal opening":
-        return [*line, "--signal", "opening", "--max-tokens", str(BATCH * length)]
+        return [*line, "--signal", "opening"]  # of as many tokens as it takes by itself
     return [*line, "--max-tokens", str(BATCH * length), *(["--gain-tokens", "0"] if stage == "probe" else [])]
 
 

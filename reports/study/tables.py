@@ -97,14 +97,14 @@ def delta_table(results: Sequence[Judged]) -> pd.DataFrame:
 
 
 def with_mean_of_random(deltas: pd.DataFrame) -> pd.DataFrame:
-    """The random layouts as one chooser: their mean, and as its error that of a mean of so many draws."""
+    """The random layouts as one chooser: their mean and the error of a mean of so many draws; of one draw its own."""
     is_random = deltas["chooser"].str.startswith(f"{_RANDOM}-")
     keys = ["reference", "budget", "fidelity"]
     rows = []
     for group, draws in deltas[is_random].groupby(keys, sort=False):
         value, number = draws["delta_nll_percent"], len(draws)
-        error = value.std(ddof=1) / math.sqrt(number) if number > 1 else math.nan
         first = draws.iloc[0]
+        error = value.std(ddof=1) / math.sqrt(number) if number > 1 else first["standard_error"]
         rows.append((*group, _RANDOM, first["heads"], first["asked"], "", value.mean(), error, first["seeds"]))
     return pd.concat([deltas[~is_random], pd.DataFrame(rows, columns=deltas.columns)], ignore_index=True)
 
