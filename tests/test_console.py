@@ -43,7 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 LOADS_TORCH = (
-    "probe", "evaluate", "score", "generate hello", "palindrome", "ablate", "calibrate", "demo", "train-hybrid",
+    "probe", "evaluate", "score", "baselines", "generate hello", "palindrome", "ablate", "calibrate", "demo", "train-hybrid",
     "search", "train recipe.yaml", "export --model m --out o",
 )  # fmt: skip
 
@@ -209,6 +209,7 @@ class TestJson:
             ("report", *probe): {"report"},
             ("evaluate", *model): {"nll", "num_tokens", "num_documents", "tau", "density"},
             ("score", *layouts, *probe, *model): {"rows", "folder"},
+            ("baselines", *model, "--methods", "streaming"): {"name", "rows", "folder"},
             ("layout", "show", *layouts, *probe): {"layouts"},
             ("cost", "micro-0", "--context", "1k"): {"shape", "context", "costs", "times"},
             ("calibrate", "micro-0", "--context", "1k", "--window", "8"): {"case", "times", "source", "folder"},

@@ -127,6 +127,7 @@ def test_defaults_that_the_help_names_are_those_that_are_used() -> None:
     }
     palindrome = PalindromeSettings()
     assert shown == {
+        ("BaselinesOptions", "points"): str(DEFAULT_POINTS),
         ("EvaluateOptions", "points"): str(DEFAULT_POINTS),
         ("InitOptions", "steps"): str(STEPS),
         ("ProbeOptions", "steps"): str(DEFAULT_STEPS),

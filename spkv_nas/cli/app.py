@@ -37,8 +37,8 @@ app = typer.Typer(
 )
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     train.init, pipeline.probe, pipeline.propose, pipeline.compare, search.search, train.train_hybrid, pipeline.report,
-    evaluate.evaluate, evaluate.score, evaluate.generate, train.palindrome, cost.plan, cost.scaling, cost.cost,
-    cost.calibrate,
+    evaluate.evaluate, evaluate.score, evaluate.baselines, evaluate.generate, train.palindrome, cost.plan, cost.scaling,
+    cost.cost, cost.calibrate,
     train.train, train.ablate, layout.export, layout.schema,
 )  # fmt: skip
 for _function in COMMANDS:

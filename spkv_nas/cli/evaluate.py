@@ -6,7 +6,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import documents, show
 from spkv_nas.cli.console import out
 from spkv_nas.cli.result import Result
-from spkv_nas.stages.options import EvaluateOptions, GenerateOptions, ScoreOptions
+from spkv_nas.stages.options import BaselinesOptions, EvaluateOptions, GenerateOptions, ScoreOptions
 
 
 def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
@@ -29,6 +29,17 @@ def score(options: ScoreOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import evaluate as stage
 
     return Result(stage.score(options, reporter), show.scores)
+
+
+def baselines(options: BaselinesOptions, reporter: Reporter) -> Result:
+    """Prune a dense model after the fact, by five rules at equal density. Writes reports/NAME/baselines.csv.
+
+    streaming keeps sinks and the window alone; random, kvzap, h2o and expected-attention keep a share of the other keys
+    too. With --against an SP-KV checkpoint is measured beside them. kvzap learns on other documents of the text.
+    """
+    from spkv_nas.stages import baselines as stage
+
+    return Result(stage.baselines(options, reporter), show.baselines)
 
 
 def generate(options: GenerateOptions, reporter: Reporter) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.density import DensityTable
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.model.generation import Generation
+    from spkv_nas.stages.baselines import BaselinesResult
     from spkv_nas.stages.evaluate import EvaluationResult, ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.options import DiffOptions
@@ -197,6 +198,20 @@ def scores(result: ScoreResult) -> None:
         )  # fmt: skip
     out.print(shown)
     say_where("scores", result.folder / "zero-shot.csv")
+
+
+def baselines(result: BaselinesResult) -> None:
+    """Pruning after the fact, and SP-KV beside it."""
+    shown = Table(
+        "method", "sinks", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: pruned after the fact"
+    )
+    for row in result.rows.itertuples():
+        method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
+        moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
+        shown.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
+    out.print(shown)
+    say_where("figure", result.folder / "baselines.png")
 
 
 def generation(result: Generation) -> None:

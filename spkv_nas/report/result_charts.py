@@ -99,6 +99,53 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
     )
 
 
+def baselines_chart(rows: pd.DataFrame) -> Chart:
+    """Density against the change of NLL from the dense model: pruning after the fact, and SP-KV as tau moves.
+
+    Args:
+        rows: of ``artifacts.baselines.COLUMNS``, the dense model first.
+    """
+    rows = rows[rows["method"] != FULL_ATTENTION]
+    gated = rows["method"] == SP_KV
+    with_sinks = ~gated & (rows["sinks"] > 0)
+    marks: list[Line | Points] = []
+    own = rows[gated & (rows["tau"] > 0)].sort_values("density")
+    if len(own) > 1:
+        marks.append(Line(_percent(own), numbers(own["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink"))
+    looks: tuple[tuple[pd.DataFrame, str, Shape, Tone, bool], ...] = (
+        (rows[with_sinks], "pruned, with sinks", "circle", "accent", False),
+        (rows[~gated & ~with_sinks], "pruned, without sinks", "circle", "accent", True),
+        (own, "SP-KV", "diamond", "ink", False),
+    )
+    for some, label, shape, tone, hollow in looks:
+        if not some.empty:
+            names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in some.itertuples())
+            marks.append(
+                Points(_percent(some), numbers(some["delta_nll_percent"]), numbers(some["delta_nll_standard_error"]),
+                       names=names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,
+                       size=4.0)
+            )  # fmt: skip
+    shown = pd.concat([part for part, *_ in looks])
+    reach = shown["delta_nll_standard_error"].fillna(0.0)
+    low, high = ((shown["delta_nll_percent"] + sign * reach) for sign in (-1.0, 1.0))
+    words = (f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in shown.itertuples())
+    return Chart(
+        "baselines",
+        "Pruned after the fact",
+        "Density and NLL change: " + "; ".join(words) + ".",
+        round_axis("Density, % of keys outside the window", 0.0, 100 * shown["density"].max(), padded=True),
+        round_axis("NLL change from the dense model, %", min(0.0, low.min()), max(0.0, high.max()), padded=True),
+        tuple(marks),
+        note="Lower is better. Bars: one standard error.",
+        width=520.0,
+        height=360.0,
+    )
+
+
+def _percent(rows: pd.DataFrame) -> tuple[float, ...]:
+    return numbers(rows["density"], 100.0)
+
+
 def _tip(row: pd.Series) -> str:
     if row["strategy"] == FULL_ATTENTION:
         return f"{FULL_ATTENTION}\nthe reference, at 0"

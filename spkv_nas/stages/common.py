@@ -21,6 +21,7 @@ from spkv_nas.base.memory import require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
 from spkv_nas.proposal.foreign_formats import read_score_table
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from spkv_nas.data.blocks import TokenBlocks
+    from spkv_nas.evaluation.paired import DocumentNLL
     from spkv_nas.training.recipe import Recipe
 
 
@@ -47,6 +49,7 @@ class Measured:
     """
 
     model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     blocks: TokenBlocks
     whole: TokenBlocks
     text: Any
@@ -164,7 +167,7 @@ class Subject:
         if with_logits:
             require_logits(model, batch_size, length)
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
-        return Measured(model, blocks, whole, text, saved, train, batch_size)
+        return Measured(model, tokenizer, blocks, whole, text, saved, train, batch_size)
 
     def _parted(
         self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter
@@ -244,6 +247,22 @@ def model_name(source: str) -> str:
     if path.name == "final":
         return path.parent.name
     return f"{path.parent.name}-{path.name}" if _CHECKPOINT.fullmatch(path.name) else path.name
+
+
+def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
+    """What a table was measured on, for the file beside it."""
+    from spkv_nas.model.checkpoint import model_origin
+
+    return {
+        **model_origin(subject.source),
+        "data": measured.text,
+        **measured.dtypes,
+        "block_size": measured.blocks.block_size,
+        "num_tokens": int(nll.num_tokens.sum()),
+        "num_documents": int((nll.num_tokens > 0).sum()),
+        **more,
+        "environment": environment(),
+    }
 
 
 def check_tau(tau: float | None) -> None:

@@ -11,12 +11,10 @@ import pandas as pd
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.version import environment
 from spkv_nas.evaluation import sweep
-from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.common import Measured, Subject, check_tau, find_proposal, find_table, quiet_transformers
+from spkv_nas.stages.common import Subject, check_tau, find_proposal, find_table, measured_on, quiet_transformers
 from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
 
 
@@ -59,7 +57,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
             return EvaluationResult(subject.name, found, folder)
         evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=size, progress=progress)
     rows = sweep.sweep_table(evaluations)
-    origin = _origin(subject, measured, evaluations[0].nll)
+    origin = measured_on(subject, measured, evaluations[0].nll)
     on_main(lambda: _write_sweep(folder, rows, origin))
     return EvaluationResult(subject.name, evaluations[0], folder, rows)
 
@@ -99,23 +97,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
         batch_size=measured.batch_size,
     )
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
-    origin = _origin(subject, measured, full, probe=None if table is None else table.name)
+    origin = measured_on(subject, measured, full, probe=None if table is None else table.name)
     folder = place.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
     return ScoreResult(name, rows, folder)
-
-
-def _origin(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
-    """What a table was measured on, for the file beside it."""
-    from spkv_nas.model.checkpoint import model_origin
-
-    return {
-        **model_origin(subject.source),
-        "data": measured.text,
-        **measured.dtypes,
-        "block_size": measured.blocks.block_size,
-        "num_tokens": int(nll.num_tokens.sum()),
-        "num_documents": int((nll.num_tokens > 0).sum()),
-        **more,
-        "environment": environment(),
-    }

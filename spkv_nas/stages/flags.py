@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from spkv_nas.artifacts.baselines import METHODS, PROTOCOLS
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.limits import (
@@ -145,6 +146,24 @@ By = Annotated[
         "Split every probe: by domain, or by half of its documents.", metavar="domain|half", values=("domain", "half"),
     ),
 ]  # fmt: skip
+
+# pruning after the fact
+Methods = Annotated[
+    str | None, Flag("What chooses the keys that are kept; several by comma.", metavar="NAMES", values=METHODS)
+]
+Densities = Annotated[
+    str, Flag("Shares of the keys outside the window to keep; several by comma.", ("--density",), "N%|LIST")
+]
+Sinks = Annotated[str, Flag("First keys of a block that are always kept; several numbers by comma.", metavar="N|LIST")]
+Chunk = Annotated[int | None, Flag("Tokens read between two evictions.", low=1, high=MOST_WINDOW)]
+ReadingProtocol = Annotated[
+    str,
+    Flag(
+        "exact: every query sees exactly --window recent keys. kvpress: those before its chunk, and its chunk.",
+        metavar="|".join(PROTOCOLS), values=PROTOCOLS,
+    ),
+]  # fmt: skip
+Against = Annotated[str | None, Flag("SP-KV checkpoint to put beside, measured on the same text.")]
 
 # generating
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]

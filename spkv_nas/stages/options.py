@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spkv_nas.artifacts.baselines import EXACT
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages import flags
@@ -133,6 +134,25 @@ class ScoreOptions(SubjectOptions):
     model: flags.OptionalModel = DENSE
     probe: flags.OptionalProbe = default(note="Counts coverage.")
     name: flags.Name = default(None, "the probe's or the model's")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselinesOptions(SubjectOptions):
+    """Of ``baselines``."""
+
+    model: flags.OptionalModel = DENSE
+    max_tokens: flags.OptionalMaxTokens = default(None, "16,384, spread")
+    methods: flags.Methods = default(None, "all")
+    densities: flags.Densities = "20%,15%"
+    window: flags.OptionalWindow = default(None, "that of --against, a sixteenth of a block, or 128")
+    sinks: flags.Sinks = "0,4"
+    chunk: flags.Chunk = default(None, "16, at most the window")
+    protocol: flags.ReadingProtocol = EXACT
+    against: flags.Against = None
+    tau: flags.Tau = default(None, "the checkpoint's", note="Of --against.")
+    tau_sweep: flags.TauSweep = default(note="Of --against.")
+    points: flags.Points = default(None, "13")
+    seed: flags.Seed = default(0, note="Of random keys and of kvzap's networks.")
 
 
 @dataclass(frozen=True, kw_only=True)

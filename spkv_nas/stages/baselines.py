@@ -1,0 +1,172 @@
+"""Baselines: what pruning a dense model's cache after the fact costs, to ``reports/<name>/``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.baselines import KVZAP, METHODS
+from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.baselines.kvzap import fit_kvzap
+from spkv_nas.evaluation.baselines.measure import (
+    Measurement,
+    Plan,
+    baselines_table,
+    check_prunable,
+    measure,
+    own_rows,
+    write_baselines,
+)
+from spkv_nas.evaluation.baselines.protocol import Protocol
+from spkv_nas.evaluation.sweep import parse_taus
+from spkv_nas.model.checkpoint import load_on, model_origin
+from spkv_nas.model.section import gate_config
+from spkv_nas.stages.common import Measured, Subject, check_tau, measured_on, quiet_transformers
+from spkv_nas.stages.options import DENSE, BaselinesOptions
+
+_TOKENS = 16_384  # of text that is read, unless it is said how many
+_CHUNK = 16  # tokens, as in the paper
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class BaselinesResult:
+    """What ``baselines`` measured: its name, the table of ``evaluation.baselines``, and the table's folder."""
+
+    name: str
+    rows: pd.DataFrame
+    folder: Path
+
+
+def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> BaselinesResult:
+    """NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
+    quiet_transformers(reporter)
+    methods = _methods(options.methods)
+    densities = sorted(_listed(options.densities, _density), reverse=True)
+    sinks = sorted(_listed(options.sinks, _sinks))
+    taus = _taus(options)
+    subject = Subject.of(options, DENSE, "prune on")
+    options.place.check_writable()
+    folder = options.place.report_dir(subject.name)
+    measured = subject.load(reporter, tokens=_TOKENS, learns=True)
+    check_prunable(measured.model, measured.blocks)
+    beside = None if options.against is None else _beside(options, measured)
+    window = options.window or (suitable_window(measured.blocks.block_size) if beside is None else beside.gates.window)
+    chunk = min(_CHUNK, window) if options.chunk is None else options.chunk
+    protocol = partial(Protocol, window, chunk=chunk, kind=options.protocol)
+    for number in sinks:
+        protocol(number).check(measured.blocks.block_size)
+    plan = Plan(protocol, methods, densities, sinks)
+    found, learned = _measure(measured, plan, options.seed, reporter)
+    if beside is not None:
+        own = [beside.gates.tau] if taus is None else taus
+        with reporter.bar("reading with gates") as progress:
+            found += own_rows(beside.model, measured.blocks, own, batch_size=measured.batch_size, progress=progress)
+    rows = baselines_table(found)
+    told = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": options.seed, **learned}
+    if options.against is not None:
+        told["against"] = model_origin(options.against)
+    _write(folder, rows, {**measured_on(subject, measured, found[0].nll), **told})
+    return BaselinesResult(subject.name, rows, folder)
+
+
+def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> tuple[list[Measurement], dict[str, Any]]:
+    """The rows of a plan, and what there is to say of networks that were fitted for it."""
+    kvzap, learned, size = None, {}, measured.batch_size
+    if KVZAP in plan.methods:
+        assert measured.train is not None
+        with reporter.bar("fitting kvzap") as progress:
+            kvzap = fit_kvzap(
+                measured.model, measured.tokenizer, measured.train, seed=seed, batch_size=size, progress=progress
+            )
+        learned = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
+    with reporter.bar("reading pruned") as progress:
+        found = measure(
+            measured.model, measured.blocks, plan, kvzap=kvzap, seed=seed, batch_size=size, progress=progress
+        )
+    return found, learned
+
+
+def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
+    """Table, origin and figure."""
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.result_charts import baselines_chart
+
+    write_baselines(folder, rows, origin)
+    save_chart(folder, baselines_chart(rows))
+
+
+class _Beside(NamedTuple):
+    """The SP-KV model of ``--against``."""
+
+    model: PreTrainedModel
+    gates: GateConfig
+
+
+def _beside(options: BaselinesOptions, measured: Measured) -> _Beside:
+    """Raises ``UserError`` for a model without gates, of another tokenizer, or of another window than is asked for."""
+    assert options.against is not None
+    model, tokenizer = load_on(options.against, measured.model.device.type, options.dtype)
+    gates = gate_config(model)
+    if gates is None:
+        raise UserError(f"--against {options.against} has no gates: give an SP-KV checkpoint")
+    if tokenizer.get_vocab() != measured.tokenizer.get_vocab():
+        raise UserError(f"--against {options.against} has another tokenizer than --model: it would read another text")
+    if options.window is not None and options.window != gates.window:
+        raise UserError(f"--window {options.window} is not that of --against, {gates.window}: windows must be equal")
+    return _Beside(model, gates)
+
+
+def _taus(options: BaselinesOptions) -> list[float] | None:
+    """Thresholds of ``--against``; None: its own. Raises ``UserError``."""
+    if options.tau is not None and options.tau_sweep is not None:
+        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
+    if options.against is None and (options.tau is not None or options.tau_sweep is not None):
+        raise UserError("--tau and --tau-sweep are those of --against: give an SP-KV checkpoint")
+    if options.points is not None and options.tau_sweep is None:
+        raise UserError("--points goes with --tau-sweep LOW..HIGH")
+    check_tau(options.tau)
+    if options.tau_sweep is not None:
+        return parse_taus(options.tau_sweep, options.points)
+    return None if options.tau is None else [options.tau]
+
+
+def _methods(text: str | None) -> list[str]:
+    """Methods in their own order; None is all. Raises ``UserError`` for an unknown one."""
+    if text is None:
+        return list(METHODS)
+    asked = _listed(text, str)
+    unknown = [name for name in asked if name not in METHODS]
+    if unknown:
+        raise UserError(f"unknown method '{unknown[0]}' in --methods; there are {', '.join(METHODS)}")
+    return [name for name in METHODS if name in asked]
+
+
+def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
+    """The values of a list by comma, each once."""
+    return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _density(text: str) -> float:
+    try:
+        density = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        density = math.nan
+    if not 0.0 < density <= 1.0:
+        raise UserError(f"--density must lie in (0, 1]; found '{text}'; give for example 20% or 0.2")
+    return density
+
+
+def _sinks(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise UserError(f"--sinks are numbers of tokens; found '{text}'; give for example 0,4")
+    return int(text)

@@ -1,0 +1,326 @@
+"""Pruning after the fact: scores are kvpress's, the protocol is what it says, and the command says what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from helpers import BLOCK, fails, gated, logits, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.baselines import COLUMNS, EXACT, KVPRESS, METHODS
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
+from spkv_nas.evaluation.baselines.kvzap import KVzap, Surrogate, fit_kvzap
+from spkv_nas.evaluation.baselines.kvzip import kvzip_scores
+from spkv_nas.evaluation.baselines.measure import own_rows, pruned_nll
+from spkv_nas.evaluation.baselines.observed_attention import ObservedAttention, heavy_hitters
+from spkv_nas.evaluation.baselines.protocol import Chunk, Protocol, chunked_attention
+from spkv_nas.evaluation.baselines.rules import Read, Rule, keeping, random_keys, reading, streaming
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import apply_layout
+from spkv_nas.probing.density import probe
+
+GOLDEN = Path(__file__).parent / "golden" / "baselines.npz"
+WINDOW, SINKS = 6, 2
+
+
+def protocol(kind: str = EXACT, sinks: int = SINKS) -> Protocol:
+    return Protocol(WINDOW, sinks, chunk=4, kind=kind)
+
+
+def untrained_kvzap(model: PreTrainedModel) -> KVzap:
+    """Networks that tell keys apart, without having learned how."""
+    torch.manual_seed(3)
+    return KVzap([Surrogate(32, 2) for _ in range(model.config.num_hidden_layers)], 0.0, 0)
+
+
+def rules(model: PreTrainedModel, kind: str = EXACT, density: float = 0.4) -> dict[str, Rule]:
+    """Every method, as far as a threshold can be said without looking."""
+    how = protocol(kind)
+    return {
+        "streaming": streaming(how),
+        "random": random_keys(how, density, seed=0),
+        "kvzap": untrained_kvzap(model).rule(how, 0.05),
+        "h2o": heavy_hitters(how, density),
+        "expected-attention": expected_attention(how, density, Rotation.of(model, BLOCK)),
+    }
+
+
+def read_by(model: PreTrainedModel, rule: Rule, tokens: Tensor) -> Tensor:
+    with reading(model) as read:
+        read.rule = rule
+        return logits(model, tokens)
+
+
+class TestKvpress:
+    """Scores of whole prompts are those of kvpress 0.5.5 (tests/golden/make_baselines.py)."""
+
+    @pytest.fixture
+    def golden(self) -> dict[str, Tensor]:
+        with np.load(GOLDEN) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+
+    @pytest.fixture
+    def read(self, golden: dict[str, Tensor]) -> Read:
+        hidden, q, k, v = (golden[name][None] for name in ("hidden", "q", "k", "v"))
+        return Read(0, 0, hidden, q, k, v, q.shape[-1] ** -0.5)
+
+    def test_observed_attention(self, golden: dict[str, Tensor], read: Read) -> None:
+        length = read.k.shape[2]
+        observed = ObservedAttention(read.k)
+        everything = Protocol(length, 0, chunk=16)
+        chunked_attention(read.q, read.k, read.v, read.scale, everything, lambda _chunk: torch.empty(0), observed.see)
+        scores = observed.scores(Chunk(length, length, 0), torch.empty(0))[0]
+        assert scores.numpy() == pytest.approx(golden["observed"].numpy(), abs=1e-6)
+
+    @pytest.mark.parametrize("sinks", [0, 4])
+    def test_expected_attention(self, sinks: int, golden: dict[str, Tensor], read: Read) -> None:
+        length = read.k.shape[2]
+        rotation = Rotation(golden["cos"].double(), golden["sin"].double())
+        held = torch.ones(read.k.shape[:3], dtype=torch.bool)
+        expected = ExpectedAttention(read, rotation, sinks)
+        expected.scores(Chunk(16, 20, 0), held[..., :16])  # statistics come in parts
+        scores = expected.scores(Chunk(length, length, 0), held)[0, :, sinks:]
+        wanted = golden[f"expected_{sinks}"][:, sinks:].numpy()
+        assert scores.numpy() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+    def test_kvzip(self, golden: dict[str, Tensor], read: Read) -> None:
+        wanted = golden["kvzip"]
+        scores, out = kvzip_scores(read, golden["output"], wanted.shape[-1])
+        assert scores[0].numpy() == pytest.approx(wanted.numpy(), rel=1e-5, abs=1e-6)
+        dense = torch.nn.functional.scaled_dot_product_attention(
+            read.q, read.k, read.v, is_causal=True, enable_gqa=True
+        )
+        torch.testing.assert_close(out, dense, atol=1e-5, rtol=1e-5)
+
+    def test_network_of_kvzap(self, golden: dict[str, Tensor], read: Read) -> None:
+        surrogate = Surrogate(32, 2)
+        for layer, name in ((surrogate.up, "zap_up"), (surrogate.down, "zap_down")):
+            layer.weight.data, layer.bias.data = golden[name], golden[f"{name}_bias"]
+        scores = KVzap([surrogate], 0.0, 0).scores(read)[0].detach()
+        assert scores.numpy() == pytest.approx(golden["zap"].numpy(), abs=1e-6)
+
+
+class TestProtocol:
+    @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
+    def test_what_a_query_sees(self, kind: str) -> None:
+        """By attention to values that say their own position, of keys that are all alike."""
+        length, how = 22, protocol(kind)
+        keep = torch.rand(1, 2, length, generator=torch.Generator().manual_seed(0)) < 0.4
+        keep[..., :SINKS] = True
+        q, k = torch.zeros(1, 4, length, length), torch.zeros(1, 2, length, length)
+        v = torch.eye(length).expand(1, 2, -1, -1)
+        out, kept = keeping(Read(0, 0, q, q, k, v, 1.0), how, keep)
+        seen, pairs = out > 0, 0
+        for t in range(length):
+            first = t - WINDOW + 1 if kind == EXACT else t // 4 * 4 - WINDOW
+            for head in range(2):
+                wanted = [s for s in range(t + 1) if s >= first or keep[0, head, s]]
+                pairs += sum(s < first for s in wanted)
+                for query_head in (2 * head, 2 * head + 1):
+                    assert seen[0, query_head, t].nonzero().flatten().tolist() == wanted
+        assert int(kept) == pairs
+
+    @pytest.mark.parametrize("method", ["streaming", "random", "kvzap"])
+    def test_one_pass_equals_the_chunks(self, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The operator's one pass, and the loop of chunks that other methods need."""
+        model, tokens = tiny_model(), torch.randint(97, (2, BLOCK), generator=torch.Generator().manual_seed(1))
+        rule = rules(model)[method]
+        one = read_by(model, rule, tokens)
+
+        def chunks(read: Read, how: Protocol, keep: Tensor) -> tuple[Tensor, Tensor]:
+            keep = keep | (torch.arange(keep.shape[-1]) < how.sinks)
+            return chunked_attention(read.q, read.k, read.v, read.scale, how, lambda chunk: keep[..., : chunk.edge])
+
+        for module in ("rules", "kvzap"):
+            monkeypatch.setattr(f"spkv_nas.evaluation.baselines.{module}.keeping", chunks)
+        torch.testing.assert_close(read_by(model, rule, tokens), one, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_later_token_changes_nothing_before(self, method: str, kind: str) -> None:
+        model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
+        rule = rules(model, kind)[method]
+        before = read_by(model, rule, tokens)
+        for changed in (13, 22, 30):
+            other = tokens.clone()
+            other[0, changed:] = (tokens[0, changed:] + 1) % 97
+            after = read_by(model, rule, other)
+            torch.testing.assert_close(after[:, :changed], before[:, :changed], atol=0, rtol=0)
+            assert not torch.equal(after[:, changed], before[:, changed])
+
+    @pytest.mark.parametrize("kind", [EXACT, KVPRESS])
+    @pytest.mark.parametrize("method", ["random", "h2o", "expected-attention"])
+    def test_all_keys_kept_is_the_dense_model(self, method: str, kind: str) -> None:
+        model, tokens = tiny_model(), torch.randint(97, (2, BLOCK), generator=torch.Generator().manual_seed(1))
+        dense = logits(model, tokens)
+        pruned = read_by(model, rules(model, kind, 1.0)[method], tokens)
+        torch.testing.assert_close(pruned, dense, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(read_by(model, rules(model, kind, 0.2)[method], tokens), dense, atol=1e-3)
+
+    def test_evicted_keys_do_not_come_back(self) -> None:
+        model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
+        held: list[Tensor] = []
+        original = ObservedAttention.scores
+
+        class Watching(ObservedAttention):
+            def scores(self, chunk: Chunk, before: Tensor) -> Tensor:
+                held.append(before.clone())
+                return original(self, chunk, before)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("spkv_nas.evaluation.baselines.observed_attention.ObservedAttention", Watching)
+            read_by(model, heavy_hitters(protocol(), 0.3), tokens)
+        first, *later = held[: len(held) // model.config.num_hidden_layers]
+        assert first.all()
+        for now in later:
+            assert not (now[..., : first.shape[-1]] & ~first).any()
+            first = now
+        assert not first.all()
+
+
+class TestDensity:
+    @pytest.mark.parametrize("sinks", [0, 2])
+    @pytest.mark.parametrize("method", ["random", "kvzap", "h2o", "expected-attention"])
+    def test_it_is_what_was_asked_for(self, method: str, sinks: int, blocks: TokenBlocks) -> None:
+        model, how = tiny_model(vocab_size=300), Protocol(4, sinks, chunk=2)
+        long = blocks.cut(96)
+        zap = untrained_kvzap(model)
+        made = {
+            "random": lambda: random_keys(how, 0.3, seed=0),
+            "kvzap": lambda: zap.rule(how, zap.threshold(model, long, how, 0.3, batch_size=2)),
+            "h2o": lambda: heavy_hitters(how, 0.3),
+            "expected-attention": lambda: expected_attention(how, 0.3, Rotation.of(model, 96)),
+        }
+        _, density = pruned_nll(model, long, made[method](), how, batch_size=2)
+        assert density == pytest.approx(0.3, abs=0.01)
+
+    def test_batches_change_nothing(self, blocks: TokenBlocks) -> None:
+        model = tiny_model(vocab_size=300)
+        for rule in rules(model).values():
+            one, all_ = (pruned_nll(model, blocks, rule, protocol(), batch_size=size) for size in (1, 8))
+            assert one[0].total == pytest.approx(all_[0].total, rel=1e-5)
+            assert one[1] == pytest.approx(all_[1], abs=1e-3)
+
+    def test_rows_of_gates(self, blocks: TokenBlocks) -> None:
+        """Open gates are the model without any; at a threshold the NLL is evaluate's, the density near the probe's."""
+        model = gated()
+        opened, half = own_rows(model, blocks, [0.4])
+        assert opened.density == 1.0
+        assert opened.nll.mean == pytest.approx(document_nll(tiny_model(vocab_size=300), blocks).mean, rel=1e-6)
+        assert half.density == pytest.approx(probe(model, blocks, 0.4).mean, abs=0.1)
+        assert half.nll.total == pytest.approx(evaluate(model, blocks, 0.4).nll.total)
+        assert half.nll.total != pytest.approx(opened.nll.total, rel=1e-4)
+
+
+def test_kvzap_learns(
+    blocks: TokenBlocks, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spkv_nas.evaluation.baselines.kvzap.PROMPT", "\n")
+    model = tiny_model(vocab_size=300)
+    zap = fit_kvzap(model, tiny_tokenizer, blocks, seed=0, batch_size=4)
+    assert 0.05 < zap.explained < 1.0  # of text that it was not fitted on; 135 tokens are few
+    again = fit_kvzap(model, tiny_tokenizer, blocks, seed=0, batch_size=4)
+    assert again.explained == zap.explained
+    assert not any(parameter.requires_grad for one in zap.surrogates for parameter in one.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_whose_queries_are_not_rotated_by_halves() -> None:
+    with pytest.raises(UserError, match="expected-attention needs"):
+        Rotation.of(tiny_model("smollm3"), BLOCK)
+
+
+class TestCommand:
+    @pytest.fixture
+    def dense(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
+        return tmp_path / "dense"
+
+    def test_all_methods(
+        self,
+        dense: Path,
+        text: Path,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        save(gated(), tiny_tokenizer, tmp_path / "mine")
+        options = ["--model", dense, "--data", text, "--block-size", 128, "--sinks", "0,2"]
+        options += ["--against", tmp_path / "mine", "--tau", 0.6, "--density", "30%,0.2", "-w", tmp_path / "w"]
+        main(["baselines", *map(str, options)])
+        folder = tmp_path / "w" / "reports" / "dense"
+        assert {p.name for p in folder.glob("[!.]*")} == {f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg")}
+        rows = pd.read_csv(folder / "baselines.csv")
+        assert tuple(rows.columns) == COLUMNS
+        chosen = [method for method in METHODS if method != "streaming" for _ in range(2)]
+        assert rows["method"].tolist() == ["full-attention", *["streaming"] * 2, *chosen, *chosen, "sp-kv", "sp-kv"]
+        told = rows.dropna(subset=["target_density"])
+        assert told["density"].to_numpy() == pytest.approx(told["target_density"].to_numpy(), abs=0.03)
+        assert rows["tau"].tolist()[-2:] == [0.0, 0.6]
+        record = yaml.safe_load((folder / "baselines.yaml").read_text())
+        assert (record["window"], record["chunk"], record["protocol"]) == (6, 6, "exact")
+        assert record["kvzap"]["tokens"] > 0
+        assert "expected-attention" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--methods", "h2o,snapkv"], "unknown method 'snapkv' in --methods; there are streaming, random, kvzap,"),
+            (["--density", "0"], "--density must lie in (0, 1]; found '0'"),
+            (["--density", "20%,120%"], "found '120%'"),
+            (["--density", "nan"], "found 'nan'"),
+            (["--sinks", "four"], "--sinks are numbers of tokens; found 'four'"),
+            (["--tau", "0.5"], "--tau and --tau-sweep are those of --against"),
+            (
+                ["--window", "31", "--sinks", "4"],
+                "window of 31 keys and 4 sinks leave nothing to prune in blocks of 32",
+            ),
+            (["--window", "8", "--chunk", "16"], "--chunk 16 is above the window of 8 keys"),
+            (["--protocol", "mine", "--window", "20"], "--protocol must be exact or kvpress; found 'mine'"),
+        ],
+    )
+    def test_bad_input(
+        self,
+        options: list[str],
+        message: str,
+        dense: Path,
+        text: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        told = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "--methods", "streaming"]
+        assert message in fails(capsys, "baselines", *told, *options, "-w", tmp_path / "w")
+        assert not list(tmp_path.rglob("*.csv"))
+
+    def test_a_model_that_is_pruned_already(
+        self, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hybrid = tiny_model(vocab_size=300)
+        apply_layout(hybrid, Layout(("GL", "LL", "LL", "GG"), window=6))
+        for model, message in ((gated(), "the model has gates"), (hybrid, "the model is a hybrid")):
+            folder = tmp_path / message[-4:]
+            save(model, tiny_tokenizer, folder)
+            said = fails(
+                capsys, "baselines", "--model", folder, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"
+            )
+            assert message in said
+
+    def test_one_document(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "one.txt").write_text("a word " * 12)
+        said = fails(
+            capsys, "baselines", "--model", dense, "--data", tmp_path / "one.txt", "--block-size", "24", "--methods",
+            "streaming", "-w", tmp_path / "w",
+        )  # fmt: skip
+        assert "document" in said
