@@ -169,6 +169,15 @@ class TestProtocol:
         torch.testing.assert_close(pruned, dense, atol=1e-5, rtol=1e-5)
         assert not torch.allclose(read_by(model, rules(model, kind, 0.2)[method], tokens), dense, atol=1e-3)
 
+    def test_layers_that_are_local_by_design_stay_as_they_are(self) -> None:
+        model, tokens = tiny_model("gemma3_text"), torch.randint(97, (2, BLOCK))
+        with reading(model) as read:
+            assert len(read.layers) == 2
+            read.rule = heavy_hitters(protocol(), 1.0)
+            torch.testing.assert_close(logits(model, tokens), logits(tiny_model("gemma3_text"), tokens))
+            read.rule = streaming(protocol())
+            assert not torch.allclose(logits(model, tokens), logits(tiny_model("gemma3_text"), tokens), atol=1e-3)
+
     def test_evicted_keys_do_not_come_back(self) -> None:
         model, tokens = tiny_model(), torch.randint(97, (1, BLOCK), generator=torch.Generator().manual_seed(1))
         held: list[Tensor] = []
@@ -316,6 +325,20 @@ class TestCommand:
                 capsys, "baselines", "--model", folder, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"
             )
             assert message in said
+
+    def test_what_stands_beside(
+        self,
+        dense: Path,
+        text: Path,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        save(gated(), tiny_tokenizer, tmp_path / "mine")
+        options = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
+        assert "has no gates" in fails(capsys, "baselines", *options, "--against", dense)
+        said = fails(capsys, "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
+        assert "--window 8 is not that of --against, 6" in said
 
     def test_one_document(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "one.txt").write_text("a word " * 12)

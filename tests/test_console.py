@@ -43,8 +43,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 LOADS_TORCH = (
-    "probe", "evaluate", "score", "baselines", "generate hello", "palindrome", "ablate", "calibrate", "demo", "train-hybrid",
-    "search", "train recipe.yaml", "export --model m --out o",
+    "probe", "evaluate", "score", "baselines", "generate hello", "palindrome", "ablate", "calibrate", "demo",
+    "train-hybrid", "search", "train recipe.yaml", "export --model m --out o",
 )  # fmt: skip
 
 

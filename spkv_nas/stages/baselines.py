@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import pandas as pd
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import KVZAP, METHODS
+from spkv_nas.artifacts.baselines import EXPECTED, KVZAP, METHODS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.baselines.expected_attention import Rotation
 from spkv_nas.evaluation.baselines.kvzap import fit_kvzap
 from spkv_nas.evaluation.baselines.measure import (
     Measurement,
@@ -81,17 +82,19 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
 
 def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> tuple[list[Measurement], dict[str, Any]]:
     """The rows of a plan, and what there is to say of networks that were fitted for it."""
-    kvzap, learned, size = None, {}, measured.batch_size
+    model, blocks, size = measured.model, measured.blocks, measured.batch_size
+    rotation = (
+        Rotation.of(model, blocks.block_size) if EXPECTED in plan.methods else None
+    )  # refused before hours of work
+    kvzap, learned = None, {}
     if KVZAP in plan.methods:
         assert measured.train is not None
         with reporter.bar("fitting kvzap") as progress:
-            kvzap = fit_kvzap(
-                measured.model, measured.tokenizer, measured.train, seed=seed, batch_size=size, progress=progress
-            )
+            kvzap = fit_kvzap(model, measured.tokenizer, measured.train, seed=seed, batch_size=size, progress=progress)
         learned = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
     with reporter.bar("reading pruned") as progress:
         found = measure(
-            measured.model, measured.blocks, plan, kvzap=kvzap, seed=seed, batch_size=size, progress=progress
+            model, blocks, plan, kvzap=kvzap, rotation=rotation, seed=seed, batch_size=size, progress=progress
         )
     return found, learned
 

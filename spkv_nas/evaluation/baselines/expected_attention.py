@@ -64,7 +64,7 @@ class Rotation:
         def see(read: Read) -> tuple[Tensor, Tensor]:
             right = read.q.shape[-1] == self.cos.shape[-1]
             if right:
-                q = self.undo(read.q)
+                q = self.on(read.q.device).undo(read.q)
                 right = bool((q - q[:, :, :1]).norm() <= _LARGEST_ERROR * q.norm())
             fitting.append(right)
             return read.v.repeat_interleave(read.q.shape[1] // read.v.shape[1], 1), torch.zeros(())
@@ -73,6 +73,10 @@ class Rotation:
             read.rule = see
             model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))
         return all(fitting)
+
+    def on(self, device: torch.device) -> Rotation:
+        """The same on a device."""
+        return Rotation(self.cos.to(device), self.sin.to(device))
 
     def undo(self, q: Tensor) -> Tensor:
         """Queries [B, Hq, T, D] of positions 0 to T - 1 before their rotation, float64."""
@@ -95,6 +99,7 @@ class ExpectedAttention:
     """Scores of a layer's keys, by its queries so far."""
 
     def __init__(self, read: Read, rotation: Rotation, sinks: int) -> None:
+        rotation = rotation.on(read.q.device)
         self._rotation, self._sinks, self._scale = rotation, sinks, read.scale
         self._keys = read.k.float()
         self._norms = read.v.float().norm(dim=-1)

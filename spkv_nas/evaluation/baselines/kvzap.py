@@ -11,7 +11,7 @@ theirs 1.2 million), the context to repeat is half a block.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,7 @@ class KVzap:
 
     Attributes:
         explained: share of the variance of log KVzip+ that they predict on text they were not fitted on.
-        tokens: that they were fitted on.
+        tokens: of the contexts, one in eight of which was not fitted on.
     """
 
     surrogates: list[Surrogate]
@@ -64,7 +64,7 @@ class KVzap:
 
     def scores(self, read: Read) -> Tensor:
         """[B, Hkv, T] of a layer's keys."""
-        scores: Tensor = self.surrogates[read.layer](read.hidden)
+        scores: Tensor = self.surrogates[read.layer].to(read.hidden.device)(read.hidden)
         return scores.transpose(1, 2)
 
     def rule(self, protocol: Protocol, threshold: float) -> Rule:
@@ -153,16 +153,43 @@ def fit_kvzap(
     chosen = blocks.spread(-(-FIT_TOKENS // context))
     if chosen.num_blocks < 2:
         raise UserError("kvzap needs at least two blocks of training text: give more text, or smaller blocks")
-    size = int(model.config.get_text_config().hidden_size)
-    with reading(model) as read, torch.random.fork_rng(devices=[]):
+    starts = range(0, chosen.num_blocks, batch_size)
+    batches = (block_tokens(chosen, start, batch_size, model.device)[:, :context] for start in starts)
+    texts = (torch.cat([one, prompt.to(one.device).expand(len(one), -1), one], 1) for one in batches)
+    num_layers = int(model.config.get_text_config().num_hidden_layers)
+
+    def step(done: int) -> None:
+        if progress is not None:
+            progress(done, len(starts) + num_layers)
+
+    number = chosen.num_blocks * context
+    hidden, target = _targets(model, texts, context, number, step)
+    fits = []
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        number, layers = chosen.num_blocks * context, len(read.layers)
-        what = f"hidden states of {number:,} tokens in {layers} layers, which kvzap learns from"
-        require(
-            number * layers * size * model.dtype.itemsize, what, "leave it out of --methods, or use a smaller model"
-        )
-        starts = range(0, chosen.num_blocks, batch_size)
-        total = len(starts) + layers
+        while hidden:  # what a layer learned from goes with it
+            fits.append(_fit(torch.cat(hidden.pop(0)), torch.cat(target.pop(0)), model.device))
+            step(len(starts) + len(fits))
+    error, spread = (sum(part) for part in zip(*((fit[1], fit[2]) for fit in fits), strict=True))
+    return KVzap([fit[0] for fit in fits], 1.0 - error / spread, number)
+
+
+def _targets(
+    model: PreTrainedModel, texts: Iterable[Tensor], context: int, number: int, step: Callable[[int], None]
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """(hidden states [B, context, C], log KVzip+ [B, context, Hkv]) of every layer, a list of batches each.
+
+    Args:
+        texts: int64 [B, T], contexts with their repetitions.
+        number: of tokens in all contexts.
+
+    Raises:
+        UserError: there is no memory for them, or a model without what KVzip+ needs.
+    """
+    with reading(model) as read, torch.inference_mode():
+        size = number * len(read.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
+        what = f"hidden states of {number:,} tokens in {len(read.layers)} layers, which kvzap learns from"
+        require(size, what, "leave it out of --methods, or use a smaller model")
         hidden: list[list[Tensor]] = [[] for _ in read.layers]
         target: list[list[Tensor]] = [[] for _ in read.layers]
 
@@ -171,21 +198,10 @@ def fit_kvzap(
             target[one.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
 
         read.rule = repeating(read.layers, context, see)
-        with torch.inference_mode():
-            for done, start in enumerate(starts, 1):
-                tokens = block_tokens(chosen, start, batch_size, model.device)[:, :context]
-                repeat = torch.cat([tokens, prompt.to(tokens.device).expand(len(tokens), -1), tokens], 1)
-                model.get_decoder()(input_ids=repeat, use_cache=False)
-                if progress is not None:
-                    progress(done, total)
-        fits = []
-        for layer in range(layers):
-            fits.append(_fit(torch.cat(hidden[layer]).clone(), torch.cat(target[layer]).clone(), model.device))
-            hidden[layer].clear()
-            if progress is not None:
-                progress(len(starts) + layer + 1, total)
-    error, spread = (sum(part) for part in zip(*((fit[1], fit[2]) for fit in fits), strict=True))
-    return KVzap([fit[0] for fit in fits], 1.0 - error / spread, number)
+        for done, tokens in enumerate(texts, 1):
+            model.get_decoder()(input_ids=tokens, use_cache=False)
+            step(done)
+    return hidden, target
 
 
 def _fit(hidden: Tensor, target: Tensor, device: torch.device) -> tuple[Surrogate, float, float]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import COLUMNS, EXPECTED, H2O, KVZAP, RANDOM, STREAMING
+from spkv_nas.artifacts.baselines import COLUMNS, H2O, KVZAP, RANDOM, STREAMING
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
@@ -95,6 +95,7 @@ def measure(
     plan: Plan,
     *,
     kvzap: KVzap | None,
+    rotation: Rotation | None,
     seed: int = 0,
     batch_size: int = 8,
     progress: Progress | None = None,
@@ -102,14 +103,13 @@ def measure(
     """The model itself, and then every row of ``plan``.
 
     Args:
-        kvzap: fitted; needed for the method of its name.
+        kvzap, rotation: of the model, for kvzap and for expected-attention.
         progress: called with (blocks done, in all) over all rows.
 
     Raises:
-        UserError: the model cannot be hooked, or a method does not know its kind; an NLL is not finite.
+        UserError: the model cannot be hooked, or an NLL is not finite.
     """
     rows = plan.rows()
-    rotation = Rotation.of(model, blocks.block_size) if EXPECTED in plan.methods else None
 
     def rule(method: str, sinks: int, density: float | None) -> Rule:
         protocol = plan.protocol(sinks)
@@ -191,7 +191,7 @@ def own_rows(
     """
     gates = gate_config(model)
     assert gates is not None
-    weight = Protocol(gates.window).num_outside(blocks.block_size).to(model.device)
+    weight = Protocol(gates.window).num_outside(blocks.block_size)
     wanted = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
     found: list[Measurement] = []
 
@@ -204,7 +204,7 @@ def own_rows(
 
         def see(_layer: int, logits: Tensor, tau: float = tau) -> None:
             nonlocal kept, outside
-            kept = kept + (keeps(logits, tau) * weight).sum()
+            kept = kept + (keeps(logits, tau) * weight.to(logits.device)).sum().to(kept.device)
             outside += int(weight.sum()) * logits.shape[0] * logits.shape[1]
 
         with gate_mode(model, "hard", tau), watch_logits(model, see):
