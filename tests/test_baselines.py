@@ -283,6 +283,17 @@ class TestCommand:
         assert record["kvzap"]["tokens"] > 0
         assert "expected-attention" in capsys.readouterr().out
 
+    def test_one_method_alone(
+        self, dense: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """With nothing beside it no row has a threshold, which could not be printed."""
+        options = ["--model", dense, "--data", text, "--block-size", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
+        main(["baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
+        assert "│ streaming │ 2 " in " ".join(capsys.readouterr().out.replace("│", " │ ").split())
+        rows = pd.read_csv(tmp_path / "w" / "reports" / "dense" / "baselines.csv")
+        assert rows["density"].tolist() == [1.0, 0.0, pytest.approx(rows["density"][2])]
+        assert 0.0 < rows["density"][2] < 0.5
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

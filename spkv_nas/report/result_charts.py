@@ -120,6 +120,8 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     for some, label, shape, tone, hollow in looks:
         if not some.empty:
             names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in some.itertuples())
+            if hollow and with_sinks.any():
+                names = ()  # those with sinks lie beside them
             marks.append(
                 Points(_percent(some), numbers(some["delta_nll_percent"]), numbers(some["delta_nll_standard_error"]),
                        names=names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,

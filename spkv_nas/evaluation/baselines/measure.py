@@ -216,9 +216,10 @@ def own_rows(
 def baselines_table(found: Sequence[Measurement]) -> pd.DataFrame:
     """One row per measurement, columns ``COLUMNS``: NLL in nats per token, its change in percent of the first one's.
 
-    The standard error is that of the difference paired by document.
+    The standard error is that of the difference paired by document. What a row does not have is NaN.
     """
-    return pd.DataFrame(list(_cells(found)), columns=list(COLUMNS))
+    rows = pd.DataFrame(list(_cells(found)), columns=list(COLUMNS))
+    return rows.astype({"sinks": float, "target_density": float, "tau": float})
 
 
 def _cells(found: Sequence[Measurement]) -> Iterator[tuple[Any, ...]]:
