@@ -12,7 +12,7 @@ from spkv_nas.base.errors import UserError
 
 EXTRAS = {  # by what they are for; pyproject.toml has the versions
     "report": ("jinja2", "markupsafe", "matplotlib", "seaborn"),
-    "train": ("accelerate", "datasets", "safetensors", "tokenizers", "torch", "transformers"),
+    "train": ("accelerate", "datasets", "safetensors", "tokenizers", "torch", "transformers", "wonderwords"),
     "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),
     "postgresql": ("psycopg",),

@@ -1,0 +1,80 @@
+"""The 13 tasks by RULER's names, and the one function that makes their samples.
+
+    generate("niah_single_1", seed=0, index=7, length=4096, tokenizer=tokenizer)
+
+The same arguments give the same bytes in every process. ``index`` counts samples; another seed gives other ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.ruler.answering import DocumentQuestions
+from spkv_nas.data.ruler.counting import CommonWords, FrequentWords
+from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.needles import Needles
+from spkv_nas.data.ruler.questions import HOTPOT, SQUAD
+from spkv_nas.data.ruler.sample import Request, Sample
+from spkv_nas.data.ruler.tracking import VariableTracking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Task(Protocol):
+    """What makes the samples of a task."""
+
+    def generate(self, request: Request, _material: Material, /) -> Sample:
+        """The sample that is asked for."""
+
+
+_QUESTIONS: dict[str, Task] = {SQUAD: DocumentQuestions("SQuAD"), HOTPOT: DocumentQuestions("HotpotQA")}
+TASKS: dict[str, Task] = {
+    "niah_single_1": Needles("noise"),
+    "niah_single_2": Needles(),
+    "niah_single_3": Needles(value="uuid"),
+    "niah_multikey_1": Needles(num_keys=4),
+    "niah_multikey_2": Needles("needles"),
+    "niah_multikey_3": Needles("needles", key="uuid", value="uuid"),
+    "niah_multivalue": Needles(num_values=4),
+    "niah_multiquery": Needles(num_keys=4, num_queries=4),
+    "vt": VariableTracking(),
+    "cwe": CommonWords(),
+    "fwe": FrequentWords(),
+    **_QUESTIONS,
+}
+NO_MATERIAL = Material()
+
+
+def available(material: Material) -> list[str]:
+    """The tasks that can be made: without questions on documents the eleven others."""
+    return [task for task in TASKS if task not in _QUESTIONS or task in material.questions]
+
+
+def check_task(task: str) -> None:
+    """Raise ``UserError`` for what is no task."""
+    if task not in TASKS:
+        raise UserError(f"RULER has no task '{task}'; it has {', '.join(TASKS)}")
+
+
+def accepts_any(task: str) -> bool:
+    """Whether one of a sample's answers will do; of all other tasks the share of them counts."""
+    return task in _QUESTIONS
+
+
+def generate(
+    task: str,
+    seed: int,
+    index: int,
+    length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    material: Material = NO_MATERIAL,
+) -> Sample:
+    """Sample ``index`` of a task, with its answer at most ``length`` tokens.
+
+    Raises:
+        UserError: no such task, a task on documents without them, or a length that has no room for it.
+    """
+    check_task(task)
+    return TASKS[task].generate(Request(task, seed, index, length, tokenizer), material)

@@ -1,0 +1,55 @@
+"""Variable tracking: which variables have a value, when each is assigned from the one before.
+
+As in RULER: one chain of five variables of five letters (four hops) in noise, 30 new tokens, and a worked example with
+names of three letters. Our own: the wording, and no example below 2,048 tokens.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from spkv_nas.data.ruler import words
+from spkv_nas.data.ruler.haystacks import hide, noise
+from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.sample import SHORT, Request, Sample, fill
+
+NEW_TOKENS = 30
+_LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES = 5, 3, 10
+
+
+@dataclass(frozen=True)
+class VariableTracking:
+    """``num_hops`` assignments from another variable follow one from a number."""
+
+    num_hops: int = 4
+
+    def generate(self, request: Request, _material: Material) -> Sample:
+        """A sample."""
+        example = ""
+        if request.length >= SHORT:
+            shown, prefix, names = self._problem(request.rng, _EXAMPLE_LETTERS)
+            example = f"{shown(_EXAMPLE_SENTENCES)}\n{prefix} {', '.join(names)}\n\n"
+        render, prefix, names = self._problem(request.rng, _LETTERS)
+        return fill(request, lambda number: f"{example}{render(number)}", prefix, names, new_tokens=NEW_TOKENS)
+
+    def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
+        """(prompt by sentences of noise, prefix, answers) of one chain with names of so many letters."""
+        seen: set[str] = set()
+        names = [
+            words.new(lambda: words.letters(rng, length, string.ascii_uppercase), seen)
+            for _ in range(self.num_hops + 1)
+        ]
+        value = rng.randint(10_000, 99_999)
+        chain = [f"VAR {names[0]} = {value}.", *(f"VAR {to} = VAR {one}." for one, to in pairwise(names))]
+        depths = sorted(rng.random() for _ in chain)
+
+        def render(number: int) -> str:
+            hidden = hide(noise(number), chain, depths)
+            head = "Follow the variables that this text assigns, from a number or from each other."
+            return f"{head}\n{hidden}\nQuestion: Which variables have the value {value}?"
+
+        return render, f"Answer: The {len(names)} variables with the value {value} are", names

@@ -1,0 +1,249 @@
+"""RULER's samples: what each task hides is there as it says, fills the length and is the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from scipy.stats import kstest
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.ruler.haystacks import Essays, hide, noise
+from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.sample import Sample
+from spkv_nas.data.ruler.tasks import TASKS, available, generate
+from spkv_nas.data.ruler.words import all_words
+from spkv_nas.model.checkpoint import load_tokenizer
+
+NEEDLES = [task for task in TASKS if task.startswith("niah")]
+LENGTHS = (512, 1024, 4096, 32768)
+LARGE = {"niah_multikey_2": 40, "niah_multikey_3": 100, "qa_1": 60, "qa_2": 60}  # most tokens of a unit, where above 10
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load_tokenizer(EMBEDDED / "dense")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Essays, questions as SQuAD has them, and as HotpotQA has them."""
+    folder, rng = tmp_path_factory.mktemp("ruler"), Random(0)
+    words = ("the", "value", "of", "this", "is", "a", "new", "line", "with", "more", "text")
+    sentences = [" ".join(rng.choices(words, k=rng.randint(3, 15))).capitalize() + "." for _ in range(400)]
+    (folder / "essays.txt").write_text(" ".join(sentences))
+    passages = [f"Note {i}. " + " ".join(rng.sample(sentences, 3))[:120] for i in range(1200)]
+    articles = [
+        {
+            "paragraphs": [
+                {
+                    "context": passage,
+                    "qas": [
+                        {"question": f"What of {passage[:9]}?", "answers": [{"text": "value"}, {"text": "the value"}]},
+                        {"question": "Nothing?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for passage in passages[start : start + 4]
+            ]
+        }
+        for start in range(0, 1200, 4)
+    ]
+    (folder / "squad.json").write_text(json.dumps({"version": "v2.0", "data": articles}))
+    rows = [
+        {"question": f"Which {i}?", "answer": "line", "context": [[f"Title {i}", [passages[i], " More."]]] * 2}
+        for i in range(1200)
+    ]
+    (folder / "hotpot.json").write_text(json.dumps(rows))
+    return folder / "essays.txt", folder / "squad.json", folder / "hotpot.json"
+
+
+@pytest.fixture(scope="module")
+def material(files: tuple[Path, Path, Path]) -> Material:
+    essays, squad, hotpot = map(str, files)
+    return Material.read([essays], [squad, hotpot])
+
+
+def samples(task: str, length: int, number: int, *where: object) -> list[Sample]:
+    return [generate(task, 0, index, length, *where) for index in range(number)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("task", TASKS)
+def test_it_fills_the_length_and_never_more(
+    task: str, length: int, tokenizer: PreTrainedTokenizerBase, material: Material
+) -> None:
+    """To 97 %, or where a unit is larger than the rest, such as two UUIDs of 512 tokens, to less than one more."""
+    for sample in samples(task, length, 1 if length > 4096 else 8, tokenizer, material):
+        assert sample.num_tokens == len(tokenizer(sample.text, verbose=False)["input_ids"])
+        used = sample.num_tokens + sample.new_tokens
+        assert length - max(0.03 * length, LARGE.get(task, 0)) <= used <= length
+        assert len(set(sample.answers)) == len(sample.answers) > 0
+
+
+def digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    found = hashlib.sha256()
+    for task in available(Material()):
+        for sample in samples(task, 1024, 3, tokenizer):
+            found.update(repr(sample).encode())
+    return found.hexdigest()
+
+
+def test_two_processes_make_the_same_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    code = "from test_ruler import EMBEDDED, digest, load_tokenizer\nprint(digest(load_tokenizer(EMBEDDED / 'dense')))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    assert run.stdout.strip() == digest(tokenizer)
+
+
+def test_seed_index_and_length_matter(tokenizer: PreTrainedTokenizerBase) -> None:
+    places = [(0, 0, 512), (1, 0, 512), (0, 1, 512), (0, 0, 600)]
+    assert len({generate("niah_single_1", *place, tokenizer).answers for place in places}) == 4
+
+
+@pytest.mark.parametrize("task", NEEDLES)
+def test_every_needle_is_there_once(task: str, tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
+    wanted = {"niah_multivalue": 4, "niah_multiquery": 4}.get(task, 1)
+    for sample in samples(task, 1024, 20, tokenizer, material):
+        named = re.findall(r"A magic \w+ of ([\w-]+(?: [\w-]+)*?) is ([\w-]+)\.", sample.text)
+        found = {value: key for key, value in named}
+        assert len(sample.answers) == wanted
+        for answer in sample.answers:
+            assert sample.text.count(answer) == 1
+            assert found[answer] in sample.answer_prefix
+        if task != "niah_multivalue":
+            assert len(set(found.values())) == len(found)
+        assert len(found) >= {"niah_multikey_1": 4, "niah_multikey_2": 20, "niah_multikey_3": 7}.get(task, wanted)
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_3", "niah_multikey_2", "niah_multivalue"])
+def test_depths_are_uniform(task: str, tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
+    depths = []
+    for sample in samples(task, 1024, 100, tokenizer, material):
+        text = sample.prompt[sample.prompt.index("\n") + 1 : sample.prompt.rindex("\n")]
+        for answer in sample.answers:
+            end = text.index(answer) + len(answer) + 1
+            start = text.rindex("A magic", 0, end)
+            depths.append(start / (len(text) - (end - start)))
+    assert kstest(depths, "uniform").pvalue > 0.01
+
+
+def test_variables_lead_to_their_value(tokenizer: PreTrainedTokenizerBase) -> None:
+    for length in (512, 2048):
+        for sample in samples("vt", length, 10, tokenizer):
+            problem = sample.text.split("\n\n")[-1]
+            value = re.search(r"have the value (\d+)\?", problem)[1]  # type: ignore[index]
+            assigned = dict(re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\.", problem))
+            assert len(assigned) == problem.count("VAR ") - 4 == 5
+            for name in sample.answers:
+                while name in assigned:
+                    name = assigned[name]
+                assert name == value
+            assert ("\n\n" in sample.text) == (length >= 2048)
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(512, 3, 1), (1024, 6, 1), (2048, 6, 1), (4096, 30, 3)])
+def test_common_words_are_the_most_common(
+    length: int, often: int, seldom: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    for sample in samples("cwe", length, 5, tokenizer):
+        entries = re.split(r" ?\d+\. ", sample.text.split("\n\n")[-1].split("\n")[1])[1:]
+        counts = Counter(entries)
+        assert {word for word, count in counts.items() if count == often} == set(sample.answers)
+        assert len(sample.answers) == 10
+        assert set(counts.values()) == {often, seldom}
+
+
+@pytest.mark.parametrize("length", [512, 1024, 4096])
+def test_frequent_words_are_the_most_frequent(length: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    for sample in samples("fwe", length, 5, tokenizer):
+        ranked = Counter(sample.text.split("\n")[1].split(" ")).most_common()
+        assert ranked[0][0] == "..."
+        assert tuple(word for word, _ in ranked[1:4]) == sample.answers
+        assert ranked[3][1] > ranked[4][1]
+        assert ranked[0][1] / ranked[1][1] == pytest.approx(4, rel=0.1)
+
+
+def test_questions_have_their_documents(tokenizer: PreTrainedTokenizerBase, material: Material) -> None:
+    asked = set()
+    for task in ("qa_1", "qa_2"):
+        for sample in samples(task, 1024, 20, tokenizer, material):
+            question = sample.prompt.split("Question: ")[1]
+            own = "Note" + question[12:-1] if task == "qa_1" else f"Title {question[6:-1]}\n"
+            assert sample.prompt.count(own) == (2 if task == "qa_1" else 1)
+            assert sample.answers == (("value", "the value") if task == "qa_1" else ("line",))
+            asked.add(question)
+    assert len(asked) == 40
+
+
+def test_a_question_that_has_no_room_makes_way(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    rows = [
+        {"question": f"Which {i}?", "answer": "x", "context": [["T", ["long " * (2000 if i % 2 else 5)]]]}
+        for i in range(10)
+    ]
+    (tmp_path / "hotpot.json").write_text(json.dumps(rows))
+    given = Material.read([], [str(tmp_path / "hotpot.json")])
+    assert available(given)[-1] == "qa_2"
+    numbers = {int(re.search(r"Which (\d)", one.prompt)[1]) for one in samples("qa_2", 512, 10, tokenizer, given)}  # type: ignore[index]
+    assert numbers <= {0, 2, 4, 6, 8}
+
+
+def test_hidden_sentences_stand_where_their_depth_says() -> None:
+    assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0]) == "Y a b c X"
+    assert hide(["a", "b", "c"], ["X", "Y"], [0.3, 0.49]) == "a X Y b c"
+    assert noise(7)[5:] == ["The grass is green.", "The sky is blue."]
+
+
+def test_essays_go_on_at_their_beginning() -> None:
+    essays = Essays((("a", "b."), ("c", "d", "e."), ("f.",)))
+    found = {tuple(essays.start(Random(seed))(8)) for seed in range(20)}
+    assert found == {
+        ("a b.", "c d e.", "f.", "a b."),
+        ("c d e.", "f.", "a b.", "c d"),
+        ("f.", "a b.", "c d e.", "f.", "a"),
+    }
+
+
+def test_words_are_those_that_ruler_takes() -> None:
+    assert len(all_words()) > 8000
+    assert np.all(np.diff([ord(word[0]) for word in all_words()]) >= 0)
+
+
+@pytest.mark.parametrize(
+    ("task", "length", "message"),
+    [
+        ("niah", 512, "has no task 'niah'"),
+        ("qa_1", 512, "give --qa FILE.json in the form of SQuAD"),
+        ("cwe", 128, "cwe needs at least"),
+        ("fwe", 100, "100 are too few"),
+    ],
+)
+def test_what_cannot_be_made(task: str, length: int, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(UserError, match=message):
+        generate(task, 0, 0, length, tokenizer)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "[1]", '{"data": [{}]}', "nonsense"])
+def test_files_that_are_no_questions(content: str, tmp_path: Path) -> None:
+    (tmp_path / "qa.json").write_text(content)
+    with pytest.raises(UserError, match=r"--qa .*qa.json: (neither|no question)"):
+        Material.read([], [str(tmp_path / "qa.json")])
+
+
+def test_essays_too_short_to_hide_in(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("One sentence.")
+    with pytest.raises(UserError, match=r"--haystack .*one.txt: 1 sentences"):
+        Material.read([str(tmp_path / "one.txt")], [])
