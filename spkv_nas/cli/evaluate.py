@@ -13,8 +13,13 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
     """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
 
     Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
-    models. Without --tau-sweep nothing is written.
+    models. Without --tau-sweep nothing is written. With --ruler LENGTHS: the share of answers found in RULER's tasks,
+    beside the floor, the same model with every head local. Writes reports/NAME/ruler.csv.
     """
+    if options.ruler is not None:
+        from spkv_nas.stages.ruler import ruler
+
+        return Result(ruler(options, reporter), show.ruler)
     from spkv_nas.stages import evaluate as stage
 
     return Result(stage.evaluate(options, reporter), show.evaluation, documents.evaluation)

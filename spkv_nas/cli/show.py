@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.options import DiffOptions
     from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
+    from spkv_nas.stages.ruler import RulerResult
     from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
     from spkv_nas.training.hybrids import Comparison
 
@@ -212,6 +213,26 @@ def baselines(result: BaselinesResult) -> None:
         shown.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
     out.print(shown)
     say_where("figure", result.folder / "baselines.png")
+
+
+def ruler(result: RulerResult) -> None:
+    """RULER's scores by task and length, with the floor and, if there is one, the other checkpoint."""
+    against = result.rows["against"].notna().any()
+    columns = ["length", "task", "score", "floor", "density %", *(["against", "difference"] if against else [])]
+    title = f"{escape(result.name)}: share of answers found; floor: every head local"
+    shown = Table(*columns, title=title)
+    for row in result.rows.itertuples():
+        cells = [str(row.length), row.task, _share(row.score, row.standard_error), _share(row.floor)]
+        cells.append("-" if math.isnan(row.density) else f"{100 * row.density:.1f}")
+        pair = [_share(row.against), change(row.difference, row.difference_standard_error)] if against else []
+        shown.add_row(*cells, *pair, end_section=row.task.startswith("average"))
+    out.print(shown)
+    say_where("scores", result.folder / "ruler.csv")
+
+
+def _share(value: float, error: float | None = None) -> str:
+    """A share such as ``0.842 ± 0.036``."""
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
 
 
 def generation(result: Generation) -> None:

@@ -213,6 +213,13 @@ class SPKVCache(Cache):
         kept = [paged.lengths.sum() for paged in self._paged]
         return float(sum(kept)) / float(sum(gone)) if gone and float(sum(gone)) else float("nan")
 
+    @property
+    def densities(self) -> Tensor:
+        """``density`` of each sequence, float64 [B]; of an empty cache [0]."""
+        gone = [(paged.seq_lens - paged.window).clamp(min=0) * paged.num_kv_heads for paged in self._paged]
+        kept = [paged.lengths.sum(1) for paged in self._paged]
+        return torch.stack(kept).sum(0).double() / torch.stack(gone).sum(0) if gone else torch.empty(0).double()
+
     def save(self, path: Path | str) -> None:
         """Write everything to a safetensors file."""
         tensors: dict[str, Tensor] = {}

@@ -97,7 +97,7 @@ def generate(
         raise UserError("the prompt is empty: give some text to continue")
     check_tokens(model, int(inputs["input_ids"].max()))
     tau = gates.tau if gates and tau is None else tau
-    config = _config(model, tokenizer, max_new_tokens, temperature, top_p)
+    config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
     streamer = _TimedStreamer(tokenizer, stream)
     as_hard = gate_mode(model, "hard", tau) if gates else nullcontext()
     with torch.random.fork_rng(), evaluation_mode(model), as_hard:
@@ -105,7 +105,7 @@ def generate(
         cache = SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
         ids = model.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=config,
-            past_key_values=cache, streamer=streamer, logits_processor=LogitsProcessorList([_OnlyFinite()]),
+            past_key_values=cache, streamer=streamer, logits_processor=LogitsProcessorList([OnlyFinite()]),
         )  # fmt: skip
     new = ids[0, num_prompt_tokens:]
     used, full = _bytes(cache)
@@ -122,8 +122,12 @@ def generate(
     )
 
 
-def _config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, temperature: float, top_p: float
+def generation_config(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
 ) -> GenerationConfig:
     """What transformers is told; the end-of-text token is the model's own, or else the tokenizer's."""
     own = model.generation_config
@@ -144,7 +148,7 @@ def _bytes(cache: Cache) -> tuple[int, int]:
     return sum(sizes), round(sum(size * more for size, more in zip(sizes, seen, strict=True)))
 
 
-class _OnlyFinite(LogitsProcessor):
+class OnlyFinite(LogitsProcessor):
     """Stops at logits that are NaN or infinite, of which the likeliest would be any token, and sampling fails oddly."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

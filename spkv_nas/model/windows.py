@@ -73,3 +73,21 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
                 state.windows, state.observer = windows, None
             if not was_hooked:
                 detach(model)
+
+
+@contextmanager
+def every_head_local(model: PreTrainedModel, window: int) -> Iterator[None]:
+    """Inside the ``with`` block no head sees more than its last ``window`` keys; as before after it.
+
+    What a model does then it does without long-range attention.
+    """
+    with full_attention(model) as states:
+        for state in states:
+            state.windows = (min(window, state.own_window),) * state.num_kv_heads
+        yield
+
+
+def local_window(model: PreTrainedModel) -> int | None:
+    """Recent keys that the local heads of a model see, of its gates or its layout; None if it has neither."""
+    found = [window for state in layer_states(model) for window in state.head_windows(gated=True)]
+    return min((window for window in found if window < GLOBAL_WINDOW), default=None)

@@ -141,7 +141,7 @@ class Subject:
         saved, used = dtype_name(own or model.dtype), dtype_name(model.dtype)
         if saved != used and options.dtype is None:
             reporter.announce(f"computing in {used}: there are no instructions for {saved} here")
-        _check_positions(model, length)
+        check_positions(model, length, "--block-size")
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
         text: Any = options.data
@@ -184,16 +184,16 @@ class Subject:
         return read_split(folder, data)
 
 
-def _check_positions(model: PreTrainedModel, block_size: int) -> None:
-    """Raise ``UserError`` for blocks of many times the length that the model was made for; some more is an experiment.
+def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
+    """Raise ``UserError`` for many times the tokens that the model was made for; some more is an experiment.
 
     Attention over them may take hours, and what it measures is not the model.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and block_size > _BEYOND * max(positions, 1):
+    if isinstance(positions, int) and length > _BEYOND * max(positions, 1):
         raise UserError(
-            f"blocks of {block_size} tokens are more than {_BEYOND} times as long as the model's "
-            f"max_position_embeddings of {positions}\ngive a smaller --block-size"
+            f"blocks of {length} tokens are more than {_BEYOND} times as long as the model's "
+            f"max_position_embeddings of {positions}\ngive a smaller {option}"
         )
 
 

@@ -45,6 +45,9 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
         raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
     if options.points is not None and options.tau_sweep is None:
         raise UserError("--points goes with --tau-sweep LOW..HIGH")
+    for name in ("ruler_tasks", "samples", "against", "haystack", "qa", "window", "seed"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} goes with --ruler LENGTHS")
     check_tau(options.tau)
     taus = None if options.tau_sweep is None else sweep.parse_taus(options.tau_sweep, options.points)
     options.place.check_writable()

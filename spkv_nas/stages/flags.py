@@ -51,7 +51,7 @@ class Flag:
     is_probe: bool = False
 
 
-_MEMORY, _SEARCH = "Constraints and memory", "How much to search"
+_MEMORY, _SEARCH, _RULER = "Constraints and memory", "How much to search", "RULER"
 _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
@@ -135,6 +135,25 @@ TauSweep = Annotated[
     ),
 ]
 Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.", high=MOST_REPEATS)]
+Ruler = Annotated[
+    str | None,
+    Flag("In place of NLL: RULER's tasks at these lengths in tokens, such as 512,4k.", metavar="LENGTHS", panel=_RULER),
+]
+RulerTasks = Annotated[str | None, Flag("Tasks of RULER by comma, such as niah_single_1,vt.", panel=_RULER)]
+Samples = Annotated[int | None, Flag("Samples of each task at each length.", low=1, high=MOST_REPEATS, panel=_RULER)]
+Against = Annotated[
+    str | None, Flag("Compare with this checkpoint, sample by sample.", metavar="CHECKPOINT", panel=_RULER)
+]
+Haystack = Annotated[
+    list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.", panel=_RULER)
+]
+Questions = Annotated[
+    list[str] | None,
+    Flag(
+        "Questions on documents, as SQuAD (qa_1) or HotpotQA (qa_2) has them; repeat for both.", metavar="FILE.json",
+        panel=_RULER,
+    ),
+]  # fmt: skip
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[
     list[str],

@@ -124,6 +124,14 @@ class EvaluateOptions(SubjectOptions):
     tau: flags.Tau = default(None, "the checkpoint's")
     tau_sweep: flags.TauSweep = None
     points: flags.Points = default(None, "13")
+    ruler: flags.Ruler = None
+    ruler_tasks: flags.RulerTasks = default(None, "all")
+    samples: flags.Samples = default(None, "100")
+    against: flags.Against = None
+    haystack: flags.Haystack = default(None, "RULER's noise")
+    qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
+    window: flags.OptionalWindow = default(None, "the checkpoint's", note="For the floor of RULER.")
+    seed: flags.OptionalSeed = default(None, "0", note="For RULER.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ own: the wording; and a question whose documents are too long makes way for anot
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from random import Random
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.questions import Question, Questions
-from spkv_nas.data.ruler.sample import NoRoomError, Request, Sample, fill
+from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
 NEW_TOKENS = 32
 _TRIES = 100  # questions, until one has room
@@ -32,15 +33,9 @@ class DocumentQuestions:
             raise UserError(f"RULER's {request.task} needs documents: give --qa FILE.json in the form of {self.form}")
         given = material.questions[request.task]
         order = _order(len(given.questions), request.seed)
-        error: NoRoomError | None = None
-        for attempt in range(_TRIES):
-            place = request.rng.randrange(len(order)) if attempt else request.index % len(order)
-            try:
-                return self._ask(request, given, given.questions[order[place]])
-            except NoRoomError as too_long:
-                error = error or too_long
-        assert error is not None
-        raise error
+        others = (request.rng.randrange(len(order)) for _ in range(_TRIES - 1))
+        places = chain((request.index % len(order),), others)
+        return first_fitting(partial(self._ask, request, given, given.questions[order[place]]) for place in places)
 
     def _ask(self, request: Request, given: Questions, question: Question) -> Sample:
         rng, known = request.rng, {*question.own, *question.akin}

@@ -2,23 +2,36 @@
 
 As in RULER: ten common words 30 times and the others 3 times (below 4,096 tokens 6 times and once), 120 new tokens, a
 worked example of a smaller list; coded words of six letters by a zeta distribution of exponent 2, whose most frequent
-is dots, a fiftieth of the length as many words, and 50 new tokens. Our own: the wording, answers between commas,
-no example below 2,048 tokens, and common words 3 times below 1,024, where 6 have no room.
+is dots, a fiftieth of the length as many words, and 50 new tokens. Our own: the wording, answers between commas, at
+least ten other words, and smaller forms of the list where there is no room for RULER's.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from random import Random
+from typing import NamedTuple
 
 from spkv_nas.data.ruler import words
 from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import SHORT, Request, Sample, fill
+from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
-_LONG, _SHORTEST = 4096, 1024  # tokens, from which common words are there 30 times, and 6 times
+_LONG = 4096  # tokens, from which words are repeated most often
 _TOKENS = 3  # of an entry of the list at least: number, full stop, word
 _DOTS = "..."
+
+
+class _Form(NamedTuple):
+    """How often common words and others are there; and of a worked example the number of words, and how often."""
+
+    often: int
+    seldom: int
+    example: tuple[int, int, int] | None
+
+
+_FORMS = (_Form(30, 3, (40, 10, 3)), _Form(6, 1, (20, 3, 1)), _Form(6, 1, None), _Form(3, 1, None))
 
 
 @dataclass(frozen=True)
@@ -29,24 +42,27 @@ class CommonWords:
     new_tokens: int = 120
 
     def generate(self, request: Request, _material: Material) -> Sample:
-        """A sample."""
-        rng, length = request.rng, request.length
-        often, seldom = (30, 3) if length >= _LONG else (6, 1) if length >= _SHORTEST else (3, 1)
+        """A sample in the first form that has room."""
+        forms = _FORMS if request.length >= _LONG else _FORMS[1:]
+        return first_fitting(partial(self._make, request, form) for form in forms)
+
+    def _make(self, request: Request, form: _Form) -> Sample:
+        rng = request.rng
         prefix = f"Answer: The {self.num_common} most frequent words of the list are"
         example = ""
-        if length >= SHORT:
-            num_words, shown_often, shown_seldom = (40, 10, 3) if length >= _LONG else (20, 3, 1)
+        if form.example is not None:
+            num_words, often, seldom = form.example
             common, others = self._drawn(rng, num_words)
-            shown = self._prompt(rng, common * shown_often + others * shown_seldom)
-            example = f"{shown}\n{prefix} {', '.join(common)}\n\n"
-        most = min(length // (_TOKENS * seldom), len(words.all_words()) - self.num_common)
+            example = f"{self._prompt(rng, common * often + others * seldom)}\n{prefix} {', '.join(common)}\n\n"
+        most = min(request.length // (_TOKENS * form.seldom), len(words.all_words()) - self.num_common)
         common, others = self._drawn(rng, most + self.num_common)
         order = rng.getrandbits(64)
 
         def render(number: int) -> str:
-            return example + self._prompt(Random(order), common * often + others[:number] * seldom)
+            return example + self._prompt(Random(order), common * form.often + others[:number] * form.seldom)
 
-        return fill(request, render, prefix, common, new_tokens=self.new_tokens, most=most)
+        least = self.num_common
+        return fill(request, render, prefix, common, new_tokens=self.new_tokens, least=least, most=max(least, most))
 
     def _drawn(self, rng: Random, number: int) -> tuple[list[str], list[str]]:
         """(the common ones, the others) of so many words."""

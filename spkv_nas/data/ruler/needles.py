@@ -42,9 +42,9 @@ class Needles:
         """A sample; noise takes the place of essays where there are none."""
         rng = request.rng
         seen: set[str] = set()
-        key, value = partial(_DRAW[self.key], rng), partial(_DRAW[self.value], rng)
-        keys = [words.new(key, seen) for _ in range(self.num_keys)]
-        values = [[words.new(value, seen) for _ in range(self.num_values)] for _ in keys]
+        draw_key, draw_value = partial(_DRAW[self.key], rng), partial(_DRAW[self.value], rng)
+        keys = [words.new(draw_key, seen) for _ in range(self.num_keys)]
+        values = [[words.new(draw_value, seen) for _ in range(self.num_values)] for _ in keys]
         needles = [self._needle(name, one) for name, own in zip(keys, values, strict=True) for one in own]
         depths = [rng.random() for _ in needles]
         asked = rng.sample(range(self.num_keys), self.num_queries)

@@ -6,7 +6,7 @@ decides. As in RULER the length covers the prompt, the beginning of the answer, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
@@ -17,7 +17,6 @@ from spkv_nas.base.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SHORT = 2048  # tokens, below which no worked example precedes the question
 _ENOUGH, _AIM = 0.02, 0.01  # of the length may stay empty; what a guess aims at
 _FIRST, _GROWTH = 4, 16  # units of the first guess, and how many times as many the next may have
 _GUESSES, _TRIES = 16, 64  # by tokens per unit so far, before bisection, which 2^24 units take 24 of
@@ -123,3 +122,15 @@ def fill(
         wanted = limit - _AIM * request.length - best.num_tokens
         guess = min(low + int(wanted / per_unit), _GROWTH * max(low, _FIRST))
     return best
+
+
+def first_fitting(makes: Iterable[Callable[[], Sample]]) -> Sample:
+    """The sample of the first of ``makes`` that has room. Raises ``NoRoomError``, that of the last, where none has."""
+    error: NoRoomError | None = None
+    for make in makes:
+        try:
+            return make()
+        except NoRoomError as found:
+            error = found
+    assert error is not None
+    raise error

@@ -1,7 +1,7 @@
 """Variable tracking: which variables have a value, when each is assigned from the one before.
 
 As in RULER: one chain of five variables of five letters (four hops) in noise, 30 new tokens, and a worked example with
-names of three letters. Our own: the wording, and no example below 2,048 tokens.
+names of three letters. Our own: the wording, and no example where it has no room.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from random import Random
 
 from spkv_nas.data.ruler import words
 from spkv_nas.data.ruler.haystacks import hide, noise
 from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import SHORT, Request, Sample, fill
+from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
 NEW_TOKENS = 30
-_LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES = 5, 3, 10
+_LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _LEAST_SENTENCES = 5, 3, 10, 10
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,18 @@ class VariableTracking:
 
     def generate(self, request: Request, _material: Material) -> Sample:
         """A sample."""
-        example = ""
-        if request.length >= SHORT:
-            shown, prefix, names = self._problem(request.rng, _EXAMPLE_LETTERS)
-            example = f"{shown(_EXAMPLE_SENTENCES)}\n{prefix} {', '.join(names)}\n\n"
-        render, prefix, names = self._problem(request.rng, _LETTERS)
-        return fill(request, lambda number: f"{example}{render(number)}", prefix, names, new_tokens=NEW_TOKENS)
+        rng = request.rng
+        shown, shown_prefix, shown_names = self._problem(rng, _EXAMPLE_LETTERS)
+        example = f"{shown(_EXAMPLE_SENTENCES)}\n{shown_prefix} {', '.join(shown_names)}\n\n"
+        render, prefix, names = self._problem(rng, _LETTERS)
+
+        def make(before: str) -> Sample:
+            def whole(number: int) -> str:
+                return f"{before}{render(number)}"
+
+            return fill(request, whole, prefix, names, new_tokens=NEW_TOKENS, least=_LEAST_SENTENCES)
+
+        return first_fitting(partial(make, before) for before in (example, ""))
 
     def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
         """(prompt by sentences of noise, prefix, answers) of one chain with names of so many letters."""

@@ -1,0 +1,220 @@
+"""RULER's scores: by its definition, beside the floor, and the same however many prompts are continued at once."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from helpers import fails, gated, logits, tiny_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cli import main
+from spkv_nas.data.ruler.sample import Sample
+from spkv_nas.data.ruler.tasks import generate as make_sample
+from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.evaluation import ruler
+from spkv_nas.evaluation.ruler import COLUMNS, Answers, Cell, answer, ruler_table, score
+from spkv_nas.model.attention import layer_states
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.continuation import Continuations, continue_greedily
+from spkv_nas.model.generation import generate
+from spkv_nas.model.modes import gate_mode
+from spkv_nas.model.windows import apply_layout, every_head_local, local_window
+
+LAYOUT = Layout(("GL", "LL", "LL", "GG"), window=6)
+
+
+def hybrid() -> PreTrainedModel:
+    model = tiny_model(vocab_size=300)
+    apply_layout(model, LAYOUT)
+    return model
+
+
+class TestScore:
+    def test_it_is_what_ruler_defines(self) -> None:
+        """Over all samples: the mean share of answers, or of samples with one of them, of outputs without controls."""
+        rng = Random(0)
+        words = ["Alpha", "BETA", "gam ma", "delta-7", "1234567", "\nNew", "İ"]
+        cases = []
+        for _ in range(1000):
+            answers = tuple(rng.sample(words, rng.randint(1, 4)))
+            written = [rng.choice([str.lower, str.upper, str])(word) for word in rng.sample(words, rng.randint(0, 5))]
+            cases.append((rng.choice([" ", "", "\x00", "\t "]).join(["", *written, ""]), answers))
+
+        def cleaned(output: str) -> str:
+            return "".join("\n" if ord(one) < 32 else one for one in output.strip()).strip()
+
+        outputs = [cleaned(output).lower() for output, _ in cases]
+        for any_will_do, of_found in ((False, lambda found: sum(found) / len(found)), (True, max)):
+            expected = [
+                float(of_found([1.0 if one.lower() in output else 0.0 for one in answers]))
+                for output, (_, answers) in zip(outputs, cases, strict=True)
+            ]
+            scores = [score(output, answers, any_will_do=any_will_do) for output, answers in cases]
+            assert scores == expected
+            assert 0.1 < np.mean(scores) < 0.9
+
+    def test_rows_are_means_of_samples_with_their_errors(self) -> None:
+        def answers(*scores: float, density: float = 0.25) -> Answers:
+            return Answers(np.array(scores), np.full(len(scores), density))
+
+        cells = [
+            Cell("vt", 512, answers(1, 0.5, 0, 1), answers(0, 0, 0, 0), answers(0, 0.5, 0, 0, density=0.5)),
+            Cell("fwe", 512, answers(0, 1, 0, 1), answers(1, 0, 0, 0), answers(0, 1, 0, 1, density=0.5)),
+            Cell("vt", 1024, answers(1, 1, 1, 1), answers(0, 0, 0, 0)),
+        ]
+        rows = ruler_table(cells)
+        assert tuple(rows.columns) == COLUMNS
+        assert list(rows["task"]) == ["vt", "fwe", "average of 2", "vt", "average of 1"]
+        error = np.std([1, 0.5, 0, 1], ddof=1) / 2
+        pair = np.std([1, 0, 0, 1], ddof=1) / 2
+        assert list(rows.iloc[0, 2:]) == pytest.approx([4, 0.625, error, 0, 0.25, 0.125, 0.5, 0.5, pair])
+        other = np.std([0, 1, 0, 1], ddof=1) / 2
+        expected = [8, 0.5625, math.hypot(error, other) / 2, 0.125, 0.25, 0.3125, 0.5, 0.25, pair / 2]
+        assert list(rows.iloc[2, 2:]) == pytest.approx(expected)
+        assert rows.iloc[3:, 7:].isna().all(axis=None)
+        assert list(rows.iloc[4, 2:7]) == [4, 1, 0, 0, 0.25]
+
+
+class TestContinuation:
+    prompts = ("the quick brown fox jumps over the lazy dog", "the lazy dog", "fox jumps over the quick brown dog and")
+
+    @pytest.mark.parametrize(
+        "make", [gated, hybrid, lambda: tiny_model(vocab_size=300)], ids=["gates", "layout", "dense"]
+    )
+    def test_several_at_once_are_each_alone(self, make: Any, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model, most = make(), [9, 5, 12]
+        with gate_mode(model, "hard", 0.5) if make is gated else nullcontext():
+            together = continue_greedily(model, tiny_tokenizer, self.prompts, most)
+            alone = [
+                continue_greedily(model, tiny_tokenizer, [prompt], [number])
+                for prompt, number in zip(self.prompts, most, strict=True)
+            ]
+        assert together.texts == [one.texts[0] for one in alone]
+        assert together.densities == pytest.approx([one.densities[0] for one in alone], nan_ok=True)
+        for prompt, number, text in zip(self.prompts, most, together.texts, strict=True):
+            tau = {"tau": 0.5} if make is gated else {}
+            assert generate(model, tiny_tokenizer, prompt, max_new_tokens=number, **tau).text == text
+        assert np.isnan(together.densities).all() == (make not in (gated, hybrid))
+
+    def test_the_density_is_that_of_the_prompts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        found = continue_greedily(hybrid(), tiny_tokenizer, ["the", *self.prompts], [20] * 4)
+        assert found.densities == pytest.approx([math.nan, 3 / 8, 3 / 8, 3 / 8], nan_ok=True)
+
+
+class TestFloor:
+    def test_it_is_the_model_with_every_head_local(self, tokens: Any) -> None:
+        local = tiny_model(vocab_size=300)
+        apply_layout(local, Layout(("LL",) * 4, window=6))
+        expected = logits(local, tokens)
+        for model in (gated(), hybrid(), tiny_model(vocab_size=300)):
+            before = logits(model, tokens)
+            assert not before.allclose(expected, atol=1e-3)
+            with every_head_local(model, 6):
+                assert logits(model, tokens).allclose(expected, atol=1e-5)
+            assert logits(model, tokens).equal(before)
+
+    def test_a_window_of_the_checkpoint_stays(self, tokens: Any) -> None:
+        model = tiny_model("gemma3_text", vocab_size=300)
+        with every_head_local(model, 1000):
+            assert sorted({state.windows[0] for state in layer_states(model)})[-1] == 1000  # type: ignore[index]
+            assert any(state.windows[0] < 1000 for state in layer_states(model))  # type: ignore[index]
+
+    def test_its_window_is_the_models_own(self) -> None:
+        assert [local_window(model) for model in (gated(), hybrid(), tiny_model())] == [6, 6, None]
+
+
+def test_samples_answered_are_those_asked(
+    tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that answers every other question."""
+    asked: dict[str, Sample] = {}
+
+    def make(index: int) -> Sample:
+        sample = make_sample("niah_multivalue", 0, index, 700, tiny_tokenizer)
+        return asked.setdefault(sample.text, sample)
+
+    def answering(_m: Any, _t: Any, prompts: list[str], _n: Any) -> Continuations:
+        samples = [asked[prompt] for prompt in prompts]
+        known = list(asked)
+        texts = [", ".join(one.answers[: 4 * (known.index(one.text) % 2)]) for one in samples]
+        return Continuations(texts, np.full(len(samples), 0.5))
+
+    monkeypatch.setattr(ruler, "continue_greedily", answering)
+    monkeypatch.setattr(ruler, "_TOGETHER", 2000)
+    told: list[tuple[int, int]] = []
+    found = answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: told.append(step))
+    assert list(found.scores) == [0, 1, 0, 1, 0, 1, 0]
+    assert list(found.densities) == [0.5] * 7
+    assert told[-1] == (7, 7)
+    assert len(told) > 2
+
+
+class TestCommand:
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        save(gated(), tiny_tokenizer, tmp_path / "mine")
+        return tmp_path / "mine"
+
+    def test_scores_of_two_checkpoints(
+        self, checkpoint: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
+        place = tmp_path / "w"
+        options = ["--model", checkpoint, "--ruler", "420,512", "--ruler-tasks", "vt", "--samples", 2]
+        main(["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "average of 1" in shown
+        assert "ruler.csv" in shown
+        folder = place / "reports" / "mine"
+        rows = pd.read_csv(folder / "ruler.csv")
+        assert tuple(rows.columns) == COLUMNS
+        assert list(rows["task"]) == ["vt", "average of 1"] * 2
+        assert list(rows["length"]) == [420] * 2 + [512] * 2
+        assert rows["density"].between(0.05, 0.95).all()
+        assert list(rows["against_density"]) == pytest.approx([3 / 8] * 4)
+        origin = yaml.safe_load((folder / "ruler.yaml").read_text())
+        assert origin["model"] == str(checkpoint)
+        assert origin["against"]["model"] == str(tmp_path / "hybrid")
+        known = {key: origin[key] for key in ("tau", "floor_window", "haystack", "questions", "seed", "samples")}
+        assert known == {
+            "tau": 0.4, "floor_window": 6, "haystack": "RULER's noise", "questions": [], "seed": 0, "samples": 2,
+        }  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--ruler", "512,x"], "'x'"),
+            (["--ruler", "512", "--ruler-tasks", "vt,other"], "no task 'other'"),
+            (["--ruler", "512", "--ruler-tasks", "qa_2"], "give --qa FILE.json in the form of HotpotQA"),
+            (["--ruler", "512", "--tau-sweep", "0.1..0.9"], "leave --tau-sweep out"),
+            (["--ruler", "512", "--tau", "2"], "--tau must lie in [0, 1]"),
+            (["--ruler", "100", "--ruler-tasks", "vt"], "vt needs at least"),
+            (["--ruler", "512", "--qa", "gone.json"], "questions not found: gone.json"),
+            (["--samples", "5"], "--samples goes with --ruler LENGTHS"),
+            (["--window", "5"], "--window goes with --ruler LENGTHS"),
+        ],
+    )
+    def test_what_is_wrong(
+        self, options: list[str], message: str, checkpoint: Path, tmp_path: Path, text: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        data = [] if "--ruler" in options else ["--data", text]
+        assert message in fails(capsys, "evaluate", "--model", checkpoint, *data, *options, "-w", tmp_path / "w")
+
+    def test_a_pair_needs_one_tokenizer(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
+        options = ["--ruler", "512", "--ruler-tasks", "vt", "--samples", "1", "--against", tmp_path / "other"]
+        message = fails(capsys, "evaluate", "--model", checkpoint, *options, "-w", tmp_path / "w")
+        assert "has another tokenizer" in message
