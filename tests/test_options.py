@@ -19,6 +19,7 @@ from spkv_nas.probing.priced import DEFAULT_STEPS
 from spkv_nas.probing.regression import DEFAULT_LAYOUTS
 from spkv_nas.stages import flags, options
 from spkv_nas.stages.flags import Flag
+from spkv_nas.stages.ruler import SAMPLES
 from spkv_nas.training.first_recipe import STEPS
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
@@ -129,6 +130,8 @@ def test_defaults_that_the_help_names_are_those_that_are_used() -> None:
     assert shown == {
         ("BaselinesOptions", "points"): str(DEFAULT_POINTS),
         ("EvaluateOptions", "points"): str(DEFAULT_POINTS),
+        ("EvaluateOptions", "samples"): str(SAMPLES),
+        ("EvaluateOptions", "seed"): "0",
         ("InitOptions", "steps"): str(STEPS),
         ("ProbeOptions", "steps"): str(DEFAULT_STEPS),
         ("ProbeOptions", "num_layouts"): str(DEFAULT_LAYOUTS),

@@ -170,7 +170,7 @@ class TestCommand:
     ) -> None:  # fmt: skip
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         place = tmp_path / "w"
-        options = ["--model", checkpoint, "--ruler", "420,512", "--ruler-tasks", "vt", "--samples", 2]
+        options = ["--model", checkpoint, "--ruler", "512,600", "--ruler-tasks", "vt", "--samples", 2]
         main(["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)])
         shown = " ".join(capsys.readouterr().out.split())
         assert "average of 1" in shown
@@ -179,7 +179,7 @@ class TestCommand:
         rows = pd.read_csv(folder / "ruler.csv")
         assert tuple(rows.columns) == COLUMNS
         assert list(rows["task"]) == ["vt", "average of 1"] * 2
-        assert list(rows["length"]) == [420] * 2 + [512] * 2
+        assert list(rows["length"]) == [512] * 2 + [600] * 2
         assert rows["density"].between(0.05, 0.95).all()
         assert list(rows["against_density"]) == pytest.approx([3 / 8] * 4)
         origin = yaml.safe_load((folder / "ruler.yaml").read_text())
