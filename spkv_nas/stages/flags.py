@@ -141,9 +141,6 @@ Ruler = Annotated[
 ]
 RulerTasks = Annotated[str | None, Flag("Tasks of RULER by comma, such as niah_single_1,vt.", panel=_RULER)]
 Samples = Annotated[int | None, Flag("Samples of each task at each length.", low=1, high=MOST_REPEATS, panel=_RULER)]
-Against = Annotated[
-    str | None, Flag("Compare with this checkpoint, sample by sample.", metavar="CHECKPOINT", panel=_RULER)
-]
 Haystack = Annotated[
     list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.", panel=_RULER)
 ]
@@ -182,7 +179,7 @@ ReadingProtocol = Annotated[
         metavar="|".join(PROTOCOLS), values=PROTOCOLS,
     ),
 ]  # fmt: skip
-Against = Annotated[str | None, Flag("SP-KV checkpoint to put beside, measured on the same text.")]
+Against = Annotated[str | None, Flag("Checkpoint to put beside, measured on the same text.", metavar="CHECKPOINT")]
 
 # generating
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]

@@ -127,7 +127,7 @@ class EvaluateOptions(SubjectOptions):
     ruler: flags.Ruler = None
     ruler_tasks: flags.RulerTasks = default(None, "all")
     samples: flags.Samples = default(None, "100")
-    against: flags.Against = None
+    against: flags.Against = default(note="With --ruler.")
     haystack: flags.Haystack = default(None, "RULER's noise")
     qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
     window: flags.OptionalWindow = default(None, "the checkpoint's", note="For the floor of RULER.")
@@ -156,7 +156,7 @@ class BaselinesOptions(SubjectOptions):
     sinks: flags.Sinks = "0,4"
     chunk: flags.Chunk = default(None, "16, at most the window")
     protocol: flags.ReadingProtocol = EXACT
-    against: flags.Against = None
+    against: flags.Against = default(note="With gates.")
     tau: flags.Tau = default(None, "the checkpoint's", note="Of --against.")
     tau_sweep: flags.TauSweep = default(note="Of --against.")
     points: flags.Points = default(None, "13")
