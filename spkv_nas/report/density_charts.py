@@ -15,6 +15,7 @@ from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels
 from spkv_nas.report.profiles import domain_profile, position_profile
 from spkv_nas.report.words import short
 
+_MOST_POINTED = 500  # dots of heads by domain, of which each can be pointed at: more would be most of the page
 _UNEVEN = 2.0  # ratio of the widest part of a block to the narrowest from which on positions are logarithmic
 
 
@@ -86,8 +87,9 @@ def domain_chart(table: DensityTable) -> Chart:
             for k, value in enumerate(values)
         )
         across = tuple(place + jitter(k) for k in range(len(values)))
+        pointed = tips if len(table.rows) <= _MOST_POINTED else ()
         marks += [
-            Points(values, across, tips=tips, size=3.6, opacity=0.45, label="" if place else "KV head"),
+            Points(values, across, tips=pointed, size=3.6, opacity=0.45, label="" if place else "KV head"),
             Points((mean,), (float(place),), tips=(f"{domain}\nmean {measure.exact(mean)}",),
                    names=(measure.rough(mean),), shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
         ]  # fmt: skip

@@ -9,8 +9,8 @@ function unpack([width, low, text]) {
   }
   return numbers;
 }
-function bits(text) {
-  return Array.from(text, letter => LETTERS.indexOf(letter).toString(2).padStart(6, "0")).join("");
+function bits(text, length) { /* one number for each, 0 or 1 */
+  return Uint8Array.from({ length }, (_, at) => LETTERS.indexOf(text[Math.floor(at / 6)]) >> 5 - at % 6 & 1);
 }
 
 /* The first 8 hexadecimal digits of SHA-256 (FIPS 180-4), at once: crypto.subtle answers later, and not on every page. */
@@ -53,10 +53,11 @@ function instrument(given) {
   const [layers, heads] = given.grid, total = layers * heads;
   const headOf = cells.map((_, cell) => cell % layers * heads + Math.floor(cell / layers));
   const rects = cells.map(cell => cell.querySelector("rect")), texts = cells.map(cell => cell.querySelector("text"));
-  const layouts = given.layouts.map(([name, text]) => ({ name, mask: bits(text).slice(0, total) }));
+  const layouts = given.layouts.map(([name, text]) => ({ name, mask: bits(text, total) }));
   const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: 131072, other: -1 };
   const tables = new Map();
-  let painted = "";
+  const none = new Uint8Array(total);
+  let painted = "", fills = [], before = none, otherBefore = none;
 
   function table() {
     const key = state.signal + "," + state.tau;
@@ -71,9 +72,9 @@ function instrument(given) {
     return tables.get(key);
   }
   function chosen() {
-    const mask = new Array(total).fill("0");
-    for (const head of table().order.slice(0, state.budget)) mask[head] = "1";
-    return mask.join("");
+    const mask = new Uint8Array(total), { order } = table();
+    for (let rank = 0; rank < state.budget; rank++) mask[order[rank]] = 1;
+    return mask;
   }
   function minus(text) { return text.replace("-", "\u2212"); }
   function written(scale, value) { /* as on the map that the page comes with */
@@ -88,10 +89,12 @@ function instrument(given) {
   }
   function paint(signal, values) {
     cells.forEach((_, cell) => {
-      const value = values[headOf[cell]], level = shade(signal.scale, value);
-      rects[cell].setAttribute("fill", given.shades[level]);
-      texts[cell].textContent = written(signal.scale, value);
-      texts[cell].setAttribute("class", level >= given.dark ? "on-light" : "on-dark");
+      const value = values[headOf[cell]], level = shade(signal.scale, value), text = written(signal.scale, value);
+      const ink = level >= given.dark ? "on-light" : "on-dark";
+      if (fills[cell] !== level) rects[cell].setAttribute("fill", given.shades[level]);
+      if (texts[cell].getAttribute("class") !== ink) texts[cell].setAttribute("class", ink);
+      if (texts[cell].textContent !== text) texts[cell].textContent = text;
+      fills[cell] = level;
     });
   }
   function bytes(cache, budget) {
@@ -106,7 +109,7 @@ function instrument(given) {
   function file(mask) {
     const signal = given.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
     const rows = Array.from({ length: layers }, (_, layer) =>
-      Array.from(mask.slice(layer * heads, (layer + 1) * heads), one => one === "1" ? "G" : "L").join(""));
+      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), one => one ? "G" : "L").join(""));
     const varying = {
       budget: String(state.budget), coverage: yamlShare(table().covered[state.budget - 1]), tau: signal.taus[state.tau],
     };
@@ -116,12 +119,11 @@ function instrument(given) {
       "{" + entries + ", hash: " + yamlText(hash) + ", check: " + yamlText(check) + "}\n";
     return { text, hash };
   }
-  function count(one, other, pair) {
+  function distance(one, other) {
     let number = 0;
-    for (let head = 0; head < total; head++) if (one[head] === pair[0] && other[head] === pair[1]) number++;
+    for (let head = 0; head < total; head++) number += one[head] ^ other[head];
     return number;
   }
-  function distance(one, other) { return count(one, other, "10") + count(one, other, "01"); }
   function drawMeasured(mask) {
     const away = layouts.map(layout => distance(mask, layout.mask));
     given.measured.forEach(([, results], row) => { /* the best comes first */
@@ -139,7 +141,7 @@ function instrument(given) {
     const covered = values.slice(1).map(one => {
       const kept = one.map(value => value < 1 / 10 ** signal.decimals / 2 ? 0 : value);
       const sum = kept.reduce((before, value) => before + value, 0);
-      return sum ? 100 * kept.reduce((before, value, head) => before + (mask[head] === "1" ? value : 0), 0) / sum : NaN;
+      return sum ? 100 * kept.reduce((before, value, head) => before + mask[head] * value, 0) / sum : NaN;
     });
     const named = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
     const say = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
@@ -151,19 +153,16 @@ function instrument(given) {
     const key = [state.signal, state.tau, state.domain].join();
     if (painted !== key) paint(signal, shown);
     painted = key;
-    const mask = chosen(), other = state.other < 0 ? null : layouts[state.other].mask;
-    const ways = other ? new Map([["11", "both"], ["10", "only here"], ["01", "only in " + layouts[state.other].name], ["00", "neither"]]) : null;
+    const mask = chosen(), other = state.other < 0 ? none : layouts[state.other].mask;
     cells.forEach((cell, index) => {
-      const head = headOf[index], isGlobal = mask[head] === "1", isOther = other !== null && other[head] === "1";
-      cell.classList.toggle("global", isGlobal);
-      cell.classList.toggle("other", isOther);
-      const way = other ? ways.get(mask[head] + other[head]) : isGlobal ? "global" : "local";
-      let label = place(index, layers) + ": " + signal.noun + " " + minus(values[0][head].toFixed(signal.decimals)) + signal.unit + ", " + way;
-      for (let domain = 1; domain < values.length; domain++) {
-        label += "\n" + signal.domains[domain - 1] + ": " + minus(values[domain][head].toFixed(signal.decimals));
-      }
-      cell.setAttribute("aria-label", label);
+      const head = headOf[index];
+      if (mask[head] !== before[head]) cell.classList.toggle("global");
+      if (other[head] !== otherBefore[head]) cell.classList.toggle("other");
     });
+    before = mask;
+    otherBefore = other;
+    element("scale").hidden = element("about").hidden = state.signal > 0; /* these are of the first */
+    element("shades").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; the higher, the lighter." : "";
     element("budget").value = state.budget;
     element("heads").textContent = state.budget + " of " + total + " KV heads";
     element("tau-row").hidden = signal.taus.length < 2;
@@ -189,10 +188,12 @@ function instrument(given) {
       span.textContent = word;
       return at ? [" ", span] : [span];
     }));
-    element("difference").textContent = other === null ? "" :
-      Array.from(ways).slice(0, 3).map(([pair, way]) => way + " " + count(mask, other, pair)).join(" \u00b7 ");
+    const both = mask.reduce((number, one, head) => number + (one & other[head]), 0);
+    element("difference").textContent = state.other < 0 ? "" :
+      "both " + both + " \u00b7 only here " + (distance(mask, none) - both) + " \u00b7 only in " + layouts[state.other].name + " " + (distance(other, none) - both);
     drawMeasured(mask);
-    remember();
+    clearTimeout(waiting);
+    waiting = setTimeout(settle, 400);
   }
 
   function command(signal) {
@@ -212,17 +213,25 @@ function instrument(given) {
     fill(element("other"), [[-1, "nothing"], ...offered], state.other);
   }
 
-  let waiting = 0, applied = "";
-  function remember() { /* seldom: browsers limit how often a page may change its address */
-    clearTimeout(waiting);
-    waiting = setTimeout(() => {
-      const signal = given.signals[state.signal];
-      const parts = { signal: signal.name, tau: signal.taus[state.tau], budget: state.budget, context: state.context };
-      if (state.domain) parts.domain = signal.domains[state.domain - 1];
-      if (state.other >= 0) parts.with = layouts[state.other].name;
-      applied = "#" + new URLSearchParams(parts);
-      if (location.hash !== applied) history.replaceState(null, "", applied);
-    }, 400);
+  function label(index) {
+    const signal = given.signals[state.signal], { values } = table(), head = headOf[index];
+    const exact = one => minus(one[head].toFixed(signal.decimals));
+    const own = before[head] ? "global" : "local", other = otherBefore[head] ? "global" : "local";
+    const way = state.other < 0 ? own : own + ", in " + layouts[state.other].name + " " + other;
+    return [place(index, layers) + ": " + signal.noun + " " + exact(values[0]) + signal.unit + ", " + way,
+      ...values.slice(1).map((one, domain) => signal.domains[domain] + ": " + exact(one))].join("\n");
+  }
+  let waiting = 0, applied = "", touched = false;
+  /* What need not follow every step: labels, and the address, which browsers let a page change only so often. */
+  function settle() {
+    cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
+    if (!touched) return;
+    const signal = given.signals[state.signal];
+    const parts = { signal: signal.name, tau: signal.taus[state.tau], budget: state.budget, context: state.context };
+    if (state.domain) parts.domain = signal.domains[state.domain - 1];
+    if (state.other >= 0) parts.with = layouts[state.other].name;
+    applied = "#" + new URLSearchParams(parts);
+    if (location.hash !== applied) history.replaceState(null, "", applied);
   }
   function whole(text, low, high, otherwise) {
     return /^\d+$/.test(text || "") ? Math.min(high, Math.max(low, Number(text))) : otherwise;
@@ -251,12 +260,12 @@ function instrument(given) {
   function fit() { /* as many global heads as the memory holds, one at least */
     const { cache } = given.signals[state.signal];
     if (!cache || !Number(state.limit)) return;
-    const none = bytes(cache, 0), each = (bytes(cache, total) - none) / total;
-    const most = each ? Math.floor((Number(state.limit) * 2 ** 20 - none) / each) : total;
+    const local = bytes(cache, 0), each = (bytes(cache, total) - local) / total;
+    const most = each ? Math.floor((Number(state.limit) * 2 ** 20 - local) / each) : total;
     state.budget = Math.min(total, Math.max(1, most));
   }
   function listen(name, change) {
-    element(name).addEventListener("input", event => { change(event.target.value); draw(); });
+    element(name).addEventListener("input", event => { touched = true; change(event.target.value); draw(); });
   }
   element("budget").max = total;
   listen("budget", value => { state.budget = Number(value); state.limit = ""; });
@@ -274,6 +283,7 @@ function instrument(given) {
   listen("limit", value => { state.limit = value; fit(); });
   element("measured").addEventListener("click", event => {
     if (!event.target.dataset.layout) return;
+    touched = true;
     state.other = Number(event.target.dataset.layout);
     fillOthers();
     draw();
@@ -291,6 +301,7 @@ function instrument(given) {
   addEventListener("hashchange", () => { if (restore()) begin(); });
   restore();
   begin();
+  cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
   for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
 }
 if (data.instrument) instrument(data.instrument);

@@ -75,6 +75,7 @@ def _signal(table: DensityTable, shown: DensityTable) -> dict[str, Any] | None:
         "quoted": shlex.quote(table.name),
         "noun": measure.noun,
         "unit": "" if measure.is_share else f" {measure.unit}",
+        "shown": measure.shown,
         "decimals": measure.decimals,
         "scale": {
             "low": scale.low,

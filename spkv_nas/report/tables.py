@@ -156,7 +156,10 @@ def downloads(inputs: Inputs) -> list[tuple[str, str]]:
     frames = {"density.csv": inputs.table.rows}
     if inputs.comparison is not None:
         frames["comparison.csv"] = inputs.comparison
-    return [(name, "data:text/csv;charset=utf-8," + quote(safe_csv(frame))) for name, frame in frames.items()]
+    return [
+        (name, "data:text/csv;charset=utf-8," + quote(safe_csv(frame), safe=",.:;/ -_()"))
+        for name, frame in frames.items()
+    ]
 
 
 def safe_csv(frame: pd.DataFrame) -> str:
