@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from helpers import make_comparison, make_domain_table
 
@@ -101,6 +103,18 @@ def test_download_is_the_file_that_propose_writes(
     assert download.value.suggested_filename == f"densest-{budget}.yaml"
 
 
+def test_page_file_and_command_have_one_coverage(
+    open_page: Any, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("probes", "layouts"):
+        shutil.copytree(workspace / part, tmp_path / part)
+    main(["propose", "-w", str(tmp_path), "--probe", "stdlib-21x3", "--budget", "20", "--tau", "0.4", "--json", "-q"])
+    printed = {row["strategy"]: row["coverage"] for row in json.loads(capsys.readouterr().out)["layouts"]}
+    table = pd.read_csv(tmp_path / "layouts/stdlib-21x3/coverage.csv").set_index("strategy")["coverage"]
+    shown = open_page("#budget=20&tau=0.4").inner_text("#instrument-coverage")
+    assert (shown, printed["densest"]) == (f"{100 * table['densest']:.2f} %", table["densest"])
+
+
 def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: Path) -> None:
     """At some thresholds: among so many hashes are such as YAML must quote."""
     table = DensityTable.read(workspace / "probes/stdlib-21x3")
@@ -172,6 +186,16 @@ def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     assert row.inner_text().split("\t")[1:] == ["densest", "0", "+0.797 ± 0.069"]
     row.locator("button").click()
     assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
+
+
+def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of what was measured is then not there, which the script did not expect."""
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    page = open_page("#budget=3", write_report(tmp_path, table=make_domain_table(), layouts={}))
+    assert page.inner_text("#instrument-heads") == "3 of 8 KV heads"
+    assert page.locator("#instrument-measured").count() == 0
+    assert page.locator(OUTLINED).count() == 3
+    assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
 
 
 def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:

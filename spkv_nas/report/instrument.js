@@ -161,6 +161,7 @@ function instrument(given) {
     });
     before = mask;
     otherBefore = other;
+    map.closest("section").querySelector("h2").textContent = signal.noun[0].toUpperCase() + signal.noun.slice(1) + " by layer and KV head";
     element("scale").hidden = element("about").hidden = state.signal > 0; /* these are of the first */
     element("shades").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; the higher, the lighter." : "";
     element("budget").value = state.budget;
@@ -281,7 +282,7 @@ function instrument(given) {
     fit();
   });
   listen("limit", value => { state.limit = value; fit(); });
-  element("measured").addEventListener("click", event => {
+  if (given.measured.length) element("measured").addEventListener("click", event => {
     if (!event.target.dataset.layout) return;
     touched = true;
     state.other = Number(event.target.dataset.layout);
