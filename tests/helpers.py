@@ -199,7 +199,7 @@ def make_domain_table(
     return DensityTable("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
 
 
-VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br"}
+VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br", "input"}
 
 
 def make_layouts(*names: str) -> dict[str, Layout]:

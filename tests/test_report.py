@@ -82,6 +82,8 @@ def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "style")]
     for link in page.all("a"):
+        if link.get("id") == "instrument-download":  # the script gives it an address
+            continue
         assert re.match(r"data:text/csv|[a-z-]+\.(png|svg)$", link["href"] or "")
 
 
@@ -89,7 +91,7 @@ def test_names_appear_as_text(page: Page) -> None:
     assert any(HOSTILE in text for text in page.texts["th"])
     assert any(QUOTED in text for text in page.texts["h3"])
     assert any(HOSTILE in text for text in page.texts["dd"])
-    assert any("<script>" in (group.get("aria-label") or "") for group in page.all("g"))
+    assert HOSTILE in json.loads(page.texts["script"][0])["instrument"]["signals"][0]["domains"]
     assert any(HOSTILE in tip for mark in data(page)["domains"]["marks"] for tip in mark["tips"])
 
 
@@ -115,7 +117,8 @@ def test_the_data_of_a_page_cannot_end_it(page: Page) -> None:
 
 def test_every_chart_of_the_page_stands_in_its_data(page: Page) -> None:
     drawn = [svg["data-chart"] for svg in page.all("svg") if "data-chart" in svg]
-    assert sorted(str(name) for name in drawn) == sorted(data(page))
+    maps = {"density", *(name for name in map(str, drawn) if name.startswith("layout-"))}  # of the instrument's data
+    assert sorted({str(name) for name in drawn} - maps) == sorted(data(page))
     chart: Any = None
     places = dict.fromkeys(drawn, 0)
     for tag, attributes in page.elements:
@@ -124,12 +127,10 @@ def test_every_chart_of_the_page_stands_in_its_data(page: Page) -> None:
         if "data-at" in attributes:
             number, index = map(int, (attributes["data-at"] or "").split(","))
             mark = data(page)[chart]["marks"][number]
-            assert attributes.get("aria-label") or mark["tips"][index]
+            assert mark["tips"][index]
             places[chart] += 1
-    assert places["density"] == places["layout-1"] == 8
     assert places["histogram"] == 20
     assert places["domains"] == 2 * (8 + 1)
-    assert data(page)["density"]["marks"][0]["values"] == [[1, 0.2, 0.1, 0.7], [0, 0.6, 0.3, 0.5]]
 
 
 def test_page_is_accessible(page: Page) -> None:
@@ -206,8 +207,10 @@ def test_an_unreadable_search_is_named(tmp_path: Path, search: pd.DataFrame, mes
 
 
 def test_global_heads_are_marked_by_shape(page: Page) -> None:
-    outlines = [rect for rect in page.all("rect") if rect.get("class") == "chosen"]
-    assert len(outlines) == sum(layout.num_global for layout in make_layouts("a", "b", "c").values())
+    outlines = [path["d"] or "" for path in page.all("path") if path.get("class") == "chosen"]
+    assert sum(path.count("M") for path in outlines) == sum(
+        layout.num_global for layout in make_layouts("a", "b", "c").values()
+    )
 
 
 def test_downloads_hold_no_formula(page: Page) -> None:
@@ -278,9 +281,9 @@ def test_rank_correlations_come_with_their_intervals() -> None:
     [
         (
             {"signal": "opening", "unit": NATS},
-            ("opening gain 0.02400 nats per token", "Opening gain, nats per token / 1,000", "Opening gain coverage"),
+            ("0.02400", "opening gain", "Opening gain, nats per token / 1,000", "Opening gain coverage"),
         ),
-        ({"signal": "duo"}, ("duo score 0.02400", "Duo score, %", "highest duo score coverage")),
+        ({"signal": "duo"}, ("0.02400", "duo score", "Duo score, %", "highest duo score coverage")),
     ],
     ids=["opening", "duo"],
 )
@@ -290,7 +293,7 @@ def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, st
     said = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
     said += [attributes.get("aria-label") or "" for _, attributes in page.elements]
     assert [word for word in words if not any(word in text for text in said)] == []
-    own_names = r'density\.csv|"density":|density: $|mean_density'  # of files, a chart, and a key of the record
+    own_names = r"density\.csv|data-chart=density|density: $|mean_density"  # of files, a chart, and a key of the record
     assert [text for text in said if "densit" in re.sub(own_names, "", text).lower()] == []
 
 

@@ -228,19 +228,26 @@ class Layout:
         """JSON Schema of the YAML file, for editors and other programs; that rows are equally long it cannot say."""
         return _LayoutFile.model_json_schema()
 
-    def write(self, path: Path) -> None:
-        """Write the YAML file atomically; ``provenance`` holds plain values (text, numbers, lists, mappings) and
-        gets hash and check.
-        """
-        content = _TEMPLATE.format(
+    @property
+    def rows(self) -> str:
+        """The lines of the grid in the file."""
+        return "\n".join(f"  - {row}" for row in self.heads)
+
+    @property
+    def text(self) -> str:
+        """The YAML file; ``provenance`` holds plain values (text, numbers, lists, mappings) and gets hash and check."""
+        return _TEMPLATE.format(
             format=FORMAT,
             window=self.window,
             comment=_GRID_COMMENT,
-            rows="\n".join(f"  - {row}" for row in self.heads),
+            rows=self.rows,
             strategy=yaml_line(self.strategy),
             provenance=yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
         )
-        write_atomic(path, content)
+
+    def write(self, path: Path) -> None:
+        """Write ``text`` atomically."""
+        write_atomic(path, self.text)
 
 
 @dataclass(frozen=True)

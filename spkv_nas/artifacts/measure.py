@@ -52,7 +52,7 @@ class Scale:
     @property
     def ticks(self) -> tuple[float, ...]:
         """Values to mark: 0, and what is far enough from it of the ends and the middle above 0."""
-        even, zero = _EVEN * self.largest, float(self.fraction(0.0))
+        even, zero = self.even, float(self.fraction(0.0))
         middle = even * math.sinh(math.asinh(self.high / even) / 2) if self.is_stretched else self.high / 2
         far = (value for value in (self.low, middle, self.high) if abs(self.fraction(value) - zero) > _APART)
         return tuple(sorted((0.0, *far)))
@@ -62,8 +62,13 @@ class Scale:
         """The farther end from 0."""
         return max(self.high, -self.low)
 
+    @property
+    def even(self) -> float:
+        """Value up to about which a stretched scale is even."""
+        return _EVEN * self.largest
+
     def _place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.arcsinh(values / (_EVEN * self.largest)) if self.is_stretched else values
+        return np.arcsinh(values / self.even) if self.is_stretched else values
 
 
 PERCENT = Scale()
@@ -113,14 +118,18 @@ class Measure:
 
     def exact(self, value: SupportsFloat) -> str:
         """A value to a thousandth of the largest or so."""
-        return self._written(value, 3)
+        return self._written(value, self.decimals)
 
     def rough(self, value: SupportsFloat) -> str:
         """A value to a hundredth of the largest or so."""
-        return self._written(value, 2)
+        return self._written(value, self.decimals - 1)
+
+    @property
+    def decimals(self) -> int:
+        """Digits after the point in ``exact``."""
+        return 3 + max(0, -math.floor(math.log10(self.scale.largest)))
 
     def _written(self, value: SupportsFloat, digits: int) -> str:
-        digits += max(0, -math.floor(math.log10(self.scale.largest)))
         return f"{float(value):.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 

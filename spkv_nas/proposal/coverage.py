@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
@@ -18,6 +19,7 @@ from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.version import __version__
+from spkv_nas.proposal.strategies import densest_first
 
 
 def coverage(table: DensityTable, layout: Layout) -> float:
@@ -30,7 +32,16 @@ def coverage(table: DensityTable, layout: Layout) -> float:
         UserError: the layout has another grid than the table, or no head keeps anything.
     """
     check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
-    return float(table.density[layout.global_mask].sum() / _total(table))
+    return _covered(table, layout.global_mask)
+
+
+def densest_coverage(table: DensityTable) -> list[float]:
+    """``coverage`` of the 1, 2, ... densest heads. Raises ``UserError`` if no head keeps anything."""
+    mask, covered = np.zeros(table.num_heads, dtype=np.bool_), []
+    for head in densest_first(table.values):
+        mask[head] = True
+        covered.append(_covered(table, mask.reshape(table.grid)))
+    return covered
 
 
 def domain_coverage(table: DensityTable, layout: Layout) -> dict[str, float]:
@@ -54,6 +65,10 @@ def coverage_curve(table: DensityTable) -> pd.DataFrame:
     return pd.DataFrame(
         {"budget": budget, "densest": descending.cumsum() / _total(table), "random": budget / descending.size}
     )
+
+
+def _covered(table: DensityTable, mask: NDArray[np.bool_]) -> float:
+    return float(table.density[mask].sum() / _total(table))
 
 
 def _total(table: DensityTable) -> float:

@@ -48,7 +48,12 @@ def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> 
 
 def densest(density: NDArray[np.float64], budget: int) -> Mask:
     """D: the ``budget`` heads of highest density [L, Hkv]; among equals the earlier layer and head."""
-    return _flat(np.argsort(-density.ravel(), kind="stable")[:budget], *density.shape)
+    return _flat(densest_first(density)[:budget], *density.shape)
+
+
+def densest_first(density: NDArray[np.float64]) -> NDArray[np.intp]:
+    """[L * Hkv] heads (layer * Hkv + head) by density [L, Hkv], the highest first; ``densest`` takes the first."""
+    return np.argsort(-density.ravel(), kind="stable")
 
 
 def sparsest(density: NDArray[np.float64], budget: int) -> Mask:

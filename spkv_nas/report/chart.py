@@ -121,7 +121,7 @@ class Heatmap:
 
     Attributes:
         values: by row; NaN is an empty cell.
-        tips: by cell, row after row; on the page, also what the cell is called for who cannot see it.
+        words: what pointing at a cell says on the page, where ``%`` stands for its value in percent; "": nothing.
         chosen: (row, column) of the cells marked by an outline and a dot.
         written: whether cells are large and show their value.
         scale: of the colours, and of values as they are written.
@@ -129,7 +129,7 @@ class Heatmap:
     """
 
     values: tuple[Numbers, ...]
-    tips: tuple[str, ...] = ()
+    words: str = ""
     chosen: tuple[tuple[int, int], ...] = ()
     written: bool = True
     scale: Scale = PERCENT

@@ -29,3 +29,8 @@ def cividis(value: float) -> tuple[str, str]:
 def scale_stops() -> list[tuple[int, str]]:
     """(percent, colour) of the cividis scale, for its legend."""
     return [(percent, cividis(percent / 100)[0]) for percent in range(0, 101, 10)]
+
+
+def shades(number: int) -> list[tuple[str, str]]:
+    """``cividis`` at ``number`` equal steps from 0 to 1, the ends among them."""
+    return [cividis(step / (number - 1)) for step in range(number)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,13 +15,14 @@ from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels
 from spkv_nas.report.profiles import domain_profile, position_profile
 from spkv_nas.report.words import short
 
+_MOST_POINTED = 500  # dots of heads by domain, of which each can be pointed at: more would be most of the page
 _UNEVEN = 2.0  # ratio of the widest part of a block to the narrowest from which on positions are logarithmic
 
 
 def density_chart(table: DensityTable) -> Chart:
     """The density of every KV head, or what else the table holds."""
     measure, scale = table.measure, table.measure.scale
-    cells = Heatmap(_rows(table.values), _tips(table), scale=scale, legend=measure.noun)
+    cells = Heatmap(_rows(table.values), scale=scale, legend=measure.noun)
     title = f"{measure.title} by layer and KV head"
     about = f"Columns are layers, rows are KV heads; the mean is {measure.exact(table.mean)}."
     heading = f"{measure.title}, {measure.shown} (mean {scale.factor * table.mean:.1f})"
@@ -31,12 +31,6 @@ def density_chart(table: DensityTable) -> Chart:
 
 def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
     """The same values with a layout's global heads marked; ``covered`` is its coverage in [0, 1]."""
-    measure = table.measure
-    tips = tuple(
-        f"Layer {layer}, KV head {head}: {measure.noun} {measure.exact(table.values[layer, head])}, "
-        f"{'global' if layout.global_mask[layer, head] else 'local'}"
-        for head, layer in np.ndindex(table.num_kv_heads, table.num_layers)
-    )
     chosen = tuple((int(head), int(layer)) for head, layer in np.argwhere(layout.global_mask.T))
     taken = [
         f"layer {layer}: " + ", ".join(str(head) for head, letter in enumerate(row) if letter == "G")
@@ -48,7 +42,7 @@ def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float
         f"Layout {label}",
         f"Global KV heads: {'; '.join(taken) or 'none'}.",
         *_head_axes(table.grid, small=True),
-        (Heatmap(_rows(table.values), tips, chosen, written=False, scale=measure.scale),),
+        (Heatmap(_rows(table.values), chosen=chosen, written=False, scale=table.measure.scale),),
         heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
     )
 
@@ -75,14 +69,10 @@ def layout_charts(table: DensityTable, layouts: Mapping[str, Layout], covered: M
 def stability_chart(certainty: Certainty) -> Chart:
     """The chance of every KV head to be one of the densest."""
     probability = certainty.probability["densest"]
-    tips = tuple(
-        f"Layer {layer}, KV head {head}: chosen in {100 * probability[layer, head]:.1f} % of the resamples"
-        for head, layer in np.ndindex(*probability.T.shape)
-    )
     about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
     heading = f"Chance to be one of the {certainty.budget} densest heads, %"
     title = "Chance of every head to be chosen"
-    cells = Heatmap(_rows(probability), tips)
+    cells = Heatmap(_rows(probability), "chosen in % % of the resamples")
     return Chart("stability", title, about, *_head_axes(probability.shape), (cells,), heading=heading)
 
 
@@ -97,8 +87,9 @@ def domain_chart(table: DensityTable) -> Chart:
             for k, value in enumerate(values)
         )
         across = tuple(place + jitter(k) for k in range(len(values)))
+        pointed = tips if len(table.rows) <= _MOST_POINTED else ()
         marks += [
-            Points(values, across, tips=tips, size=3.6, opacity=0.45, label="" if place else "KV head"),
+            Points(values, across, tips=pointed, size=3.6, opacity=0.45, label="" if place else "KV head"),
             Points((mean,), (float(place),), tips=(f"{domain}\nmean {measure.exact(mean)}",),
                    names=(measure.rough(mean),), shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
         ]  # fmt: skip
@@ -205,23 +196,3 @@ def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Ax
     if small:
         return across, name_axis("KV head", [str(head) for head in range(heads)], down=True)
     return across, name_axis("", [f"head {head}" for head in range(heads)], down=True)
-
-
-def _tips(table: DensityTable) -> tuple[str, ...]:
-    """Value, error, tokens and domains of every KV head, head after head."""
-    measure = table.measure
-    unit = "" if measure.is_share else f" {measure.unit}"
-    tokens = table.rows.groupby(["layer", "kv_head"])["num_tokens"].sum()
-    by_domain = {short(str(domain), 24): table.domain_density(domain, signed=True) for domain in table.domains[:8]}
-    tips = []
-    for head, layer in np.ndindex(table.num_kv_heads, table.num_layers):
-        lines = [f"Layer {layer}, KV head {head}: {measure.noun} {measure.exact(table.values[layer, head])}"]
-        if math.isfinite(error := table.standard_error[layer, head]):
-            lines[0] += f" ± {measure.exact(error)}"
-        lines[0] += unit
-        if tokens[layer, head] > 1:
-            lines.append(f"{tokens[layer, head]:,.0f} tokens")
-        if len(by_domain) > 1:
-            lines += [f"{domain}: {measure.exact(values[layer, head])}" for domain, values in by_domain.items()]
-        tips.append("\n".join(lines))
-    return tuple(tips)

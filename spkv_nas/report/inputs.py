@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,9 @@ class Inputs:
 
     ``comparison`` is None where nothing has been trained yet; ``covered`` holds each layout's density coverage,
     in [0, 1]; ``record`` is the content of ``comparison.yaml``; ``agreement`` and ``search`` are the tables of a
-    comparison of probes and of a search, None where there was none; ``trust`` is that of the layout ``densest``, None
-    where it was not measured.
+    comparison of probes and of a search, None where there was none, ``search_record`` is the content of
+    ``search.yaml``; ``trust`` is that of the layout ``densest``, None where it was not measured; ``probes`` are what
+    heads can be chosen by on the page, each at its own threshold.
     """
 
     table: DensityTable
@@ -35,6 +36,8 @@ class Inputs:
     agreement: pd.DataFrame | None
     search: pd.DataFrame | None
     trust: Trust | None
+    search_record: Mapping[str, Any]
+    probes: tuple[DensityTable, ...]
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -42,9 +45,13 @@ class Inputs:
         resampled = bootstrap(self.table)
         if resampled is None:
             return None
+        return Certainty.of(resampled, self.layouts, self.budget)
+
+    @cached_property
+    def budget(self) -> int:
+        """Number of global KV heads that most layouts share, or without any the knee's."""
         budgets = pd.Series([layout.num_global for layout in self.layouts.values()])
-        budget = knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
-        return Certainty.of(resampled, self.layouts, budget)
+        return knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
 
     @classmethod
     def check(
@@ -57,11 +64,19 @@ class Inputs:
         agreement: pd.DataFrame | None = None,
         search: pd.DataFrame | None = None,
         trust: Trust | None = None,
+        search_record: Mapping[str, Any] | None = None,
+        probes: Sequence[DensityTable] = (),
     ) -> Inputs:
-        """Raises ``UserError`` for a layout of another shape than the table, or a comparison that cannot be read."""
+        """Without ``probes`` the table is the only one.
+
+        Raises ``UserError`` for a layout of another shape than the table, or a comparison that cannot be read.
+        """
         covered = {name: coverage(table, layout) for name, layout in layouts.items()}
         checked = None if comparison is None or comparison.empty else complete(comparison)
-        return cls(table, layouts, covered, checked, record or {}, agreement, search, trust)
+        probes = tuple(probes) or (table,)
+        return cls(
+            table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes
+        )
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ from spkv_nas.report.density_charts import (
 )
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
+from spkv_nas.report.headline import headline
 from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.instrument import instrument
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
@@ -57,6 +59,8 @@ def write_report(
     agreement: pd.DataFrame | None = None,
     search: pd.DataFrame | None = None,
     trust: Trust | None = None,
+    search_record: Mapping[str, Any] | None = None,
+    probes: Sequence[DensityTable] = (),
     progress: Progress = no_progress,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
@@ -70,6 +74,8 @@ def write_report(
         agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
         search: of ``spkv_nas.artifacts.search_table``; None where no layouts have been searched for.
         trust: how well the table orders the heads, of the layout ``densest``; None where that was not measured.
+        search_record: what ``search.yaml`` says about the search as a whole.
+        probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
         progress: called with (figures drawn, figures in all).
 
     Raises:
@@ -77,8 +83,9 @@ def write_report(
             cannot be written.
     """
     inputs = Inputs.check(
-        table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust
-    )
+        table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
+        search_record=search_record, probes=probes,
+    )  # fmt: skip
     groups = _charts(inputs)
     written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
     for number, chart in enumerate(written, 1):
@@ -125,13 +132,17 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
     environment.filters.update(csp_hash=_csp_hash, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend)
     table, search = inputs.table, inputs.search
     charts = {name: _singles(group) for name, group in groups.items()}
+    shown = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
+    own, said, choices = headline(inputs), findings(inputs), instrument(inputs)
     page: str = environment.get_template("template.html.j2").render(
         version=__version__,
-        data=Markup(page_data(chart for group in charts.values() for chart in group)),
+        data=Markup(page_data(shown, choices)),
+        instrument=choices,
         charts=charts,
         table=table,
         measure=table.measure,
-        findings=findings(inputs),
+        headline=own or said,
+        findings=said if own else [],
         diagnosis=table.diagnosis(),
         facts=tables.facts(inputs),
         layouts=_layouts(inputs, charts["layouts"]),

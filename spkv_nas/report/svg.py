@@ -1,12 +1,13 @@
 """A chart as inline SVG for the report's page. Lengths are SVG user units; colours are the page's classes.
 
-A mark that has a tip says where in the page's data it stands: ``data-at="mark,index"``.
+A mark that has a tip says where in the page's data it stands: ``data-at="mark,index"``. Cells of heatmaps get
+theirs from the page's script.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
@@ -19,8 +20,12 @@ from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Points
 from spkv_nas.report.colours import cividis, scale_stops
 from spkv_nas.report.labels import Label, chart_labels, margin
 
+Cell = tuple[int, int]  # row, column
+Place = tuple[float, float]  # of its upper left corner
+
 LETTER = 6.6  # width of one letter of a label, on average
 LINE = 15  # height of a label
+_ON = {"#000": "on-light", "#fff": "on-dark"}  # class of what is written on a shade
 _FOOT = 48  # from the axes to the bottom, for ticks and title
 _GAP = 14.0  # above and to the right of the axes
 _WIDEST_MAP = 1048  # what the page has room for
@@ -246,17 +251,15 @@ def _draw_map(chart: Chart, cells: Heatmap) -> Element:
     step = size + (2 if cells.written else 4)
     left, top = (_MAP_LEFT, 4.0) if cells.written else (20.0, 6.0)
     width, height = left + columns * step + 4, top + rows * step + (20 if cells.written else 18)
-    root = _root(chart, "map" if cells.written else "small", "group", width, height)
-    root.set("data-map", str(columns))
+    root = _root(chart, "map" if cells.written else "small", "img", width, height)
     root.set("width", _px(width if cells.written else 1.4 * width))
     if cells.written:
+        root.set("data-map", str(columns))
         root.set("height", _px(height))
-    for row, values in enumerate(cells.values):
-        for column, value in enumerate(values):
-            tip = cells.tips[row * columns + column] if cells.tips else ""
-            group = _add(root, "g", role="img", aria_label=tip, **_at(0, row * columns + column, cells.tips))
-            _draw_cell(group, left + column * step, top + row * step, size, value, cells,
-                       (row, column) in cells.chosen)  # fmt: skip
+    places = {
+        (row, column): (left + column * step, top + row * step) for row in range(rows) for column in range(columns)
+    }
+    (_draw_cells if cells.written else _draw_small_cells)(root, cells, places, size)
     for value, text in chart.x.ticks:
         _add(root, "text", text, class_="tick", x=left + value * step + size / 2, y=height - 5, text_anchor="middle")
     for value, text in chart.y.ticks:
@@ -265,17 +268,43 @@ def _draw_map(chart: Chart, cells: Heatmap) -> Element:
     return root
 
 
-def _draw_cell(parent: Element, x: float, y: float, size: float, value: float, cells: Heatmap, chosen: bool) -> None:
-    if math.isnan(value):
-        return
-    fill, ink = cividis(float(cells.scale.fraction(value)))
-    _add(parent, "rect", class_="cell", x=x, y=y, width=size, height=size, rx=2, fill=fill)
-    if cells.written:
-        _add(parent, "text", cells.scale.text(value), class_="on-light" if ink == "#000" else "on-dark", x=x + size / 2,
-             y=y + size / 2, dy=".35em", text_anchor="middle")  # fmt: skip
-    if chosen:
-        _add(parent, "rect", class_="chosen", x=x - 1, y=y - 1, width=size + 2, height=size + 2, rx=3)
-        _add(parent, "circle", cx=x + size / 2, cy=y + size / 2, r=2.3, fill=ink)
+def _draw_cells(parent: Element, cells: Heatmap, places: Mapping[Cell, Place], size: float) -> None:
+    """A group for every cell, row after row, which the page's script gives a label; empty ones have nothing in it."""
+    for (row, column), (x, y) in places.items():
+        group, value = _add(parent, "g"), cells.values[row][column]
+        if math.isnan(value):
+            continue
+        fill, ink = cividis(float(cells.scale.fraction(value)))
+        _add(group, "rect", x=x, y=y, width=size, height=size, fill=fill)
+        _add(group, "text", cells.scale.text(value), class_=_ON[ink],
+             x=x + size / 2, y=y + size / 2 + 4)  # fmt: skip
+
+
+def _draw_small_cells(parent: Element, cells: Heatmap, places: Mapping[Cell, Place], size: float) -> None:
+    """One element for all cells of a shade, of a hundred; one for all outlines, and one or two for the dots in them."""
+    shades: dict[str, str] = {}
+    dots: dict[str, str] = {}
+    outlines = ""
+    for (row, column), (x, y) in places.items():
+        if math.isnan(value := cells.values[row][column]):
+            continue
+        fill, ink = cividis(round(float(cells.scale.fraction(value)), 2))
+        on = _ON[ink]
+        shades[fill] = f"{shades.get(fill, '')}M{_px(x)} {_px(y)}{_square(size)}"
+        if (row, column) in cells.chosen:
+            outlines += f"M{_px(x - 1)} {_px(y - 1)}{_square(size + 2)}"
+            dots[on] = f"{dots.get(on, '')}M{_px(x + size / 2)} {_px(y + size / 2)}h0"
+    for fill, path in shades.items():
+        _add(parent, "path", d=path, fill=fill)
+    if outlines:
+        _add(parent, "path", class_="chosen", d=outlines)
+    for on, path in dots.items():
+        _add(parent, "path", class_=f"dust {on}", d=path)
+
+
+def _square(size: float) -> str:
+    """A path around a square, from its upper left corner."""
+    return f"h{_px(size)}v{_px(size)}h{_px(-size)}z"
 
 
 def _root(chart: Chart, kind: str, role: str, width: float, height: float) -> Element:

@@ -14,6 +14,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.guidance import best_layouts
+from spkv_nas.report.headline import best_evidence
 from spkv_nas.report.inputs import Inputs, contenders, is_layout, widest_layout
 from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.words import change, number, signed
@@ -47,12 +48,9 @@ def facts(inputs: Inputs) -> list[tuple[str, str]]:
     ]
     if (best := widest_layout(inputs)) is not None:
         shown.append((f"{100 * inputs.covered[best]:.1f} %", f"highest {measure.noun} coverage: {best}"))
-    if inputs.comparison is not None and not (trained := contenders(inputs.comparison)).empty:
-        winner = trained.iloc[0]
-        if not math.isnan(winner["delta_nll_percent"]):
-            shown.append(
-                (f"{signed(winner['delta_nll_percent'])} %", f"NLL against full attention: {winner['strategy']}")
-            )
+    if (evidence := best_evidence(inputs)) is not None:
+        winner = evidence.of_one_budget[0]
+        shown.append((f"{signed(winner.delta)} %", f"NLL against full attention: {winner.name}"))
     return shown
 
 
@@ -158,7 +156,10 @@ def downloads(inputs: Inputs) -> list[tuple[str, str]]:
     frames = {"density.csv": inputs.table.rows}
     if inputs.comparison is not None:
         frames["comparison.csv"] = inputs.comparison
-    return [(name, "data:text/csv;charset=utf-8," + quote(safe_csv(frame))) for name, frame in frames.items()]
+    return [
+        (name, "data:text/csv;charset=utf-8," + quote(safe_csv(frame), safe=",.:;/ -_()"))
+        for name, frame in frames.items()
+    ]
 
 
 def safe_csv(frame: pd.DataFrame) -> str:

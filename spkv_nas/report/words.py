@@ -25,7 +25,11 @@ def change(percent: float, error: float) -> str:
 
 def versus_full(row: pd.Series[Any]) -> str:
     """Such as "0.161 ± 0.020 % above full attention"."""
-    delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
+    return above_full(row["delta_nll_percent"], row["delta_nll_standard_error"])
+
+
+def above_full(delta: float, error: float) -> str:
+    """The same of a change in percent and its standard error, which may be NaN."""
     plus_minus = "" if math.isnan(error) else f" ± {error:.3f}"
     return f"{abs(delta):.3f}{plus_minus} % {'below' if delta < 0 else 'above'} full attention"
 

@@ -17,7 +17,7 @@ from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.options import ReportOptions
-from spkv_nas.stages.trust import trust
+from spkv_nas.stages.trust import neighbours, trust
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
@@ -27,8 +27,7 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
     folder = options.place.report_dir(table.name)
     comparison, record = folder / "comparison.csv", folder / "comparison.yaml"
     agreement, search = folder / "agreement.csv", folder / "search.csv"
-    if is_file(search_record := folder / "search.yaml"):
-        read_record(search_record, "search")
+    search_record = folder / "search.yaml"
     at_tau = proposal.table(table)
     with reporter.bar("drawing") as progress:
         return write_report(
@@ -40,6 +39,8 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
             agreement=read_agreement(agreement) if agreement.is_file() else None,
             search=read_search(search) if search.is_file() else None,
             trust=_trust(options, at_tau, proposal.layouts),
+            search_record=read_record(search_record, "search") if is_file(search_record) else None,
+            probes=[table, *neighbours(options.place, table)],
             progress=progress,
         )
 

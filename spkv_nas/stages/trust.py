@@ -33,7 +33,7 @@ def trust(place: Workspace, table: DensityTable, chosen: Mask, tau: str | None =
     Warns:
         UserWarning: another probe of the same model cannot be read.
     """
-    others = list(_neighbours(place, table))
+    others = list(neighbours(place, table))
     gains = next((found for one in (table, *others) if (found := _gains(one, table)) is not None), None)
     if gains is None:
         return None
@@ -91,8 +91,8 @@ def _gains(table: DensityTable, judged: DensityTable) -> Gains | None:
     return None if is_own else Gains(table.values, table.standard_error)
 
 
-def _neighbours(place: Workspace, table: DensityTable) -> Iterator[DensityTable]:
-    """The other probes of the same model with the same window and grid."""
+def neighbours(place: Workspace, table: DensityTable) -> Iterator[DensityTable]:
+    """The other probes of the same model with the same window and grid; warns of those that cannot be read."""
     model = table.metadata.get("model")
     for name in place.probes() if model is not None else ():
         folder = place.probe_dir(name)

@@ -1,0 +1,181 @@
+"""What the page's instrument needs to choose heads by hand: values, order and coverage.
+
+They are computed here, as ``propose`` computes them, so that the page looks them up, and the layout that it hands out
+is that of ``propose`` to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.measure import Measure
+from spkv_nas.base.files import yaml_line
+from spkv_nas.base.units import ITEM_BYTES
+from spkv_nas.cost.formulas import head_bytes
+from spkv_nas.proposal.coverage import densest_coverage
+from spkv_nas.proposal.propose import propose
+from spkv_nas.proposal.strategies import densest_first
+from spkv_nas.report.colours import shades
+from spkv_nas.report.data import packed
+from spkv_nas.report.evidence import Result, all_evidence
+from spkv_nas.report.inputs import Inputs
+
+_TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered beside a probe's own
+_VARY = ("budget", "coverage", "tau")  # in a layout's provenance, from one to the next
+_SHADES = 65
+_SIXES = 1 << np.arange(6)[::-1]
+_DIGITS = 4  # of a coverage in a layout's provenance
+
+
+def instrument(inputs: Inputs) -> dict[str, Any] | None:
+    """The data, as JSON takes it; None where no head keeps anything."""
+    signals = [signal for table in inputs.probes if (signal := _signal(table, inputs.table)) is not None]
+    if not signals:
+        return None
+    evidence = all_evidence(inputs)
+    proposed = [Result(name, layout.global_mask, 0.0, 0.0) for name, layout in inputs.layouts.items()]
+    colours = shades(_SHADES)
+    retrained = [result for one in evidence if one.steps != 0 for result in one.results]
+    names: dict[bytes, str] = {}  # of distinct layouts, in their order
+    for result in (*proposed, *(result for one in evidence for result in one.results)):
+        names.setdefault(result.mask.tobytes(), result.name)
+    places = {mask: number for number, mask in enumerate(names)}
+    return {
+        "grid": inputs.table.grid,
+        "shades": [colour for colour, _ in colours],
+        "dark": sum(ink == "#fff" for _, ink in colours),  # of the shades, from the first on
+        "budget": inputs.budget,
+        "signals": signals,
+        "layouts": [[name, _bits(np.frombuffer(mask, np.bool_))] for mask, name in names.items()],
+        "offered": len({result.mask.tobytes() for result in (*proposed, *retrained)}),  # of them, to compare with
+        "measured": [
+            [one.how, [[places[each.mask.tobytes()], _number(each.delta), _number(each.error)] for each in one.results]]
+            for one in evidence
+        ],
+    }
+
+
+def _signal(table: DensityTable, shown: DensityTable) -> dict[str, Any] | None:
+    """Of one probe, at every threshold at which it keeps anything, that of the table ``shown`` on the page too."""
+    tables = [one for one in _at_thresholds(table, shown.tau) if one.density.any()]
+    if not tables:
+        return None
+    measure, scale = table.measure, table.measure.scale
+    own, start = (_nearest(tables, tau) for tau in (table.tau, (shown if shown.name == table.name else table).tau))
+    return {
+        "name": table.name,
+        "quoted": shlex.quote(table.name),
+        "noun": measure.noun,
+        "unit": "" if measure.is_share else f" {measure.unit}",
+        "shown": measure.shown,
+        "decimals": measure.decimals,
+        "scale": {
+            "low": scale.low,
+            "high": scale.high,
+            "factor": scale.factor,
+            "even": scale.even if scale.is_stretched else 0,
+        },
+        "domains": list(table.domains),
+        "cache": _cache(table),
+        "file": _file(tables[own]),
+        "taus": [yaml_line(_origin(one)["tau"]) for one in tables],
+        "own": own,
+        "start": start,
+        "tables": [_choices(one, measure) for one in tables],
+    }
+
+
+def _nearest(tables: list[DensityTable], tau: float) -> int:
+    return min(range(len(tables)), key=lambda number: abs(tables[number].tau - tau))
+
+
+def _at_thresholds(table: DensityTable, other: float) -> Iterator[DensityTable]:
+    if not table.is_density or table.histogram is None:
+        yield table
+        return
+    for tau in sorted({*_TAUS, table.tau, other}):
+        yield table.at_tau(tau)
+
+
+def _choices(table: DensityTable, measure: Measure) -> dict[str, Any]:
+    """Values over all text and by domain, the heads in the order of ``densest``, and the coverage of the first ones."""
+    domains = table.domains if len(table.domains) > 1 else ()
+    covered = (round(covered, _DIGITS) for covered in densest_coverage(table))
+    return {
+        "values": [packed(_levels(values, measure)) for values in (
+            table.values, *(table.domain_density(domain, signed=True) for domain in domains)
+        )],
+        "order": packed(densest_first(table.values).tolist()),
+        "covered": packed(round(10**_DIGITS * share) for share in covered),
+    }  # fmt: skip
+
+
+def _levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
+    """Halves of the last digit of ``Measure.exact``: value v lies in [n, n + 1) / (2 * 10^decimals).
+
+    The middle of that interval is written like the value, by ``exact`` and on the map, because both round at its ends.
+    """
+    units = 2 * 10**measure.decimals
+    levels: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
+    for number, value in enumerate(values.ravel().tolist()):
+        if abs(value * units - round(value * units)) < 1e-6:  # at an end, where a half is rounded to even
+            below, above = round(value * units) - 1, round(value * units)
+            levels[number] = above if _written(measure, (above + 0.5) / units) == _written(measure, value) else below
+    return levels
+
+
+def _written(measure: Measure, value: float) -> tuple[str, str]:
+    return measure.exact(value), measure.scale.text(value)
+
+
+def _file(table: DensityTable) -> dict[str, Any]:
+    """Parts of the layout file: what comes before its rows, between them and its provenance, and that one's entries.
+
+    An entry that varies is "".
+    """
+    layout = _example(table)
+    before, _, after = layout.text.partition(layout.rows)
+    origin = layout.provenance
+    return {
+        "before": before,
+        "between": after.partition("{")[0],
+        "window": layout.window,
+        "strategy": yaml_line({"strategy": layout.strategy})[1:-1],
+        "origin": [[key, "" if key in _VARY else yaml_line({key: value})[1:-1]] for key, value in origin.items()],
+    }
+
+
+def _example(table: DensityTable) -> Layout:
+    return propose(table, 1, num_random=0)["densest"]
+
+
+def _origin(table: DensityTable) -> Mapping[str, Any]:
+    return _example(table).provenance
+
+
+def _cache(table: DensityTable) -> dict[str, Any] | None:
+    """Bytes of a token in one KV head, and the window of a local one; None where the probe does not say them."""
+    head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
+    if head_dim is None or dtype not in ITEM_BYTES:
+        return None
+    return {"token": head_bytes(1, int(head_dim), ITEM_BYTES[dtype]), "window": table.window or DEFAULT_WINDOW}
+
+
+def _bits(mask: NDArray[np.bool_]) -> str:
+    """Global heads, layer after layer, as the bits of a packed number each six."""
+    flat = mask.ravel()
+    padded = np.concatenate([flat, np.zeros(-flat.size % 6, np.bool_)]).reshape(-1, 6)
+    return packed([0, 63, *(padded @ _SIXES).tolist()])[2][2:]
+
+
+def _number(value: float) -> float | None:
+    """As JSON takes it."""
+    return None if math.isnan(value) else float(f"{value:.5g}")

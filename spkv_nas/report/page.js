@@ -1,0 +1,60 @@
+"use strict";
+/* Every figure: what pointing at a mark says, and arrow keys on maps. Numbers come from the page's data. */
+const data = JSON.parse(document.getElementById("data").textContent);
+const tip = document.getElementById("tip");
+function hide() { tip.hidden = true; }
+function tipOf(mark) {
+  if (mark.hasAttribute("aria-label")) return mark.getAttribute("aria-label");
+  const [number, index] = mark.dataset.at.split(",");
+  return data.charts[mark.closest("[data-chart]").dataset.chart].marks[number].tips[index];
+}
+function show(mark) {
+  tip.textContent = tipOf(mark);
+  tip.hidden = false;
+  const at = mark.getBoundingClientRect(), own = tip.getBoundingClientRect();
+  const left = Math.min(Math.max(4, at.left + at.width / 2 - own.width / 2), innerWidth - own.width - 4);
+  const above = at.top - own.height - 8;
+  tip.style.left = left + "px";
+  tip.style.top = (above > 4 ? above : at.bottom + 8) + "px";
+}
+function over(event) {
+  const mark = event.target.closest("[data-at]");
+  if (mark) show(mark); else hide();
+}
+document.addEventListener("pointerover", over);
+document.addEventListener("focusin", over);
+document.addEventListener("focusout", hide);
+document.addEventListener("scroll", hide, { passive: true, capture: true });
+document.addEventListener("keydown", event => { if (event.key === "Escape") hide(); });
+const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+/* The cells of a map, row after row, made into things that can be pointed at and moved between. */
+function activate(map) {
+  const columns = Number(map.dataset.map), cells = [...map.querySelectorAll("g")];
+  map.setAttribute("role", "group");
+  cells.forEach((cell, index) => {
+    cell.setAttribute("role", "img");
+    cell.setAttribute("data-at", "");
+    cell.setAttribute("tabindex", index ? "-1" : "0");
+  });
+  map.addEventListener("keydown", event => {
+    const step = steps[event.key], from = cells.indexOf(event.target);
+    if (!step || from < 0) return;
+    event.preventDefault();
+    const column = from % columns + step[0], next = cells[from + step[0] + columns * step[1]];
+    if (!next || column < 0 || column >= columns) return;
+    event.target.setAttribute("tabindex", "-1");
+    next.setAttribute("tabindex", "0");
+    next.focus();
+  });
+  return cells;
+}
+function place(index, columns) { return "Layer " + index % columns + ", KV head " + Math.floor(index / columns); }
+for (const map of document.querySelectorAll("svg[data-map]")) {
+  const chart = data.charts[map.dataset.chart];
+  if (!chart || !chart.marks[0].words) continue;
+  const { values, words } = chart.marks[0], columns = Number(map.dataset.map);
+  activate(map).forEach((cell, index) => {
+    const value = values[Math.floor(index / columns)][index % columns];
+    cell.setAttribute("aria-label", place(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
+  });
+}

@@ -1,0 +1,121 @@
+"""What the page's instrument is given to choose heads by: the numbers of the commands, and evidence of every kind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from helpers import make_comparison, make_domain_table, make_layouts, make_search, make_table
+
+from spkv_nas.artifacts.density_rows import NATS
+from spkv_nas.artifacts.measure import Measure
+from spkv_nas.base.errors import UserError
+from spkv_nas.proposal.coverage import coverage, densest_coverage
+from spkv_nas.proposal.propose import propose
+from spkv_nas.report.data import packed
+from spkv_nas.report.evidence import all_evidence
+from spkv_nas.report.headline import headline
+from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.instrument import _levels, instrument
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
+
+
+def unpacked(width: int, low: int, text: str) -> list[int]:
+    """As the page's script does it."""
+    parts = [text[at : at + width] for at in range(0, len(text), width)]
+    return [low + sum(64**place * LETTERS.index(one) for place, one in enumerate(reversed(part))) for part in parts]
+
+
+@pytest.mark.parametrize("numbers", [[0], [], [63, 0, 64], [-5, 4090, 4091], [2**30, -(2**30)]], ids=str)
+def test_packed_numbers_come_back(numbers: list[int]) -> None:
+    assert unpacked(*packed(numbers)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("signal", "unit", "largest"),
+    [("density", None, 1.0), ("duo", None, 1.0), ("attention-mass", None, 0.03), ("opening", NATS, 0.0987)],
+)
+def test_levels_are_written_like_the_values(signal: str, unit: str | None, largest: float) -> None:
+    """Also those that end in a half, which Python rounds to even and JavaScript upward."""
+    generator = np.random.default_rng(0)
+    values = np.concatenate([generator.uniform(0 if unit is None else -largest, largest, 2000), [0.0, largest]])
+    halves = np.arange(33) / 32 * (1.0 if largest == 1.0 else 1 / 32)
+    measure = Measure.of(
+        signal, unit, np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest])
+    )
+    for value, level in zip(values, _levels(values, measure), strict=True):
+        shown = (level + 0.5) / (2 * 10**measure.decimals)
+        assert (measure.exact(shown), measure.scale.text(shown)) == (measure.exact(value), measure.scale.text(value))
+
+
+def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
+    table = make_table(np.random.default_rng(1).uniform(size=(5, 4)))
+    layouts = [propose(table, budget, num_random=0)["densest"] for budget in range(1, 21)]
+    assert densest_coverage(table) == [coverage(table, layout) for layout in layouts]
+    with pytest.raises(UserError, match=r"no head .* keeps anything"):
+        densest_coverage(make_table(np.zeros((2, 2))))
+
+
+def test_an_instrument_has_the_heads_of_propose() -> None:
+    table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16"})
+    given = instrument(Inputs.check(table, make_layouts("densest", "last")))
+    assert given is not None
+    (signal,) = given["signals"]
+    (choices,) = signal["tables"]
+    assert (given["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
+    assert unpacked(*choices["order"]) == [0, 6, 3, 7, 5, 2, 4, 1]
+    assert [share / 10000 for share in unpacked(*choices["covered"])][1] == round(1.7 / 3.4, 4)
+    assert [name for name, _ in given["layouts"]] == ["densest", "last"]
+
+
+def test_nothing_can_be_chosen_of_heads_that_keep_nothing() -> None:
+    assert instrument(Inputs.check(make_domain_table(density=np.zeros((4, 2))), {})) is None
+
+
+def make_evidence(**search: list[float]) -> Inputs:
+    heads = ["GG GL LL LL", "GG GL LL LL", "GL LG GL LL", "GL LG LL GL", "LL LL GG GL"]
+    return Inputs.check(
+        make_domain_table(),
+        make_layouts("densest", "last"),
+        comparison=make_comparison(),
+        search=make_search(heads=heads, **search),
+        search_record={"steps": {"short": 30, "full": 120}},
+    )
+
+
+def test_evidence_is_by_steps_of_retraining() -> None:
+    found = all_evidence(make_evidence())
+    assert [(one.how, len(one.results)) for one in found] == [
+        ("retrained for 120 steps, on documents that nothing chose on", 3),
+        ("retrained for 100 steps", 2),
+        ("retrained for 30 steps", 3),
+        ("not retrained", 4),
+    ]
+    assert [result.name for result in found[0].results] == ["density-0-1", "densest", "random-0-1"]
+
+
+def test_the_headline_is_of_the_longest_retraining() -> None:
+    first, second, third = headline(make_evidence())
+    assert first == (
+        "density-0-1 has the lowest NLL of 3 layouts with 3 of 8 KV heads global, retrained for 120 steps, on "
+        "documents that nothing chose on: 0.400 ± 0.100 % above full attention."
+    )
+    assert second.startswith("It is clearly ahead: the next, densest, is 0.300 percentage points behind, more than two")
+    assert third == "More is lost, in percentage points, by densest 0.300 ± 0.141."
+
+
+def test_a_close_headline_names_whom_it_is_close_to() -> None:
+    said = headline(make_evidence(full_standard_error=[0.2, 0.2, 0.1, math.nan, 0.1]))
+    assert said[1].startswith("Too close to call, at less than two combined standard errors, are densest (+0.300)")
+
+
+def test_errors_that_are_not_known_make_no_claim() -> None:
+    said = headline(make_evidence(full_standard_error=[math.nan] * 5))
+    assert said[1] == "The next, densest, is 0.300 percentage points behind; no standard error is known of their order."
+    assert said[2] == "More is lost, in percentage points, by densest 0.300."
+
+
+def test_without_a_search_the_comparison_says_it_all() -> None:
+    assert headline(Inputs.check(make_domain_table(), make_layouts("densest"), comparison=make_comparison())) == []

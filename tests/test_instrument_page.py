@@ -1,0 +1,234 @@
+"""The report's instrument in a browser: what it shows, hands out and remembers, and that no name acts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import make_comparison, make_domain_table
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cli import main
+from spkv_nas.proposal.propose import propose
+from spkv_nas.report import page as report_page
+from spkv_nas.report.page import write_report
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
+
+ROOT = Path(__file__).parent.parent
+OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
+OUTLINED = "svg[data-chart=density] .global"
+ALL_FILES = """() => {
+  const slider = document.getElementById("instrument-budget"), texts = [];
+  for (let budget = 1; budget <= Number(slider.max); budget++) {
+    slider.value = budget;
+    slider.dispatchEvent(new Event("input"));
+    texts.push(decodeURIComponent(document.getElementById("instrument-download").href).split(",").slice(1).join(","));
+  }
+  return texts;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The committed example, a second probe of its model, and the report of both."""
+    folder = tmp_path_factory.mktemp("workspace")
+    for part in ("probes", "layouts", "reports"):
+        shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
+    table = DensityTable.read(folder / "probes/stdlib-21x3")
+    scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
+    metadata = {"signal": "duo", "model": table.metadata["model"]}
+    DensityTable(OTHER, table.rows.assign(density=scores), window=table.window, metadata=metadata).write(
+        folder / "probes" / OTHER
+    )
+    main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])
+    return folder
+
+
+@pytest.fixture
+def open_page(browser: Any, workspace: Path) -> Iterator[Any]:
+    """Opens the report, at a hash; at the end nothing may have been said, asked for or thrown."""
+    context = browser.new_context(accept_downloads=True)
+    wrong: list[str] = []
+
+    def opened(state: str = "", file: Path = workspace / "reports/stdlib-21x3/index.html") -> Any:
+        page = context.new_page()
+        page.on("console", lambda message: wrong.append(message.text))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(dialog.message))
+        page.on("request", lambda request: wrong.append(request.url) if request.url.split("#")[0] != file.as_uri() and
+                not request.url.startswith("data:text/yaml") else None)  # fmt: skip
+        page.goto(file.as_uri() + state)
+        return page
+
+    yield opened
+    context.close()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "tau", "probe"),
+    [(1, None, "stdlib-21x3"), (18, None, "stdlib-21x3"), (30, "0.3", "stdlib-21x3"), (63, "0.95", "stdlib-21x3"),
+     (12, None, OTHER)],
+)  # fmt: skip
+def test_download_is_the_file_that_propose_writes(
+    open_page: Any, workspace: Path, tmp_path: Path, budget: int, tau: str | None, probe: str
+) -> None:
+    for part in ("probes", "layouts"):
+        shutil.copytree(workspace / part, tmp_path / part)
+    chosen = [] if tau is None else ["--tau", tau]
+    main(["propose", "-w", str(tmp_path), "--probe", probe, "--budget", str(budget), *chosen])
+    page = open_page(f"#signal={probe}&budget={budget}" + (f"&tau={tau}" if tau else ""))
+    with page.expect_download() as download:
+        page.click("#instrument-download")
+    assert Path(download.value.path()).read_bytes() == (tmp_path / "layouts" / probe / "densest.yaml").read_bytes()
+    assert download.value.suggested_filename == f"densest-{budget}.yaml"
+
+
+def test_page_file_and_command_have_one_coverage(
+    open_page: Any, workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("probes", "layouts"):
+        shutil.copytree(workspace / part, tmp_path / part)
+    main(["propose", "-w", str(tmp_path), "--probe", "stdlib-21x3", "--budget", "20", "--tau", "0.4", "--json", "-q"])
+    printed = {row["strategy"]: row["coverage"] for row in json.loads(capsys.readouterr().out)["layouts"]}
+    table = pd.read_csv(tmp_path / "layouts/stdlib-21x3/coverage.csv").set_index("strategy")["coverage"]
+    shown = open_page("#budget=20&tau=0.4").inner_text("#instrument-coverage")
+    assert (shown, printed["densest"]) == (f"{100 * table['densest']:.2f} %", table["densest"])
+
+
+def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: Path) -> None:
+    """At some thresholds: among so many hashes are such as YAML must quote."""
+    table = DensityTable.read(workspace / "probes/stdlib-21x3")
+    for tau in (0.05, 0.5, 0.65, 0.95):
+        texts = open_page(f"#budget=1&tau={tau:g}").evaluate(ALL_FILES)
+        at = table.at_tau(tau)
+        assert texts == [propose(at, budget, num_random=0)["densest"].text for budget in range(1, 64)]
+
+
+def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
+    texts = ["", "a" * 55, "a" * 56, "b" * 64, "ü" * 100, *map(str, range(200))]
+    page = open_page()
+    hashes = [Layout(("G",), 1, provenance={"x": text}).check for text in texts]
+    written = ["{strategy: custom, provenance: {x: " + text + "}}" for text in map(_plain, texts)]
+    assert page.evaluate("texts => texts.map(shortHash)", written) == hashes
+    digits = ["12345678", "01234567", "01234589", "0b010101", "0b010121", "1e234567", "1234e567", "12345e67",
+              "abcdef01", "00000000", "0e123456", "e1234567"]  # fmt: skip
+    assert page.evaluate("digits => digits.map(yamlText)", digits) == [_plain(text) for text in digits]
+
+
+def _plain(text: str) -> str:
+    from spkv_nas.base.files import yaml_line
+
+    return yaml_line({"x": text})[4:-1]
+
+
+def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
+    page = open_page()
+    slider = page.locator("#instrument-budget")
+    assert page.inner_text("#instrument-heads") == "18 of 63 KV heads"
+    slider.focus()
+    for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowRight"):
+        page.keyboard.press(key)
+    assert page.inner_text("#instrument-heads") == "20 of 63 KV heads"
+    assert page.locator(OUTLINED).count() == 20
+    box = slider.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 1, box["y"] + box["height"] / 2, steps=5)
+    page.mouse.up()
+    assert page.inner_text("#instrument-heads") == "63 of 63 KV heads"
+    assert page.inner_text("#instrument-coverage") == "100.00 %"
+    assert page.locator(OUTLINED).count() == 63
+    page.locator("#instrument-limit").fill("100")
+    page.locator("#instrument-context").fill("65536")
+    assert page.inner_text("#instrument-heads") == "24 of 63 KV heads"  # 4 MiB each, and local ones 2 KiB
+    page.locator("#instrument-limit").fill("0.0001")
+    assert page.inner_text("#instrument-heads") == "1 of 63 KV heads"
+
+
+def test_a_link_shows_the_same(open_page: Any) -> None:
+    page = open_page()
+    page.select_option("#instrument-signal", label=f"{OTHER}: duo score")
+    page.select_option("#instrument-domain", label="docs")
+    page.select_option("#instrument-other", label="densest")
+    page.locator("#instrument-budget").fill("25")
+    page.wait_for_url(lambda url: "budget=25" in url)
+    again = open_page(page.evaluate("location.hash"))
+    for part in ("form.controls", ".readout", "section[aria-labelledby=density]"):
+        assert again.inner_text(part) == page.inner_text(part)
+    assert "--probe 'it'\"'\"'s duo' --budget 25" in again.inner_text("#instrument-command")
+    assert again.locator(OUTLINED).count() == 25
+    assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
+
+
+def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
+    page = open_page("#budget=18")
+    row = page.locator("#instrument-measured tr").first
+    assert row.inner_text().split("\t")[1:] == ["densest", "0", "+0.797 ± 0.069"]
+    row.locator("button").click()
+    assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
+
+
+def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of what was measured is then not there, which the script did not expect."""
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    page = open_page("#budget=3", write_report(tmp_path, table=make_domain_table(), layouts={}))
+    assert page.inner_text("#instrument-heads") == "3 of 8 KV heads"
+    assert page.locator("#instrument-measured").count() == 0
+    assert page.locator(OUTLINED).count() == 3
+    assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
+
+
+def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:
+    page = browser.new_page(java_script_enabled=False)
+    page.goto((workspace / "reports/stdlib-21x3/index.html").as_uri())
+    assert not page.is_visible("form.controls")
+    assert not page.is_visible(".readout")
+    assert page.is_visible("svg[data-chart=density]")
+    page.close()
+
+
+def test_a_thousand_names_that_would_act_do_not(
+    open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of domains, layouts, notes and a probe; every one would open a dialog, which the page may not."""
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    forms = ("<script>alert({})</script>", "\"><img src=x onerror=alert({})>", "</script><script>alert({})</script>",
+             "'-alert({})-'", "<svg onload=alert({})>", "${{alert({})}}", "javascript:alert({})",
+             "</style><script>alert({})<!--", "{{{{alert({})}}}}", "\u2028alert({})//")  # fmt: skip
+    payloads = [form.format(number) for number in range(100) for form in forms]
+    fit = [name for name in payloads if "/" not in name and name.isprintable()]  # to name files
+    layouts = {name: Layout(("GL", "LG", "LL", "LL"), 8, name) for name in fit[:20]}
+    strategies = ["full-attention", "sp-kv", *fit[:3]]
+    table = replace(make_domain_table(tuple(payloads[:40])), name=payloads[1], metadata={"model": payloads[0]})
+    record = {payload: payload for payload in payloads}
+    file = write_report(
+        tmp_path, table=table, layouts=layouts, record=record,
+        comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
+    )  # fmt: skip
+    page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
+    for control in ("#instrument-domain", "#instrument-other"):
+        for option in range(1, page.locator(f"{control} option").count()):
+            page.select_option(control, index=option)
+    page.locator("svg[data-chart=density] g").first.hover()
+    assert payloads[0] in page.inner_text("#tip")
+    assert page.locator("dd", has_text="alert(99)").count() >= len(forms)
