@@ -138,6 +138,12 @@ class TestVersions:
         ]
         assert {name for name in found if name.endswith(".py")} == {"alpha/a.py", "delta/d.py"}
 
+    def test_those_pinned_below_the_line_are_no_part_of_it(self, site: Site) -> None:
+        site.add("alpha", {"alpha/a.py": "first"})
+        site.pin(installed._END)
+        site.add("beta", {"beta/b.py": "second"})
+        assert list(texts()) == ["alpha/a.py", "alpha, description"]
+
     def test_none_is_an_error(self, site: Site) -> None:
         site.pin("absent==1.0")
         with pytest.raises(UserError, match="source 'installed': no package is installed"):
@@ -156,6 +162,14 @@ def test_the_pinned_versions_are_found_and_installed() -> None:
     packages, missing = installed._packages()
     assert {"numpy", "torch", "transformers"} <= {package.name for package in packages}
     assert len(packages) > 5 * len(missing)
+
+
+def test_a_new_pin_goes_below_the_line_that_ends_the_text() -> None:
+    """Above it would change the text on which the embedded models, and everybody's, were trained."""
+    above, line, below = installed.constraints_file().read_text().partition(installed._END)
+    assert line
+    assert len(installed._PIN.findall(above)) == 125
+    assert installed._PIN.findall(below)
 
 
 def test_one_real_package() -> None:

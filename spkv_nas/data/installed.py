@@ -1,5 +1,6 @@
 """The packages that ``constraints.txt`` pins, as they are installed, as a text corpus: more than the standard library,
-the same wherever they are, without a download.
+the same wherever they are, without a download. Those below a line of that file, which says so, were pinned when models
+had been trained on the text of the others; they are no part of it.
 
 Domains: ``tests`` (folders ``test`` and ``tests``, and files named so), ``docs`` (.md and .rst files, and every
 package's description), ``code`` (the rest). Of no package more than ``MOST_BYTES`` are taken, so that none outweighs
@@ -26,7 +27,7 @@ _PIN = re.compile(r"^([\w.-]+)==([^\s;]+)", re.MULTILINE)
 _SUFFIXES = {".py", ".md", ".rst"}
 _LEFT_OUT = {"_vendor", "_vendored", "vendor", "vendored", "third_party", "_distutils", "generated"}
 _FORKS = {"multiprocess"}  # of multiprocessing
-_LATER = {"peft", "psycopg", "psycopg-binary"}  # pinned when runs had begun on the text of the others
+_END = "# No text of the source 'installed' below this line"
 _BUILD = {"version.py", "_version.py"}  # differ between builds of one version
 _TESTS = {"test", "tests"}
 _FIRST = 1000  # characters in which a file says that it is generated
@@ -71,9 +72,8 @@ def domain(path: PackagePath) -> str:
 def _packages() -> tuple[list[Distribution], list[str]]:
     """The packages that are installed as pinned, in the order of the pins, and what is with the others."""
     found, missing = [], []
-    for name, version in _PIN.findall(constraints_file().read_text(encoding="utf-8")):
-        if name in _LATER:
-            continue
+    pins = constraints_file().read_text(encoding="utf-8").partition(_END)[0]
+    for name, version in _PIN.findall(pins):
         try:
             package = distribution(name)
         except PackageNotFoundError:
