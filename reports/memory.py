@@ -26,26 +26,30 @@ LENGTHS = (512, 1024, 2048)
 STAGES = (
     "evaluate", "probe", "priced gates, frozen model", "signal head-gates", "signal opening", "score, each layout",
 )  # fmt: skip
-TRAINING = {  # by what is said of it: keys of a recipe
-    "train": "",
-    "train, gradient_checkpointing": "gradient_checkpointing: true",
-    "train, lora": "lora: {}",
-    "train, lora, gradient_checkpointing": "gradient_checkpointing: true\nlora: {}",
+KEYS = {  # of a recipe, by what is said of its training
+    "lora": "lora: {}",
+    "gradient_checkpointing": "gradient_checkpointing: true",
+    "autocast": "precision: bfloat16",
+    "bfloat16 weights": "precision: bfloat16",
 }
+TRAINING = (
+    "train", "train, gradient_checkpointing", "train, lora", "train, lora, gradient_checkpointing",
+    "train, lora, autocast", "train, lora, autocast, gradient_checkpointing",
+    "train, lora, bfloat16 weights", "train, lora, bfloat16 weights, gradient_checkpointing",
+)  # fmt: skip
 RECIPE = """\
 name: {name}
 model: {{path: '{model}'}}
 data: {{sources: [text.txt], block_size: {length}, max_heldout_tokens: {length}}}
 branch: {{steps: 2, batch_size: 4}}
 gates: {{window: 32}}
-precision: float32
 {keys}
 """
 BATCH = 8
 
 
 def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: int, words: int) -> None:
-    """A random Llama without gates, ``dense``, and with, ``gated``."""
+    """A random Llama without gates, ``dense``, also in bfloat16, and with gates, ``gated``."""
     import numpy as np
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,6 +63,8 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
     )  # fmt: skip
     model, tokenizer = AutoModelForCausalLM.from_config(config), train_bpe(["a text of few words"] * 3, 260)
     save(model, tokenizer, folder / "dense")
+    save(model.bfloat16(), tokenizer, folder / "dense-bfloat16")
+    model.float()
     attach_gates(model, GateConfig(bias=0.0), seed=0)
     save(model, tokenizer, folder / "gated")
     for layer in range(layers):  # that share all layers before with full attention
@@ -69,9 +75,13 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, kv_heads: 
 
 def recipe(stage: str, place: Path, size: str, length: int) -> Path:
     """The recipe of a training stage, which trains the SP-KV reference."""
-    name = f"{size}-{length}-{list(TRAINING).index(stage)}".replace(" ", "-")
+    name = f"{size}-{length}-{TRAINING.index(stage)}".replace(" ", "-")
     file = place / f"{name}.yaml"
-    file.write_text(RECIPE.format(name=name, model=place / size / "dense", length=length, keys=TRAINING[stage]))
+    keys = [KEYS[word] for word in stage.split(", ")[1:]]
+    if not any("precision" in key for key in keys):
+        keys.append("precision: float32")
+    model = place / size / ("dense-bfloat16" if "bfloat16 weights" in stage else "dense")
+    file.write_text(RECIPE.format(name=name, model=model, length=length, keys="\n".join(keys)))
     return file
 
 

@@ -73,6 +73,24 @@ class TestMemory:
         said = PassMemory(model_size(model), gates=GATES).kept(tokens.numel(), learns=learns)
         assert said == pytest.approx(kept.num_bytes, rel=0.22 if family == "gemma3_text" else 0.12)
 
+    @pytest.mark.parametrize(
+        ("own", "learns"),
+        [(torch.float32, Learns.ADAPTERS), (torch.float32, Learns.ALL), (torch.bfloat16, Learns.ADAPTERS)],
+        ids=["adapters", "all", "adapters-bfloat16"],
+    )
+    def test_what_linear_layers_cast_for_themselves(self, own: torch.dtype, learns: Learns) -> None:
+        """By autocast, or to the dtype of adapters on weights that are bfloat16 themselves."""
+        model = tiny_model(hidden_size=64, intermediate_size=176).to(own)
+        if learns is Learns.ADAPTERS:
+            add_adapters(model, LoraConfig(rank=1), seed=0)
+        tokens, kept = torch.full((8, 64), 3), _Kept(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=own == torch.float32):
+            kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
+        how = Training(1, 1, learns=learns, frozen_item=own.itemsize)
+        copies = 2 * model_size(model).without_embeddings if own == torch.float32 else 0
+        said = how.passes(model_size(model)).kept(tokens.numel(), learns=learns) + copies
+        assert said == pytest.approx(kept.num_bytes, rel=0.1)
+
     @pytest.mark.parametrize("predictor", ["mlp", "linear", "bidirectional"])
     def test_parameters_of_predictors(self, predictor: str) -> None:
         config = GateConfig(window=6, predictor=predictor, kernel_size=3, heads=["SL", "GG", "SS", "LL"])

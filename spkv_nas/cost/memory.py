@@ -6,16 +6,18 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
     forward     4 d + max(3 f, 4 q + 4 kv)       of one layer, the others' are gone
     kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, where gates alone learn
                 + d + 2 h                         of a predictor
-                + 2 d + f + q                     where adapters learn
-                + 4 d + f + q                     where all weights learn
+                + 2 d + f + q                     what enters linear layers, where these or adapters learn
+                or 5 d + f + q                    where each casts it for itself
+                + 2 d                             where all weights learn
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
-pass. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the rest. The
-logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels take little:
-attention's memory is linear in the tokens. What adapters keep by their rank is left out. What an allocator keeps for
-itself comes on top. Of other families autograd keeps within a tenth as much; of Gemma 3, with twice the norms, a
-quarter more where all weights learn. reports/LOG.md has measured peaks beside these.
+pass. Under autocast each linear layer casts what enters it; adapters, which are float32, have it in float32 where the
+weights are bfloat16. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time
+the rest. The logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels
+take little: attention's memory is linear in the tokens. What adapters keep by their rank is left out. What an allocator
+keeps for itself comes on top. Of other families autograd keeps within a tenth as much; of Gemma 3, with twice the
+norms, a quarter more where all weights learn. reports/LOG.md has measured peaks beside these.
 """
 
 from __future__ import annotations
@@ -78,12 +80,14 @@ class PassMemory:
         item: bytes of an activation.
         gates: that it has, if any.
         mixes: whether heads mix global and local attention, and keep the results of both.
+        casts: bytes of what enters a linear layer that learns or has an adapter, where each casts it; 0: as it is.
     """
 
     size: ModelSize
     item: int = FLOAT32
     gates: GateConfig | None = None
     mixes: bool = False
+    casts: int = 0
 
     def forward(self, num_tokens: int) -> int:
         """Of a pass without gradients, up to the last hidden states."""
@@ -134,12 +138,12 @@ class PassMemory:
         """Bytes that a layer keeps of a token."""
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv = self._attention
-        own, norms = 3 * ffn + 2 * (q + kv) + q * self.mixes, 2 * channels
+        own, norms = self.item * (3 * ffn + 2 * (q + kv) + q * self.mixes), 2 * channels
         if learns is not Learns.GATES:
-            own += 2 * channels + ffn + q
+            own += self.casts * (5 * channels + ffn + q) if self.casts else self.item * (2 * channels + ffn + q)
         if learns is Learns.ALL:
             norms *= 2
-        return self.item * own + FLOAT32 * norms
+        return own + FLOAT32 * norms
 
     def _backward(self, num_tokens: int) -> int:
         q, kv = self._attention

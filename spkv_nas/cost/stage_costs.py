@@ -144,6 +144,18 @@ class Training:
     moment_bytes: float = MOMENTS
     frozen_item: int = FLOAT32
 
+    @property
+    def weight_item(self) -> int:
+        """Bytes of one of the model's weights."""
+        return FLOAT32 if self.learns is Learns.ALL else self.frozen_item
+
+    def passes(self, size: ModelSize, gates: GateConfig | None = None) -> PassMemory:
+        """What its passes take on one device."""
+        if not self.bfloat16:
+            return PassMemory(size, FLOAT32, gates)
+        casts = BFLOAT16 if self.weight_item > BFLOAT16 else FLOAT32  # to autocast's dtype, or to that of adapters
+        return PassMemory(size, BFLOAT16, gates, casts=casts)
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -305,21 +317,22 @@ class Stages:
 
     def _training_bytes(self, how: Training, devices: int, blocks: int, gated: bool) -> Bytes:
         """On one of ``devices``, ``blocks`` passing at once."""
-        size, item = self.size, BFLOAT16 if how.bfloat16 else FLOAT32
+        size, passes = self.size, how.passes(self.size, self.gates if gated else None)
         predictors = self.num_predictor_parameters if gated else 0
-        own = FLOAT32 if how.learns is Learns.ALL else how.frozen_item  # bytes of one of the model's weights
         learning = predictors + how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
-        passes = PassMemory(size, item, self.gates if gated else None)
         passing = passes.learning(blocks * self.block_size, learns=how.learns, recomputes=how.recomputes)
-        weights = own * size.num_parameters + FLOAT32 * (predictors + how.adapters)
+        weights = how.weight_item * size.num_parameters + FLOAT32 * (predictors + how.adapters)
         moved = (FLOAT32 + how.moment_bytes) * learning
+        layer = size.without_embeddings / size.heads.num_layers
+        outside = size.num_parameters - size.without_embeddings
         if how.sharded and devices > 1:
-            layer = size.without_embeddings / size.heads.num_layers
-            outside = size.num_parameters - size.without_embeddings
-            whole = item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and the gradient of one
+            whole = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and the gradient of one
             share = 0.0 if how.offloads else 1.0 / devices
             return Bytes(weights * share, moved * share + whole, passing)
-        copies = item * size.num_parameters if item < own else 0  # autocast's
+        copies = 0.0
+        if passes.item < how.weight_item:  # autocast's; of weights that do not learn only as long as they are needed
+            shortly = how.recomputes and how.learns is not Learns.ALL
+            copies = passes.item * (outside + layer if shortly else size.num_parameters)
         buckets = FLOAT32 * learning if devices > 1 else 0  # DDP gathers gradients in copies
         return Bytes(weights, moved + copies + buckets, passing)
 

@@ -26,7 +26,7 @@ from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.memory import chunk_tokens
 from spkv_nas.cost.adapters import num_adapter_parameters
 from spkv_nas.cost.formulas import attention_flops
-from spkv_nas.cost.memory import FLOAT32, Learns, PassMemory
+from spkv_nas.cost.memory import FLOAT32, Learns
 from spkv_nas.cost.optimizers import OPTIMIZERS
 from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.loss import loss_in_chunks
@@ -143,19 +143,18 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, de
 def estimate(size: ModelSize, block_size: int, how: Training, *, device: str) -> StepCost:
     """The cost of a model's training by its size, gates aside."""
     speed = EFFICIENCY * matmul_speed(device, bfloat16=how.bfloat16)
-    number, weight = how.adapters, how.frozen_item
-    if how.learns is Learns.ALL:
-        number, weight = number + size.num_parameters, FLOAT32
-    passes = PassMemory(size, item=2 if how.bfloat16 else FLOAT32)
+    number = size.num_parameters if how.learns is Learns.ALL else how.adapters
     forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
     return StepCost(
         pass_seconds=((3 if how.learns is Learns.ALL else 2) + how.recomputes) * forward,
         forward_seconds=forward,
         update_seconds=0.0,
         fixed_bytes=(
-            weight * size.num_parameters + FLOAT32 * how.adapters + round((FLOAT32 + how.moment_bytes) * number)
+            how.weight_item * size.num_parameters
+            + FLOAT32 * how.adapters
+            + round((FLOAT32 + how.moment_bytes) * number)
         ),
-        block_bytes=passes.learning(block_size, learns=how.learns, recomputes=how.recomputes),
+        block_bytes=how.passes(size).learning(block_size, learns=how.learns, recomputes=how.recomputes),
         is_measured=False,
     )
 
