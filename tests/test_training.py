@@ -19,6 +19,7 @@ from spkv_nas.model.gates import predictors
 from spkv_nas.training import callbacks, trainer
 from spkv_nas.training.branches import Trunk, first_key, train_branch
 from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.dataset import BlockDataset
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
@@ -108,13 +109,13 @@ class TestBranches:
     ) -> None:
         seen: dict[str, list[int]] = {}
         current = ""
-        original = trainer.BlockDataset.__getitem__
+        original = BlockDataset.__getitem__
 
-        def watch(self: trainer.BlockDataset, index: int) -> dict[str, torch.Tensor]:
+        def watch(self: BlockDataset, index: int) -> dict[str, torch.Tensor]:
             seen.setdefault(current, []).append(index)
             return original(self, index)
 
-        monkeypatch.setattr(trainer.BlockDataset, "__getitem__", watch)
+        monkeypatch.setattr(BlockDataset, "__getitem__", watch)
         layout = Layout(("GL", "LG"), window=8)
         for current, variant in (
             ("full", Variant.full_attention()),

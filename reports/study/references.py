@@ -22,7 +22,6 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load_on, read_shape
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.training.branches import Trunk
-from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.recipe import BranchConfig, GatesConfig, Recipe
 
 _TRAINS = ("model", "tokenizer", "data", "dense", "branch", "gates", "seed", "precision")  # sections of a recipe
@@ -134,8 +133,7 @@ class Subject:
 
     def _on(self, heldout: TokenBlocks) -> Trunk:
         """The trunk, with other held-out text."""
-        corpus = self.trunk.corpus
-        return replace(self.trunk, corpus=Corpus(corpus.tokenizer, corpus.train, heldout))
+        return replace(self.trunk, corpus=replace(self.trunk.corpus, heldout=heldout))
 
     def model(self, checkpoint: str | Path | None = None) -> PreTrainedModel:
         """A new copy of the dense model, or of another checkpoint, in the recipe's precision."""

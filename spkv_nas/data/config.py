@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
 from spkv_nas.base.schema import Section
 
+ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 BLOCK_SIZE = 512  # tokens, by default
 
 
@@ -29,6 +32,30 @@ class SourceConfig(Section):
         return self
 
 
+class RulerMix(Section):
+    """Samples of RULER, with their answers, as blocks of the training text (SP-KV paper: 1.7 % of the decay's)."""
+
+    share: float = Field(gt=0.0, le=1.0, description="of the training blocks")
+    tasks: Literal["all-but-qa"] | list[str] = Field(
+        ALL_TASKS, description="names of RULER's tasks; those on documents are not among them"
+    )
+    loss: Literal["all", "answers"] = Field("all", description="which of their tokens are learned")
+    lengths: list[int] | None = Field(
+        None, min_length=1, description="tokens of the samples of a block, one of them by lot; a block by default"
+    )
+    haystack: list[str] = Field([], description="files and folders of essays, in which needles hide")
+
+    def tasks_of(self, known: list[str]) -> list[str]:
+        """The tasks that are named, or all that are known to need no file of questions."""
+        return known if self.tasks == ALL_TASKS else list(self.tasks)
+
+
+class MixConfig(Section):
+    """What is mixed into the training text; held-out text is left alone."""
+
+    ruler: RulerMix
+
+
 class DataConfig(Section):
     """Text and how it is cut."""
 
@@ -36,3 +63,11 @@ class DataConfig(Section):
     block_size: int = Field(BLOCK_SIZE, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents, by content hash")
     max_heldout_tokens: int = Field(500_000, ge=1, le=MOST_WHOLE)
+    mix: MixConfig | None = Field(None, description="what is mixed into the training text")
+
+    @model_validator(mode="after")
+    def _fitting_samples(self) -> DataConfig:
+        lengths = [] if self.mix is None else self.mix.ruler.lengths or []
+        if any(not 1 <= length <= self.block_size for length in lengths):
+            raise ValueError(f"mix.ruler.lengths: a sample has 1 to {self.block_size} tokens, those of a block")
+        return self

@@ -27,7 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from spkv_nas.base.memory import chunk_tokens
 from spkv_nas.model.shape import vocabulary_size
 
-_NO_TARGET = -100  # a label that is not predicted
+NO_TARGET = -100  # a label that is not predicted
 
 
 def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
         if running:
             decoder_pass, arguments = running.pop()
             if decoder_pass.makes(logits, model.forward):
-                count = (labels[:, 1:] != _NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
+                count = (labels[:, 1:] != NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
                 total = decoder_pass.total(labels[:, 1:], model.forward)
                 return total / torch.as_tensor(count, device=total.device)
             trusted = False
@@ -207,7 +207,7 @@ class _DecoderPass:
             with torch.no_grad():
                 wanted = self._logits(targets[None], forward)[0]
             return _divergence(logits, wanted)
-        return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=_NO_TARGET)
+        return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=NO_TARGET)
 
     def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
         """[B, T, V] of last hidden states [B, T, C]."""

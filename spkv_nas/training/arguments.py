@@ -52,6 +52,7 @@ def training_arguments(
         logging_steps=10,
         logging_nan_inf_filter=False,
         dataloader_drop_last=True,
+        train_sampling_strategy="random" if recipe.data.mix is None else "sequential",  # a mixture has its own order
         seed=recipe.seed if seed is None else seed,
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,

@@ -37,6 +37,7 @@ from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
 from spkv_nas.training.callbacks import HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
+from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import dense_checkpoint
 from spkv_nas.training.lora import merge_adapters
 from spkv_nas.training.passes import train_in_fitting_passes
@@ -50,7 +51,7 @@ from spkv_nas.training.run_files import (
     write_heldout_log,
 )
 from spkv_nas.training.sharding import spare_passes, whole_weights
-from spkv_nas.training.trainer import BlockDataset, SPKVTrainer
+from spkv_nas.training.trainer import SPKVTrainer
 from spkv_nas.training.variants import Kind, Variant
 
 _RECORD, _NLL = "run.json", "heldout-nll.npz"
@@ -240,7 +241,7 @@ def _trainer(
     trainer = SPKVTrainer(
         model=setup.model,
         args=training_arguments(recipe, setup.phase, folder, device=device, seed=seed + 1),
-        train_dataset=BlockDataset(corpus.train),
+        train_dataset=training_data(recipe, corpus, setup.phase, seed + 1),
         schedule=setup.schedule,
         gates=setup.gates,
         gate_options=recipe.gates,

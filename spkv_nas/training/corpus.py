@@ -17,6 +17,7 @@ from spkv_nas.base.manifest import check_manifest, is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.splits import cache_split, read_split, train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, save_tokenizer
 from spkv_nas.training.optimizer import check_optimizer
@@ -26,11 +27,12 @@ from spkv_nas.training.trackers import check_trackers
 
 @dataclass(frozen=True)
 class Corpus:
-    """A recipe's text as token blocks, and the tokenizer that made them."""
+    """A recipe's text as token blocks, the tokenizer that made them, and essays that samples hide needles in."""
 
     tokenizer: PreTrainedTokenizerBase
     train: TokenBlocks
     heldout: TokenBlocks
+    essays: Essays | None = None
 
     @cached_property
     def text(self) -> str:
@@ -74,7 +76,9 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
             return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base, reporter)
 
     source, blocks = on_main(prepare)
-    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data))
+    haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
+    essays = Essays.read([str(base / file) for file in haystack]) if haystack else None
+    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data), essays)
 
 
 def tokenizer_folder(recipe: Recipe, folder: Path) -> Path:

@@ -29,6 +29,7 @@ from spkv_nas.model.shape import check_counts, check_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
+from spkv_nas.training.dataset import training_data
 from spkv_nas.training.passes import train_in_fitting_passes
 from spkv_nas.training.phases import LearningRateSchedule
 from spkv_nas.training.recipe import Recipe
@@ -41,7 +42,7 @@ from spkv_nas.training.run_files import (
     save_run,
 )
 from spkv_nas.training.sharding import whole_weights
-from spkv_nas.training.trainer import BlockDataset, SPKVTrainer
+from spkv_nas.training.trainer import SPKVTrainer
 
 
 def dense_checkpoint(
@@ -90,7 +91,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
         return SPKVTrainer(
             model=new_model(recipe, corpus.tokenizer),
             args=training_arguments(recipe, phase, folder, device=device),
-            train_dataset=BlockDataset(corpus.train),
+            train_dataset=training_data(recipe, corpus, phase, recipe.seed),
             schedule=LearningRateSchedule(phase.steps, phase.warmup_steps, 0),
             recomputes=recipe.gradient_checkpointing,
             compiles=recipe.compile,

@@ -26,6 +26,7 @@ from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
+from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 
 OFFLOAD = "fsdp-offload"
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
@@ -218,6 +219,10 @@ class Recipe(Section):
             raise ValueError(
                 f"optimizer: {self.optimizer} knows no shards: with sharding: {self.sharding} leave it out"
             )
+        if self.data.mix is not None:
+            known = available(NO_MATERIAL)
+            for task in set(self.data.mix.ruler.tasks_of(known)) - set(known):
+                raise ValueError(f"data.mix.ruler.tasks: '{task}' is none of {', '.join(known)}")
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
         for name, phase in (("dense", self.dense), ("branch", self.branch)):
@@ -263,6 +268,8 @@ class Recipe(Section):
         """
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
         data = {key: value for key, value in data.items() if key not in _LATER or value != _LATER[key]}
+        if "data" in data and data["data"]["mix"] is None:
+            del data["data"]["mix"]
         if (gates := data.get("gates")) is not None and gates["target_density"] is None:
             gates["density_weight"] = 0.0 - gates.pop("price")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
@@ -27,7 +26,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.compiled import compiled
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
@@ -52,20 +50,6 @@ from spkv_nas.training.trackers import WANDB, EndWandbRun
 
 class TrainingStoppedError(UserError):
     """Training met a loss, a gradient or a weight that is not finite; nothing was saved with it."""
-
-
-class BlockDataset(Dataset[dict[str, Tensor]]):
-    """Token blocks as the trainer wants them: ``input_ids`` and ``labels`` [T]."""
-
-    def __init__(self, blocks: TokenBlocks) -> None:
-        self._tokens = blocks.tokens
-
-    def __len__(self) -> int:
-        return int(self._tokens.shape[0])
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = torch.from_numpy(self._tokens[index].astype(np.int64))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 class SPKVTrainer(Trainer):

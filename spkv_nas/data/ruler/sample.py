@@ -46,6 +46,16 @@ class Sample:
         """What a model continues."""
         return f"{self.prompt}\n{self.answer_prefix}"
 
+    @property
+    def continuation(self) -> str:
+        """How a model should: all answers in their order."""
+        return continuation(self.answers)
+
+
+def continuation(answers: Sequence[str]) -> str:
+    """What follows the beginning of an answer."""
+    return f" {', '.join(answers)}"
+
 
 class NoRoomError(UserError):
     """A length in which not even the least of a task fits."""
@@ -53,13 +63,17 @@ class NoRoomError(UserError):
 
 @dataclass(frozen=True)
 class Request:
-    """Which sample of which task is asked for, and how many tokens it may take with its answer."""
+    """Which sample of which task is asked for, and how many tokens it may take with its answer.
+
+    ``is_answered`` says that the answer is known, as in training, so that it needs no more room than it takes.
+    """
 
     task: str
     seed: int
     index: int
     length: int
     tokenizer: PreTrainedTokenizerBase
+    is_answered: bool = False
 
     @cached_property
     def rng(self) -> Random:
@@ -93,8 +107,8 @@ def fill(
     Raises:
         NoRoomError: the least does not fit.
     """
-    written = request.tokenizer(f" {', '.join(answers)}", add_special_tokens=False)["input_ids"]
-    room = max(new_tokens, len(written))
+    written = len(request.tokenizer(continuation(answers), add_special_tokens=False)["input_ids"])
+    room = written + 1 if request.is_answered else max(new_tokens, written)  # with the token that ends it
 
     def sample(number: int) -> Sample:
         made = Sample(request.task, render(number), answer_prefix, tuple(answers), 0, room)

@@ -70,11 +70,16 @@ def generate(
     length: int,
     tokenizer: PreTrainedTokenizerBase,
     material: Material = NO_MATERIAL,
+    *,
+    is_answered: bool = False,
 ) -> Sample:
     """Sample ``index`` of a task, with its answer at most ``length`` tokens.
+
+    Args:
+        is_answered: whether the answer is known, and needs no more room than it takes.
 
     Raises:
         UserError: no such task, a task on documents without them, or a length that has no room for it.
     """
     check_task(task)
-    return TASKS[task].generate(Request(task, seed, index, length, tokenizer), material)
+    return TASKS[task].generate(Request(task, seed, index, length, tokenizer, is_answered), material)

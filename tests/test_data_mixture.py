@@ -1,0 +1,179 @@
+"""Samples of RULER among the training text: their share, their tokens, and runs that see the same of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from interruptions import assert_same, cut
+from ruler_bytes import embedded_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MOST_SEED
+from spkv_nas.base.schema import merged
+from spkv_nas.data.mixture import Mixture
+from spkv_nas.data.ruler.blocks import RulerBlocks
+from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
+from spkv_nas.model.loss import NO_TARGET
+from spkv_nas.training.branches import Branch, train_branch
+from spkv_nas.training.corpus import Corpus, load_corpus
+from spkv_nas.training.dataset import training_data
+from spkv_nas.training.dense import train_dense
+from spkv_nas.training.recipe import BranchConfig, Recipe
+from spkv_nas.training.variants import Variant
+
+MIX = {"share": 0.5, "tasks": ["niah_single_1"]}
+
+
+class TestMixture:
+    @given(
+        share=st.floats(0.001, 1.0), num_text=st.integers(1, 50), seed=st.integers(0, MOST_SEED),
+        start=st.integers(0, 10_000), length=st.integers(1, 200),
+    )  # fmt: skip
+    def test_every_stretch_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
+        mixture = Mixture(share, num_text, seed)
+        found = sum(mixture.at(place)[0] for place in range(start, start + length))
+        assert abs(found - share * length) <= 1 + 1e-6
+
+    @pytest.mark.parametrize("share", [0.017, 0.5, 1.0])
+    def test_each_number_once_and_the_text_as_often_as_it_comes_round(self, share: float) -> None:
+        mixture = Mixture(share, num_text=10, seed=3)
+        places = [mixture.at(place) for place in range(1000)]
+        synthetic = [number for is_synthetic, number in places if is_synthetic]
+        text = [number for is_synthetic, number in places if not is_synthetic]
+        assert synthetic == list(range(len(synthetic)))
+        counts = Counter(text)
+        assert not counts or max(counts.values()) - min(counts.values()) <= 1
+        assert len(counts) in (0, 10)
+        assert text[:10] != text[10:20] or not text
+
+    def test_another_seed_has_another_order(self) -> None:
+        orders = [[Mixture(0.3, 100, seed).at(place) for place in range(50)] for seed in (0, 0, 1)]
+        assert orders[0] == orders[1] != orders[2]
+
+
+def ruler_blocks(tokenizer: PreTrainedTokenizerBase, **options: Any) -> RulerBlocks:
+    found: dict[str, Any] = {
+        "block_size": 512, "tasks": ("niah_single_1",), "lengths": (512,), "learns_all": True, "seed": 0,
+        "material": NO_MATERIAL,
+    }  # fmt: skip
+    return RulerBlocks(tokenizer, **{**found, **options})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return embedded_tokenizer()
+
+
+class TestBlocks:
+    def test_a_sample_fills_a_block_and_ends_as_a_text_does(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        for number in range(10):
+            tokens, learned = ruler_blocks(tokenizer).block(number)
+            end = int(learned.sum())
+            assert learned[:end].all()
+            assert 0.97 * 512 <= end <= 512
+            assert (tokens[end - 1 :] == tokenizer.eos_token_id).all()
+
+    def test_answers_alone_may_be_learned(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        tokens, learned = ruler_blocks(tokenizer, learns_all=False).block(0)
+        answer = tokenizer.decode(tokens[learned]).removesuffix(tokenizer.eos_token).strip()
+        asked = tokenizer.decode(tokens[~learned])
+        assert len(answer) == 7
+        assert f" is {answer}." in asked
+        assert np.array_equal(tokens, ruler_blocks(tokenizer).block(0)[0])
+
+    def test_several_short_samples_fill_a_block(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        blocks = ruler_blocks(tokenizer, lengths=(160, 256), learns_all=False)
+        numbers = [int((np.diff(blocks.block(number)[1].astype(int)) == 1).sum()) for number in range(20)]
+        assert set(numbers) == {2, 3}
+
+    def test_all_tasks_come(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        tasks = tuple(available(NO_MATERIAL))
+        blocks = ruler_blocks(tokenizer, block_size=2048, lengths=(2048,), tasks=tasks)
+        blocks.check()
+        begins = {tokenizer.decode(blocks.block(number)[0][:12]) for number in range(40)}
+        assert len(begins) >= 5
+
+    def test_no_sample_is_an_evaluations(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        text = tokenizer.decode(ruler_blocks(tokenizer).block(0)[0])
+        for seed in (0, MOST_SEED):
+            assert generate("niah_single_1", seed, 0, 512, tokenizer, is_answered=True).answers[0] not in text
+
+    def test_what_has_no_room_is_named(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        with pytest.raises(UserError, match="RULER's cwe needs at least"):
+            ruler_blocks(tokenizer, tasks=("niah_single_1", "cwe"), lengths=(300,)).check()
+        with pytest.raises(UserError, match="RULER's niah_single_1 needs at least"):
+            ruler_blocks(tokenizer, lengths=(512, 20)).check()
+
+
+class TestTraining:
+    @pytest.fixture
+    def mixed(self, recipe: Recipe) -> Recipe:
+        config = {**(recipe.model.config or {}), "max_position_embeddings": 512}
+        return Recipe(**merged(recipe.model_dump(), {
+            "data": {"block_size": 400, "heldout": 0.5, "mix": {"ruler": MIX}}, "model": {"config": config},
+        }))  # fmt: skip
+
+    @pytest.fixture
+    def mixed_corpus(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
+        return load_corpus(mixed, recipe_file.parent, tmp_path / "runs")
+
+    def test_half_of_the_blocks_are_samples(self, mixed: Recipe, mixed_corpus: Corpus) -> None:
+        phase = BranchConfig(steps=5, batch_size=4)
+        for loss in ("all", "answers"):
+            recipe = Recipe(**merged(mixed.model_dump(), {"data": {"mix": {"ruler": {**MIX, "loss": loss}}}}))
+            items = list(training_data(recipe, mixed_corpus, phase, 0))
+            texts = [mixed_corpus.tokenizer.decode(item["input_ids"]) for item in items]
+            samples = [text.startswith("Remember the magic") for text in texts]
+            assert (len(items), sum(samples)) == (20, 10)
+            learned = [int((item["labels"] != NO_TARGET).sum()) for item in items]
+            assert all(number == 400 for number, is_sample in zip(learned, samples, strict=True) if not is_sample)
+            least, most = (370, 400) if loss == "all" else (2, 9)
+            assert all(least <= number <= most for number, one in zip(learned, samples, strict=True) if one)
+
+    def test_held_out_text_is_left_alone(
+        self, mixed: Recipe, mixed_corpus: Corpus, recipe_file: Path, tmp_path: Path
+    ) -> None:
+        plain = Recipe(**merged(mixed.model_dump(), {"data": {"mix": None}}))
+        assert load_corpus(plain, recipe_file.parent, tmp_path / "runs").text == mixed_corpus.text
+
+    def test_an_interrupted_branch_resumes_bit_for_bit(
+        self, mixed: Recipe, mixed_corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        dense = train_dense(mixed, mixed_corpus, tmp_path / "dense", device="cpu")
+
+        def train(name: str) -> Branch:
+            return train_branch(mixed, mixed_corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
+
+        whole = train("whole")
+        cut(train, "torn", monkeypatch)
+        assert_same(whole, train("torn"))
+
+    def test_a_recipe_without_it_trains_what_it_did(self, recipe: Recipe, mixed: Recipe) -> None:
+        plain = Recipe(**merged(mixed.model_dump(), {"data": {**recipe.data.model_dump()}}))
+        assert plain.content_hash("data") == recipe.content_hash("data") != mixed.content_hash("data")
+
+    @pytest.mark.parametrize(
+        ("mix", "said"),
+        [
+            ({"share": 0.0}, "data.mix.ruler.share"),
+            ({"share": 0.1, "tasks": ["qa_1"]}, "'qa_1' is none of niah_single_1, "),
+            ({"share": 0.1, "lengths": [401]}, "a sample has 1 to 400 tokens"),
+        ],
+        ids=str,
+    )
+    def test_what_makes_no_sense(self, mix: dict[str, Any], said: str, mixed: Recipe) -> None:
+        data = merged(mixed.model_dump(mode="json"), {"data": {"mix": {"ruler": {**MIX, **mix}}}})
+        with pytest.raises(UserError, match=said):
+            Recipe.parse(data, Path(), "recipe")
+
+    def test_blocks_too_short_for_a_task(self, mixed: Recipe, mixed_corpus: Corpus, tmp_path: Path) -> None:
+        recipe = Recipe(**merged(mixed.model_dump(), {"data": {"mix": {"ruler": {**MIX, "tasks": ["cwe"]}}}}))
+        with pytest.raises(UserError, match="RULER's cwe needs at least"):
+            train_dense(recipe, mixed_corpus, tmp_path / "dense", device="cpu")
