@@ -12,12 +12,13 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
-pass. Under autocast each linear layer casts what enters it; adapters, which are float32, have it in float32 where the
-weights are bfloat16. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time
-the rest. The logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels
-take little: attention's memory is linear in the tokens. What adapters keep by their rank is left out. What an allocator
-keeps for itself comes on top. Of other families autograd keeps within a tenth as much; of Gemma 3, with twice the
-norms, a quarter more where all weights learn. reports/LOG.md has measured peaks beside these.
+pass. Under autocast what goes from layer to layer stays float32, and each linear layer casts what enters it; adapters,
+which are float32, have it in float32 where the weights are bfloat16. Layers that are computed again (activation
+checkpointing) keep their input, d, and one at a time the rest. The logits of all tokens are never there at once, only
+those of a chunk (``base.memory.CHUNK_BYTES``). Kernels take little: attention's memory is linear in the tokens. What
+adapters keep by their rank is left out. What an allocator keeps for itself comes on top. Of other families autograd
+keeps within a tenth as much; of Gemma 3, with twice the norms, a quarter more where all weights learn. reports/LOG.md
+has measured peaks beside these.
 """
 
 from __future__ import annotations
@@ -80,14 +81,14 @@ class PassMemory:
         item: bytes of an activation.
         gates: that it has, if any.
         mixes: whether heads mix global and local attention, and keep the results of both.
-        casts: bytes of what enters a linear layer that learns or has an adapter, where each casts it; 0: as it is.
+        autocast: whether the model's own weights are float32, and cast for every product.
     """
 
     size: ModelSize
     item: int = FLOAT32
     gates: GateConfig | None = None
     mixes: bool = False
-    casts: int = 0
+    autocast: bool = False
 
     def forward(self, num_tokens: int) -> int:
         """Of a pass without gradients, up to the last hidden states."""
@@ -140,7 +141,8 @@ class PassMemory:
         q, kv = self._attention
         own, norms = self.item * (3 * ffn + 2 * (q + kv) + q * self.mixes), 2 * channels
         if learns is not Learns.GATES:
-            own += self.casts * (5 * channels + ffn + q) if self.casts else self.item * (2 * channels + ffn + q)
+            cast = self.item if self.autocast else FLOAT32
+            own += cast * (5 * channels + ffn + q) if self.item < FLOAT32 else self.item * (2 * channels + ffn + q)
         if learns is Learns.ALL:
             norms *= 2
         return own + FLOAT32 * norms
@@ -152,7 +154,8 @@ class PassMemory:
 
     def _hidden(self, num_tokens: int) -> int:
         """What enters every layer."""
-        return num_tokens * self.item * self.size.hidden_size * self.size.heads.num_layers
+        item = FLOAT32 if self.autocast else self.item
+        return num_tokens * item * self.size.hidden_size * self.size.heads.num_layers
 
 
 def fitting_pass(memory: PassMemory, block_size: int, wanted: int, room: float) -> tuple[int, bool]:

@@ -151,10 +151,8 @@ class Training:
 
     def passes(self, size: ModelSize, gates: GateConfig | None = None) -> PassMemory:
         """What its passes take on one device."""
-        if not self.bfloat16:
-            return PassMemory(size, FLOAT32, gates)
-        casts = BFLOAT16 if self.weight_item > BFLOAT16 else FLOAT32  # to autocast's dtype, or to that of adapters
-        return PassMemory(size, BFLOAT16, gates, casts=casts)
+        item = BFLOAT16 if self.bfloat16 else FLOAT32
+        return PassMemory(size, item, gates, autocast=item < self.weight_item)
 
 
 @dataclass(frozen=True)
@@ -330,7 +328,7 @@ class Stages:
             share = 0.0 if how.offloads else 1.0 / devices
             return Bytes(weights * share, moved * share + whole, passing)
         copies = 0.0
-        if passes.item < how.weight_item:  # autocast's; of weights that do not learn only as long as they are needed
+        if passes.autocast:  # its own; of weights that do not learn only as long as they are needed
             shortly = how.recomputes and how.learns is not Learns.ALL
             copies = passes.item * (outside + layer if shortly else size.num_parameters)
         buckets = FLOAT32 * learning if devices > 1 else 0  # DDP gathers gradients in copies
