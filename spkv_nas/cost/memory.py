@@ -82,6 +82,7 @@ class PassMemory:
         gates: that it has, if any.
         mixes: whether heads mix global and local attention, and keep the results of both.
         autocast: whether the model's own weights are float32, and cast for every product.
+        on_cpu: whether gated attention computes, and keeps what it does, in float32.
     """
 
     size: ModelSize
@@ -89,6 +90,7 @@ class PassMemory:
     gates: GateConfig | None = None
     mixes: bool = False
     autocast: bool = False
+    on_cpu: bool = False
 
     def forward(self, num_tokens: int) -> int:
         """Of a pass without gradients, up to the last hidden states."""
@@ -130,6 +132,10 @@ class PassMemory:
         return self.size.heads.attention_width, self.size.heads.num_kv_heads * self.size.heads.head_dim
 
     @property
+    def _attention_item(self) -> int:
+        return FLOAT32 if self.on_cpu and self.gates is not None else self.item
+
+    @property
     def _predictor(self) -> int:
         """Bytes that a predictor keeps of a token."""
         channels = self.size.hidden_size
@@ -139,7 +145,8 @@ class PassMemory:
         """Bytes that a layer keeps of a token."""
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv = self._attention
-        own, norms = self.item * (3 * ffn + 2 * (q + kv) + q * self.mixes), 2 * channels
+        own = self.item * (3 * ffn + q * self.mixes) + self._attention_item * 2 * (q + kv)
+        norms = 2 * channels
         if learns is not Learns.GATES:
             cast = self.item if self.autocast else FLOAT32
             own += cast * (5 * channels + ffn + q) if self.item < FLOAT32 else self.item * (2 * channels + ffn + q)
@@ -150,7 +157,8 @@ class PassMemory:
     def _backward(self, num_tokens: int) -> int:
         q, kv = self._attention
         ffn = self.size.intermediate_size
-        return num_tokens * self.item * (2 * self.size.hidden_size + max(4 * ffn, 8 * q + 4 * kv))
+        own = max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
+        return num_tokens * (self.item * 2 * self.size.hidden_size + own)
 
     def _hidden(self, num_tokens: int) -> int:
         """What enters every layer."""

@@ -149,10 +149,10 @@ class Training:
         """Bytes of one of the model's weights."""
         return FLOAT32 if self.learns is Learns.ALL else self.frozen_item
 
-    def passes(self, size: ModelSize, gates: GateConfig | None = None) -> PassMemory:
+    def passes(self, size: ModelSize, gates: GateConfig | None = None, *, on_cpu: bool = False) -> PassMemory:
         """What its passes take on one device."""
         item = BFLOAT16 if self.bfloat16 else FLOAT32
-        return PassMemory(size, item, gates, autocast=item < self.weight_item)
+        return PassMemory(size, item, gates, autocast=item < self.weight_item, on_cpu=on_cpu)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,8 @@ class Stages:
         """
         learning = (FLOAT32 + MOMENTS) * self.num_predictor_parameters if of_keys else 0
         weights = self._weights(gated=of_keys)
-        passes = PassMemory(self.size, self.item, self.gates if of_keys else None, mixes=not of_keys)
+        gates, on_cpu = self.gates if of_keys else None, self.site.is_cpu
+        passes = PassMemory(self.size, self.item, gates, mixes=not of_keys, on_cpu=on_cpu)
         wanted = max(1, step_tokens // self.block_size)
         blocks, again = fitting_pass(passes, self.block_size, wanted, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=again))
@@ -315,7 +316,7 @@ class Stages:
 
     def _training_bytes(self, how: Training, devices: int, blocks: int, gated: bool) -> Bytes:
         """On one of ``devices``, ``blocks`` passing at once."""
-        size, passes = self.size, how.passes(self.size, self.gates if gated else None)
+        size, passes = self.size, how.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
         predictors = self.num_predictor_parameters if gated else 0
         learning = predictors + how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
         passing = passes.learning(blocks * self.block_size, learns=how.learns, recomputes=how.recomputes)

@@ -42,7 +42,8 @@ def passes(
         wanted: blocks of a step.
         gates, mixes: as ``PassMemory`` has them.
     """
-    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gates, mixes)
+    item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
+    memory = PassMemory(model_size(model), item, gates, mixes, on_cpu=on_cpu)
     return fitting_pass(memory, length, wanted, ROOM * room_for_passes(model))
 
 
