@@ -36,6 +36,7 @@ branch: {steps: 4, batch_size: 2, learning_rate: 1e-2}
 priced: {learning_rate_multiplier: 9.0}
 unpriced: {learning_rate_multiplier: 9.0, bias: 1.0}
 frozen: {steps: 3, step_tokens: 64}
+head_gates_steps: 2
 duo_steps: 2
 regression_layouts: 12
 random: 2

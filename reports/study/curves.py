@@ -70,10 +70,10 @@ def curve_cells(subject: Subject) -> Iterator[Cell]:
 
 
 def _base(subject: Subject, signal: str, seed: int) -> Setting:
-    frozen = subject.plan.frozen
-    steps, tokens = frozen.steps, frozen.step_tokens
+    plan = subject.plan
+    steps, tokens = plan.frozen.steps, plan.frozen.step_tokens
     if signal == HEAD_GATES:
-        steps, tokens = head_gates.DEFAULT_STEPS, head_gates.STEP_TOKENS
+        steps, tokens = plan.head_gates_steps, head_gates.STEP_TOKENS
     return Setting(signal, steps, tokens, subject.recipe.data.block_size, subject.plan.window, seed)
 
 

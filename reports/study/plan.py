@@ -87,6 +87,7 @@ class Plan(Section):
     priced: dict[str, Any]
     unpriced: dict[str, Any]
     frozen: Frozen
+    head_gates_steps: int = Field(ge=1)
     duo_steps: int = Field(ge=1)
     regression_layouts: int = Field(ge=1)
     random: int = Field(ge=0)

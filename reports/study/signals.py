@@ -143,7 +143,7 @@ def _other(subject: Subject, name: str, heads: int | None = None) -> Measured:
     if name == REGRESSION:
         own = {"budget": heads, "num_layouts": plan.regression_layouts}
     elif name == HEAD_GATES:
-        own = {"budget": heads}
+        own = {"budget": heads, "steps": plan.head_gates_steps}
     elif name == DUO:
         own = {"steps": plan.duo_steps}
     with subject.reporter.bar(name) as progress:
