@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="t
 
 ROOT = Path(__file__).parent.parent
 OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
-OUTLINED = "svg[data-chart=density] .global"
+MAP = "svg[data-chart=density]"
 ALL_FILES = """() => {
   const slider = document.getElementById("instrument-budget"), texts = [];
   for (let budget = 1; budget <= Number(slider.max); budget++) {
@@ -37,6 +37,11 @@ ALL_FILES = """() => {
   }
   return texts;
 }"""
+
+
+def num_outlined(page: Any) -> int:
+    """Of the heads on the first map."""
+    return int(page.get_attribute(MAP + " .global", "d").count("M"))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +129,26 @@ def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: P
         assert texts == [propose(at, budget, num_random=0)["densest"].text for budget in range(1, 64)]
 
 
+@pytest.mark.parametrize("tau", [0.05, 0.5, 0.7, 0.95])
+def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: Path, tau: float) -> None:
+    """Over all text and by domain, to the last digit, and rounded in its cells."""
+    table = DensityTable.read(workspace / "probes/stdlib-21x3").at_tau(tau)
+    page = open_page(f"#budget=18&tau={tau:g}")
+    labels = page.eval_on_selector_all(MAP + " .cell", "cells => cells.map(cell => cell.getAttribute('aria-label'))")
+    texts = page.eval_on_selector_all(MAP + " .values text", "texts => texts.map(text => text.textContent)")
+    heads = [(layer, head) for head in range(3) for layer in range(21)]
+    assert texts == [table.measure.scale.text(table.values[at]) for at in heads]
+    chosen = propose(table, 18, num_random=0)["densest"].global_mask
+    assert labels == [
+        "\n".join(
+            [f"Layer {at[0]}, KV head {at[1]}: density {table.measure.exact(table.values[at])}, "
+             f"{'global' if chosen[at] else 'local'}",
+             *(f"{domain}: {table.measure.exact(table.domain_density(domain)[at])}" for domain in table.domains)]
+        )
+        for at in heads
+    ]  # fmt: skip
+
+
 def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
     texts = ["", "a" * 55, "a" * 56, "b" * 64, "ü" * 100, *map(str, range(200))]
     page = open_page()
@@ -149,7 +174,7 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowRight"):
         page.keyboard.press(key)
     assert page.inner_text("#instrument-heads") == "20 of 63 KV heads"
-    assert page.locator(OUTLINED).count() == 20
+    assert num_outlined(page) == 20
     box = slider.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.down()
@@ -157,7 +182,7 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     page.mouse.up()
     assert page.inner_text("#instrument-heads") == "63 of 63 KV heads"
     assert page.inner_text("#instrument-coverage") == "100.00 %"
-    assert page.locator(OUTLINED).count() == 63
+    assert num_outlined(page) == 63
     page.locator("#instrument-limit").fill("100")
     page.locator("#instrument-context").fill("65536")
     assert page.inner_text("#instrument-heads") == "24 of 63 KV heads"  # 4 MiB each, and local ones 2 KiB
@@ -176,7 +201,7 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     for part in ("form.controls", ".readout", "section[aria-labelledby=density]"):
         assert again.inner_text(part) == page.inner_text(part)
     assert "--probe 'it'\"'\"'s duo' --budget 25" in again.inner_text("#instrument-command")
-    assert again.locator(OUTLINED).count() == 25
+    assert num_outlined(again) == 25
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
 
 
@@ -194,7 +219,7 @@ def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeyp
     page = open_page("#budget=3", write_report(tmp_path, table=make_domain_table(), layouts={}))
     assert page.inner_text("#instrument-heads") == "3 of 8 KV heads"
     assert page.locator("#instrument-measured").count() == 0
-    assert page.locator(OUTLINED).count() == 3
+    assert num_outlined(page) == 3
     assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
 
 
@@ -229,6 +254,6 @@ def test_a_thousand_names_that_would_act_do_not(
     for control in ("#instrument-domain", "#instrument-other"):
         for option in range(1, page.locator(f"{control} option").count()):
             page.select_option(control, index=option)
-    page.locator("svg[data-chart=density] g").first.hover()
+    page.locator("svg[data-chart=density] .cell").first.hover()
     assert payloads[0] in page.inner_text("#tip")
     assert page.locator("dd", has_text="alert(99)").count() >= len(forms)

@@ -1,18 +1,4 @@
 /* The instrument: heads chosen by hand on the first map. What varies is in `state`; `draw` shows it. */
-const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
-function unpack([width, low, text]) {
-  const numbers = [];
-  for (let at = 0; at < text.length; at += width) {
-    let number = 0;
-    for (let letter = at; letter < at + width; letter++) number = 64 * number + LETTERS.indexOf(text[letter]);
-    numbers.push(low + number);
-  }
-  return numbers;
-}
-function bits(text, length) { /* one number for each, 0 or 1 */
-  return Uint8Array.from({ length }, (_, at) => LETTERS.indexOf(text[Math.floor(at / 6)]) >> 5 - at % 6 & 1);
-}
-
 /* The first 8 hexadecimal digits of SHA-256 (FIPS 180-4), at once: crypto.subtle answers later, and not on every page. */
 const primes = [], isPrime = number => primes.every(prime => number % prime);
 for (let number = 2; primes.length < 64; number++) if (isPrime(number)) primes.push(number);
@@ -49,25 +35,20 @@ function yamlShare(share) { return Number.isInteger(share) ? share + ".0" : Stri
 
 function instrument(given) {
   const element = name => document.getElementById("instrument-" + name);
-  const map = document.querySelector("svg[data-chart=density]"), cells = activate(map);
-  const [layers, heads] = given.grid, total = layers * heads;
-  const headOf = cells.map((_, cell) => cell % layers * heads + Math.floor(cell / layers));
-  const rects = cells.map(cell => cell.querySelector("rect")), texts = cells.map(cell => cell.querySelector("text"));
-  const layouts = given.layouts.map(([name, text]) => ({ name, mask: bits(text, total) }));
+  const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = given.grid, total = layers * heads;
+  const headOf = Array.from({ length: total }, (_, cell) => cell % layers * heads + Math.floor(cell / layers));
+  const picture = live(map, given, heads), cells = activate(map, heads);
+  const layouts = given.layouts.map(([name, text]) => ({ name, mask: new Code(text).flags(total) }));
   const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: 131072, other: -1 };
-  const tables = new Map();
+  const decoded = given.signals.map(signal => decode(signal, total)), tables = new Map();
   const none = new Uint8Array(total);
-  let painted = "", fills = [], before = none, otherBefore = none;
+  let painted = "", before = none, otherBefore = none;
 
   function table() {
     const key = state.signal + "," + state.tau;
     if (!tables.has(key)) {
-      const signal = given.signals[state.signal], { values, order, covered } = signal.tables[state.tau];
-      const unit = 2 * 10 ** signal.decimals;
-      tables.set(key, {
-        values: values.map(one => unpack(one).map(level => (level + 0.5) / unit)),
-        order: unpack(order), covered: unpack(covered).map(share => share / 10000),
-      });
+      const unit = 2 * 10 ** given.signals[state.signal].decimals, { levels, order, covered } = decoded[state.signal][state.tau];
+      tables.set(key, { values: levels.map(one => one.map(level => (level + 0.5) / unit)), order, covered });
     }
     return tables.get(key);
   }
@@ -75,27 +56,6 @@ function instrument(given) {
     const mask = new Uint8Array(total), { order } = table();
     for (let rank = 0; rank < state.budget; rank++) mask[order[rank]] = 1;
     return mask;
-  }
-  function minus(text) { return text.replace("-", "\u2212"); }
-  function written(scale, value) { /* as on the map that the page comes with */
-    const number = scale.factor * value;
-    if (Number(number.toFixed(1)) === 0) return "0";
-    return minus(number.toFixed(scale.even && Math.abs(number) < 9.95 ? 1 : 0));
-  }
-  function shade(scale, value) {
-    const at = number => scale.even ? Math.asinh(number / scale.even) : number;
-    const share = (at(value) - at(scale.low)) / (at(scale.high) - at(scale.low));
-    return Math.round(Math.min(1, Math.max(0, share)) * (given.shades.length - 1));
-  }
-  function paint(signal, values) {
-    cells.forEach((_, cell) => {
-      const value = values[headOf[cell]], level = shade(signal.scale, value), text = written(signal.scale, value);
-      const ink = level >= given.dark ? "on-light" : "on-dark";
-      if (fills[cell] !== level) rects[cell].setAttribute("fill", given.shades[level]);
-      if (texts[cell].getAttribute("class") !== ink) texts[cell].setAttribute("class", ink);
-      if (texts[cell].textContent !== text) texts[cell].textContent = text;
-      fills[cell] = level;
-    });
   }
   function bytes(cache, budget) {
     return cache.token * (budget * state.context + (total - budget) * Math.min(cache.window, state.context));
@@ -151,14 +111,10 @@ function instrument(given) {
   function draw() {
     const signal = given.signals[state.signal], { values, covered } = table(), shown = values[state.domain] || values[0];
     const key = [state.signal, state.tau, state.domain].join();
-    if (painted !== key) paint(signal, shown);
+    if (painted !== key) picture.paint(signal.scale, headOf.map(head => shown[head]));
     painted = key;
     const mask = chosen(), other = state.other < 0 ? none : layouts[state.other].mask;
-    cells.forEach((cell, index) => {
-      const head = headOf[index];
-      if (mask[head] !== before[head]) cell.classList.toggle("global");
-      if (other[head] !== otherBefore[head]) cell.classList.toggle("other");
-    });
+    picture.outline(headOf.map(head => mask[head]), headOf.map(head => other[head]));
     before = mask;
     otherBefore = other;
     map.closest("section").querySelector("h2").textContent = signal.noun[0].toUpperCase() + signal.noun.slice(1) + " by layer and KV head";

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.svg import draw, draw_scale, legend
 
+_SCRIPTS = ("page", "codes", "map", "instrument")
 Groups = dict[str, list[Chart | Panels]]
 
 
@@ -137,6 +139,7 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
     page: str = environment.get_template("template.html.j2").render(
         version=__version__,
         data=Markup(page_data(shown, choices)),
+        script=Markup(_script()),
         instrument=choices,
         charts=charts,
         table=table,
@@ -183,6 +186,13 @@ def _tie(sentence: str) -> str:
     for sign in (" %", " ± ", " = "):
         sentence = sentence.replace(sign, sign.replace(" ", "\N{NO-BREAK SPACE}"))
     return sentence
+
+
+def _script() -> str:
+    """The page's scripts in their order, without indentation, of which no text in them is made."""
+    folder = Path(__file__).parent
+    text = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    return re.sub(r"\n\s*", "\n", text)
 
 
 def _csp_hash(content: str) -> str:
