@@ -23,9 +23,10 @@ function live(map, given, rows) {
     x: left + (cell % columns + FILLED / 2) * step, y: top + (Math.floor(cell / columns) + FILLED / 2) * step + 4,
   }));
   const shown = texts.map(() => ""), inks = texts.map(() => "");
-  let wanted = [], next = total;
+  const atOnce = 64; /* numbers written in one frame: to lay text out takes longer than all else */
+  let wanted = [], next = 0, rest = 0;
   function paint(scale, numbers) {
-    const fresh = paths.map(() => ""), first = !wanted.length;
+    const fresh = paths.map(() => ""), waits = wanted.length && total > atOnce;
     wanted = numbers.map((value, cell) => {
       const level = shade(scale, value, paths.length - 1);
       fresh[level] += "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED;
@@ -33,12 +34,13 @@ function live(map, given, rows) {
     });
     paths.forEach((path, level) => { if (fresh[level] !== drawn[level]) path.setAttribute("d", fresh[level]); });
     drawn.splice(0, drawn.length, ...fresh);
-    const waiting = next < total;
     next = 0;
-    if (first) write(total); else if (!waiting) requestAnimationFrame(() => write(AT_ONCE));
+    clearTimeout(rest);
+    if (waits) { /* no number is shown that is not of its colour */
+      values.setAttribute("opacity", "0");
+      rest = setTimeout(write, 80, atOnce);
+    } else write(total);
   }
-  /* The numbers follow the colours, so many in a frame: laying text out takes longest. */
-  const AT_ONCE = 96;
   function write(most) {
     for (let room = most; next < total && room; next++) {
       const [text, ink] = wanted[next];
@@ -47,7 +49,7 @@ function live(map, given, rows) {
       if (inks[next] !== ink) texts[next].setAttribute("class", inks[next] = ink);
       room--;
     }
-    if (next < total) requestAnimationFrame(() => write(AT_ONCE));
+    if (next < total) rest = setTimeout(write, 0, atOnce); else values.removeAttribute("opacity");
   }
   function squares(mask) {
     return mask.map((one, cell) => one ? "M" + cell % columns + " " + Math.floor(cell / columns) + "h" + FILLED + "v" + FILLED + "h-" + FILLED + "z" : "").join("");
