@@ -16,7 +16,10 @@ from helpers import make_comparison, make_domain_table
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
 from spkv_nas.cli import main
+from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
+from spkv_nas.cost.roofline import HARDWARE, Roofline
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
 from spkv_nas.report.page import write_report
@@ -164,6 +167,31 @@ def _plain(text: str) -> str:
     from spkv_nas.base.files import yaml_line
 
     return yaml_line({"x": text})[4:-1]
+
+
+def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
+    """Attention's time as the calibration has it, or as the roofline of an H200; and the search's prediction."""
+    page = open_page("#budget=18&context=1000")
+    table = DensityTable.read(workspace / "probes/stdlib-21x3")
+    layout = propose(table, 18, num_random=0)["densest"]
+    bound = Roofline(HARDWARE["h200"], Shape(21, 9, 3, 16, 0)).layout_seconds(layout, 1000)
+    assert page.inner_text("#instrument-time").startswith(f"{1e9 * bound:.0f} ns of")
+    assert "at least" in page.inner_text("#instrument-time-from")
+    assert page.inner_text("#instrument-predicted")[0] == "+"
+    assert not open_page("#budget=19").is_visible("#instrument-predicted-row")  # the search scored 18 heads alone
+    for part in ("probes", "layouts", "reports"):
+        shutil.copytree(workspace / part, tmp_path / part)
+    case = LayerCase(9, 3, 16, "bfloat16", 32, 1, "cpu")
+    timings = [Timing("decode", 500 * at, heads, 1e-6 * at * (3 + heads**2)) for at in (1, 3) for heads in (0, 1, 3)]
+    timings += [Timing("prefill", 500, heads, 1e-6) for heads in (0, 3)]
+    times = Calibration(case, "abacus", 1, tuple(timings), {})
+    times.write(tmp_path / "reports/stdlib-21x3")
+    main(["report", "-w", str(tmp_path), "--probe", "stdlib-21x3"])
+    timed = tmp_path / "reports/stdlib-21x3/index.html"
+    page = open_page("#budget=18&context=1000", timed)
+    assert page.inner_text("#instrument-time").startswith(f"{1e6 * times.layout_seconds(layout, 1000):.0f} \u00b5s of")
+    assert "measured on abacus, 1 thread" in page.inner_text("#instrument-time-from")
+    assert "at least" in open_page("#context=2000&budget=18", timed).inner_text("#instrument-time-from")
 
 
 def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:

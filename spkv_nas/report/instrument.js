@@ -66,6 +66,54 @@ function instrument(given) {
     while (number >= 1024 && at < 4) { number /= 1024; at++; }
     return number.toFixed(at ? 2 : 0) + " " + units[at];
   }
+  /* Seconds per token of all layers when decoding: as measured, between what was measured, or the bound. */
+  function seconds(signal, mask) {
+    const { contexts, counts, seconds: measured, window, bandwidth } = given.times, { cache } = signal;
+    const between = (at, places) => { /* [place below, share of the way to the next] */
+      const above = Math.max(1, places.findIndex(place => place >= at));
+      return [above - 1, (at - places[above - 1]) / (places[above] - places[above - 1])];
+    };
+    if (!measured || cache.window !== window || state.context < contexts[0] || state.context > contexts[contexts.length - 1])
+      return [bytes(cache, distance(mask, none)) / bandwidth, "at least, when decoding (" + given.times.bound + ")"];
+    const [row, down] = contexts.length > 1 ? between(state.context, contexts) : [0, 0];
+    let sum = 0;
+    for (let layer = 0; layer < layers; layer++) {
+      const [column, right] = between(mask.subarray(layer * heads, (layer + 1) * heads).reduce((number, one) => number + one, 0), counts);
+      const at = row => measured[row][column] + right * (measured[row][column + 1] - measured[row][column]);
+      sum += down ? at(row) + down * (at(row + 1) - at(row)) : at(row);
+    }
+    return [sum, "when decoding (" + given.times.measured + ")"];
+  }
+  function duration(number) {
+    const units = ["s", "ms", "\u00b5s", "ns"];
+    let at = 0;
+    while (number < 1 && at < 3) { number *= 1000; at++; }
+    return number.toPrecision(3) + " " + units[at];
+  }
+  function predicted(signal) { /* [mean, deviation] in percent, by threshold, of the budgets that were scored */
+    const { low, count, order, code } = signal.predicted, reader = new Code(code), orders = new Array(count).fill(order);
+    const pairs = signal.taus.map(() => [reader.run(orders).numbers, reader.run(orders).numbers]);
+    return (tau, budget) => budget < low || budget >= low + count ? null : pairs[tau].map(numbers => numbers[budget - low] / 1000);
+  }
+  const predictions = given.signals.map(signal => signal.predicted ? predicted(signal) : () => null);
+  function percent(number) { return (number < 0 ? "\u2212" : "+") + Math.abs(number).toFixed(2) + " %"; }
+  function drawCosts(signal, mask) {
+    const { cache } = signal, found = predictions[state.signal](state.tau, state.budget);
+    element("memory-row").hidden = element("limit-row").hidden = element("time-row").hidden = !cache;
+    if (cache) {
+      element("memory").textContent = size(bytes(cache, state.budget)) + " of " + size(bytes(cache, total));
+      const [own, from] = seconds(signal, mask), [most] = seconds(signal, mask.map(() => 1));
+      element("time").textContent = duration(own) + " of " + duration(most);
+      element("time-from").textContent = from;
+      if (element("limit").value !== state.limit) element("limit").value = state.limit;
+    }
+    element("predicted-row").hidden = !found;
+    if (!found) return;
+    const [mean, deviation] = found;
+    element("predicted").textContent = percent(mean);
+    element("predicted-by").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
+      percent(mean + 1.96 * deviation) + ", by what the search scored";
+  }
   function file(mask) {
     const signal = given.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
     const rows = Array.from({ length: layers }, (_, layer) =>
@@ -130,12 +178,7 @@ function instrument(given) {
     if (element("at")) element("at").textContent = signal.taus[state.tau];
     element("coverage").textContent = (100 * covered[state.budget - 1]).toFixed(2) + " %";
     drawDomains(signal, values, mask);
-    const cache = signal.cache;
-    element("memory-row").hidden = element("limit-row").hidden = !cache;
-    if (cache) {
-      element("memory").textContent = size(bytes(cache, state.budget)) + " of " + size(bytes(cache, total));
-      if (element("limit").value !== state.limit) element("limit").value = state.limit;
-    }
+    drawCosts(signal, mask);
     const { text, hash } = file(mask);
     element("hash").textContent = hash;
     element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(text);

@@ -17,8 +17,11 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.files import yaml_line
 from spkv_nas.base.units import ITEM_BYTES
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.formulas import head_bytes
+from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.proposal.propose import propose
+from spkv_nas.proposal.strategies import densest_first
 from spkv_nas.report.choices import ORDER, coded, shares
 from spkv_nas.report.codes import Code
 from spkv_nas.report.colours import shades
@@ -26,12 +29,14 @@ from spkv_nas.report.evidence import Result, all_evidence
 from spkv_nas.report.inputs import Inputs
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered beside a probe's own
+_GPU = "h200"  # whose roofline is shown where nothing was measured, as by ``cost``
+_ORDER = 8  # of the code of predictions: in thousandths of a percent, a few hundred apart
 _VARY = ("budget", "coverage", "tau")  # in a layout's provenance, from one to the next
 
 
 def instrument(inputs: Inputs) -> dict[str, Any] | None:
     """The data, as JSON takes it; None where no head keeps anything."""
-    signals = [signal for table in inputs.probes if (signal := _signal(table, inputs.table)) is not None]
+    signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
     evidence = all_evidence(inputs)
@@ -48,6 +53,7 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
         "dark": sum(ink == "#fff" for _, ink in colours),  # of the shades, from the first on
         "budget": inputs.budget,
         "signals": signals,
+        "times": _times(inputs.calibration),
         "layouts": [[name, _flags(mask)] for mask, name in names.items()],
         "offered": len({result.mask.tobytes() for result in (*proposed, *retrained)}),  # of them, to compare with
         "measured": [
@@ -57,8 +63,9 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
     }
 
 
-def _signal(table: DensityTable, shown: DensityTable) -> dict[str, Any] | None:
-    """Of one probe, at every threshold at which it keeps anything, that of the table ``shown`` on the page too."""
+def _signal(table: DensityTable, inputs: Inputs) -> dict[str, Any] | None:
+    """Of one probe, at every threshold at which it keeps anything, that of the table on the page too."""
+    shown = inputs.table
     tables = [one for one in _at_thresholds(table, shown.tau) if one.density.any()]
     if not tables:
         return None
@@ -86,6 +93,7 @@ def _signal(table: DensityTable, shown: DensityTable) -> dict[str, Any] | None:
         "shares": shares(table),
         "order": ORDER,
         "tables": coded(tables),
+        "predicted": _predicted(tables, inputs),
     }
 
 
@@ -132,6 +140,43 @@ def _cache(table: DensityTable) -> dict[str, Any] | None:
     if head_dim is None or dtype not in ITEM_BYTES:
         return None
     return {"token": head_bytes(1, int(head_dim), ITEM_BYTES[dtype]), "window": table.window or DEFAULT_WINDOW}
+
+
+def _times(calibration: Calibration | None) -> dict[str, Any]:
+    """Where times of decoding are from, and what they follow from: the memory's bandwidth, or a layer's seconds.
+
+    The roofline of decoding: every visible key and value is read once for a token.
+    """
+    hardware = find_hardware(_GPU)
+    found: dict[str, Any] = {"bound": f"roofline, {hardware.name}", "bandwidth": hardware.bandwidth}
+    if calibration is not None:
+        contexts, counts, seconds = calibration.grid("decode")
+        found |= {
+            "measured": calibration.source,
+            "window": calibration.case.window,
+            "contexts": contexts.astype(int).tolist(),
+            "counts": counts.astype(int).tolist(),
+            "seconds": seconds.tolist(),
+        }
+    return found
+
+
+def _predicted(tables: list[DensityTable], inputs: Inputs) -> dict[str, Any] | None:
+    """Predicted ΔNLL and its deviation, in thousandths of a percent, by threshold, of the budgets that have one."""
+    if inputs.predict is None:
+        return None
+    code, found, low = Code(), None, 0
+    for table in tables:
+        order = densest_first(table.values)
+        masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
+        for budget, head in enumerate(order):
+            masks[budget:, head] = True
+        means, errors = inputs.predict(masks)
+        known = np.flatnonzero(~np.isnan(means))
+        low, found = int(known[0]) + 1, len(known)
+        for numbers in (means, errors):
+            code.run([round(1000 * number) for number in numbers[known].tolist()], [_ORDER] * found)
+    return {"low": low, "count": found, "order": _ORDER, "code": code.text}
 
 
 def _flags(mask: bytes) -> str:

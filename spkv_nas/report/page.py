@@ -23,6 +23,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
@@ -40,7 +41,7 @@ from spkv_nas.report.density_charts import (
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.headline import headline
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import Inputs, Predict
 from spkv_nas.report.instrument import instrument
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
@@ -63,6 +64,8 @@ def write_report(
     trust: Trust | None = None,
     search_record: Mapping[str, Any] | None = None,
     probes: Sequence[DensityTable] = (),
+    calibration: Calibration | None = None,
+    predict: Predict | None = None,
     progress: Progress = no_progress,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
@@ -78,6 +81,8 @@ def write_report(
         trust: how well the table orders the heads, of the layout ``densest``; None where that was not measured.
         search_record: what ``search.yaml`` says about the search as a whole.
         probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
+        calibration: times of the model's attention; None where they were not measured.
+        predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
         progress: called with (figures drawn, figures in all).
 
     Raises:
@@ -86,7 +91,7 @@ def write_report(
     """
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
-        search_record=search_record, probes=probes,
+        search_record=search_record, probes=probes, calibration=calibration, predict=predict,
     )  # fmt: skip
     groups = _charts(inputs)
     written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
