@@ -241,6 +241,78 @@ def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
 
 
+def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
+    """On the map, beside each other, in numbers, and in what a cell says; by the keyboard."""
+    page = open_page()
+    for control, keys in (("shown", "duo"), ("other", "sparsest")):
+        page.focus(f"#instrument-{control}")
+        page.keyboard.type(keys)
+    assert page.inner_text("#instrument-difference") == "both 0 \u00b7 only here 18 \u00b7 only in sparsest 18"
+    assert num_outlined(page) == 18
+    assert page.get_attribute(MAP + " .other", "d").count("M") == 18
+    assert [page.inner_text(f"#instrument-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
+    assert page.inner_text("#instrument-coverage") == "about 66.7 %"
+    assert not page.is_visible("#instrument-download")  # its file lies elsewhere, with a provenance of its own
+    page.wait_for_url(lambda url: "layout=duo" in url)
+    assert "in sparsest" in page.get_attribute(MAP + " .cell", "aria-label")
+    again = open_page(page.evaluate("location.hash"))
+    assert again.inner_text(".controls") == page.inner_text(".controls")
+    again.locator("#instrument-budget").press("ArrowRight")
+    assert again.inner_text("#instrument-heads") == "19 of 63 KV heads"
+    assert again.is_visible("#instrument-download")
+
+
+def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, workspace: Path) -> None:
+    page = open_page("#budget=10")
+    page.select_option("#instrument-other", label=f"as many heads by {OTHER}")
+    masks = [
+        propose(DensityTable.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
+        for name in ("stdlib-21x3", OTHER)
+    ]
+    both = int((masks[0] & masks[1]).sum())
+    said = f"both {both} \u00b7 only here {10 - both} \u00b7 only in those by {OTHER} {10 - both}"
+    assert page.inner_text("#instrument-difference") == said
+    page.wait_for_url(lambda url: "against=" in url)
+    assert open_page(page.evaluate("location.hash")).inner_text("#instrument-difference") == said
+
+
+def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Path) -> None:
+    """As the search's table has them; a name shows its layout on the map."""
+    page = open_page()
+    search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv")
+    unseen = search.dropna(subset="full_delta_percent").drop_duplicates("heads").sort_values("full_delta_percent")
+    rows = "#measured-all tbody tr"
+    shown = [row.split("\t") for row in page.locator(rows).all_inner_texts()]
+    assert [row[0] for row in shown[: len(unseen)]] == unseen["name"].tolist()
+    assert [row[3].split()[0] for row in shown[: len(unseen)]] == [f"{d:+.3f}" for d in unseen["full_delta_percent"]]
+    assert [float(row[2]) for row in shown[:5]] == pytest.approx(unseen["coverage_percent"].head(5).tolist(), abs=0.1)
+    page.fill("#measured-filter", "surrogate 46")
+    assert [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()] == ["surrogate-0-46"]
+    assert page.inner_text("#measured-count").startswith("1 of ")
+    page.fill("#measured-filter", "surrogate")
+    page.locator("#measured-all th button", has_text="Layout").press("Enter")
+    assert page.locator("#measured-all th[aria-sort]").inner_text() == "Layout"
+    names = [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()]
+    assert names == sorted(names, key=lambda name: [int(part) for part in name.split("-")[1:]])
+    page.locator(rows + " button").first.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "instrument-shown"
+    assert page.locator("#instrument-shown option:checked").inner_text() == names[0]
+
+
+def test_points_of_charts_show_their_layout(open_page: Any) -> None:
+    page = open_page()
+    for chart, name in (("search-retrained-coverage", "surrogate-0-46"), ("coverage-nll", "interleaved-last")):
+        page.locator(f"svg[data-chart={chart}] [role=button][aria-label^='{name}']").click(force=True)
+        assert page.locator("#instrument-shown option:checked").inner_text() == name
+    first = page.locator("svg[data-chart=coverage-budget] [role=button][tabindex='0']")
+    first.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    name = page.evaluate("document.activeElement.getAttribute('aria-label')").split("\n")[0]
+    page.keyboard.press("Enter")
+    assert page.locator("#instrument-shown option:checked").inner_text() == name
+
+
 def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of what was measured is then not there, which the script did not expect."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
@@ -279,7 +351,7 @@ def test_a_thousand_names_that_would_act_do_not(
         comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
     )  # fmt: skip
     page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
-    for control in ("#instrument-domain", "#instrument-other"):
+    for control in ("#instrument-domain", "#instrument-shown", "#instrument-other"):
         for option in range(1, page.locator(f"{control} option").count()):
             page.select_option(control, index=option)
     page.locator("svg[data-chart=density] .cell").first.hover()

@@ -44,9 +44,11 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
     colours = shades()
     retrained = [result for one in evidence if one.steps != 0 for result in one.results]
     names: dict[bytes, str] = {}  # of distinct layouts, in their order
-    for result in (*proposed, *(result for one in evidence for result in one.results)):
+    measured = [result for one in evidence for result in one.results]
+    for result in (*proposed, *measured):
         names.setdefault(result.mask.tobytes(), result.name)
     places = {mask: number for number, mask in enumerate(names)}
+    called = {(result.name, places[result.mask.tobytes()]) for result in (*proposed, *measured)}
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
@@ -55,6 +57,7 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
         "signals": signals,
         "times": _times(inputs.calibration),
         "layouts": [[name, _flags(mask)] for mask, name in names.items()],
+        "aliases": sorted([name, place] for name, place in called if name != [*names.values()][place]),
         "offered": len({result.mask.tobytes() for result in (*proposed, *retrained)}),  # of them, to compare with
         "measured": [
             [one.how, [[places[each.mask.tobytes()], _number(each.delta), _number(each.error)] for each in one.results]]

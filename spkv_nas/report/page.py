@@ -48,7 +48,7 @@ from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.svg import draw, draw_scale, legend
 
-_SCRIPTS = ("page", "codes", "map", "instrument")
+_SCRIPTS = ("page", "codes", "map", "layout_file", "costs", "compare", "instrument")
 Groups = dict[str, list[Chart | Panels]]
 
 
