@@ -91,7 +91,8 @@ def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: in
     events = json.loads(browser.stop_tracing())["traceEvents"]
     marks = {name: sorted(event["ts"] for event in events if event["name"] == name) for name in ("step", "drawn")}
     thread = next((event["pid"], event["tid"]) for event in events if event["name"] == "step")
-    tasks = [event for event in events if event["name"] == "RunTask" and (event["pid"], event["tid"]) == thread]
+    whole = (event for event in events if event["name"] == "RunTask" and "dur" in event)
+    tasks = [event for event in whole if (event["pid"], event["tid"]) == thread]
     times = [
         sum(task.get("tdur", 0) for task in tasks if start < task["ts"] + task["dur"] < end) / 1000
         for start, end in zip(marks["step"], marks["drawn"], strict=True)

@@ -19,7 +19,7 @@ function delta(change, error) {
 function measuredTable(given, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
   if (!element("all")) return;
-  const rows = layouts.map(({ name, mask }, at) => ({ at, cells: [name, count(mask), 0, ...given.measured.map(() => null)], errors: [] }));
+  const rows = layouts.map(({ name, mask }, at) => ({ at, cells: [name, count(mask), coverage(mask), ...given.measured.map(() => null)], errors: [] }));
   given.measured.forEach(([, results], way) => results.forEach(([at, change, error]) => {
     rows[at].cells[3 + way] = change;
     rows[at].errors[3 + way] = error;
@@ -30,7 +30,6 @@ function measuredTable(given, layouts, coverage, goTo) {
   let column = 3, up = true, whole = false;
   function draw() {
     const words = element("filter").value.toLowerCase().split(/\s+/), number = element("heads").value;
-    rows.forEach(row => { row.cells[2] = coverage(layouts[row.at].mask); });
     const found = rows.filter(({ cells }) => words.every(word => cells[0].toLowerCase().includes(word)) && (!number || cells[1] === Number(number)));
     const value = row => row.cells[column];
     found.sort((one, other) => {

@@ -11,10 +11,10 @@ function instrument(given) {
   const predictions = given.signals.map(predictor), none = new Uint8Array(total), all = none.map(() => 1);
   let painted = "", before = none, rival = null;
 
-  function table() {
-    const key = state.signal + "," + state.tau;
+  function table(signal = state.signal, tau = state.tau) {
+    const key = signal + "," + tau;
     if (!tables.has(key)) {
-      const unit = 2 * 10 ** given.signals[state.signal].decimals, { levels, order, covered } = decoded[state.signal][state.tau];
+      const unit = 2 * 10 ** given.signals[signal].decimals, { levels, order, covered } = decoded[signal][tau];
       tables.set(key, { values: levels.map(one => one.map(level => (level + 0.5) / unit)), order, covered });
     }
     return tables.get(key);
@@ -79,8 +79,8 @@ function instrument(given) {
       cells[3].textContent = delta(change, error);
     });
   }
-  function coverageOf(values, mask) {
-    const least = 1 / 10 ** given.signals[state.signal].decimals / 2;
+  function coverageOf(values, mask, signal) {
+    const least = 1 / 10 ** signal.decimals / 2;
     let part = 0, whole = 0;
     values.forEach((value, head) => {
       if (value < least) return;
@@ -90,7 +90,7 @@ function instrument(given) {
     return whole ? part / whole : NaN;
   }
   function drawDomains(signal, values, mask) { /* to a percent: values are known to a thousandth or so */
-    const covered = values.slice(1).map(one => 100 * coverageOf(one, mask));
+    const covered = values.slice(1).map(one => 100 * coverageOf(one, mask, signal));
     const named = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
     const say = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
     const picked = named.find(([, domain]) => domain === state.domain - 1);
@@ -118,7 +118,7 @@ function instrument(given) {
     if (element("at")) element("at").textContent = signal.taus[state.tau];
     element("shown").value = state.shown;
     element("coverage").textContent = state.shown < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
-      "about " + (100 * coverageOf(values[0], mask)).toFixed(1) + " %";
+      "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
     drawDomains(signal, values, mask);
     drawCosts(signal, mask);
     element("layout-row").hidden = element("command-row").hidden = state.shown >= 0; /* a file of its own has it */
@@ -277,7 +277,7 @@ function instrument(given) {
   restore();
   begin();
   cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
-  measuredTable(given, layouts, mask => coverageOf(table().values[0], mask), goTo);
+  measuredTable(given, layouts, mask => coverageOf(table(0, given.signals[0].start).values[0], mask, given.signals[0]), goTo);
   linkPoints(given, goTo);
   for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
 }
