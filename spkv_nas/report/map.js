@@ -38,7 +38,7 @@ function live(map, given, rows) {
     clearTimeout(rest);
     if (waits) { /* no number is shown that is not of its colour */
       values.setAttribute("opacity", "0");
-      rest = setTimeout(write, 80, atOnce);
+      rest = setTimeout(write, 150, atOnce);
     } else write(total);
   }
   function write(most) {
