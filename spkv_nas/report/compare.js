@@ -10,7 +10,6 @@ function smallMap(figure, layers, heads) { /* global heads are filled: those of 
     });
     parts.forEach((part, number) => part.setAttribute("d", paths[number]));
     figure.querySelector("h3").textContent = name;
-    svg.setAttribute("aria-label", name + ": " + count(mask) + " global KV heads");
   };
 }
 function delta(change, error) {
