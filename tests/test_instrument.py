@@ -13,24 +13,44 @@ from spkv_nas.artifacts.measure import Measure
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
 from spkv_nas.proposal.propose import propose
-from spkv_nas.report.data import packed
+from spkv_nas.report.choices import levels
+from spkv_nas.report.codes import Code
 from spkv_nas.report.evidence import all_evidence
 from spkv_nas.report.headline import headline
 from spkv_nas.report.inputs import Inputs
-from spkv_nas.report.instrument import _levels, instrument
+from spkv_nas.report.instrument import instrument
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
 
-def unpacked(width: int, low: int, text: str) -> list[int]:
-    """As the page's script does it."""
-    parts = [text[at : at + width] for at in range(0, len(text), width)]
-    return [low + sum(64**place * LETTERS.index(one) for place, one in enumerate(reversed(part))) for part in parts]
+class Reader:
+    """As the page's script reads a code."""
+
+    def __init__(self, text: str) -> None:
+        self.bits = iter("".join(f"{LETTERS.index(letter):06b}" for letter in text))
+
+    def take(self, order: int) -> int:
+        zeros = 0
+        while next(self.bits) == "0":
+            zeros += 1
+        return int("1" + "".join(next(self.bits) for _ in range(order + zeros)), 2) - 2**order
+
+    def run(self, orders: list[int]) -> list[int]:
+        sign = self.take(0)
+        least = (sign + 1) // 2 if sign % 2 else -sign // 2
+        return [least + self.take(order) for order in orders]
 
 
-@pytest.mark.parametrize("numbers", [[0], [], [63, 0, 64], [-5, 4090, 4091], [2**30, -(2**30)]], ids=str)
-def test_packed_numbers_come_back(numbers: list[int]) -> None:
-    assert unpacked(*packed(numbers)) == numbers
+@pytest.mark.parametrize(
+    "numbers", [[0], [63, 0, 64], [-5, 4090, 4091], [2**30, -(2**30)], [7] * 20], ids=lambda numbers: str(numbers[0])
+)
+@pytest.mark.parametrize("order", [0, 3, 9])
+def test_coded_numbers_come_back(numbers: list[int], order: int) -> None:
+    code, orders = Code(), [order] * len(numbers)
+    assert code.run(numbers, orders) == [(number - min(numbers)).bit_length() for number in numbers]
+    code.run(numbers[::-1], orders)
+    reader = Reader(code.text)
+    assert (reader.run(orders), reader.run(orders)) == (numbers, numbers[::-1])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +65,7 @@ def test_levels_are_written_like_the_values(signal: str, unit: str | None, large
     measure = Measure.of(
         signal, unit, np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest])
     )
-    for value, level in zip(values, _levels(values, measure), strict=True):
+    for value, level in zip(values, levels(values, measure), strict=True):
         shown = (level + 0.5) / (2 * 10**measure.decimals)
         assert (measure.exact(shown), measure.scale.text(shown)) == (measure.exact(value), measure.scale.text(value))
 
@@ -63,10 +83,14 @@ def test_an_instrument_has_the_heads_of_propose() -> None:
     given = instrument(Inputs.check(table, make_layouts("densest", "last")))
     assert given is not None
     (signal,) = given["signals"]
-    (choices,) = signal["tables"]
     assert (given["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
-    assert unpacked(*choices["order"]) == [0, 6, 3, 7, 5, 2, 4, 1]
-    assert [share / 10000 for share in unpacked(*choices["covered"])][1] == round(1.7 / 3.4, 4)
+    assert signal["shares"] == [3333, 6667]
+    reader = Reader(signal["tables"])
+    parts = [reader.run([signal["order"]] * 8) for _ in table.domains]
+    assert parts == [levels(table.values, table.measure)] * 2
+    over_all, order, beside = (reader.run([0] * 8) for _ in range(3))
+    assert (over_all, order) == ([0] * 8, [0] * 8)  # as the domains have it, the highest first
+    assert max(beside) < 5  # hundredths of a percent
     assert [name for name, _ in given["layouts"]] == ["densest", "last"]
 
 

@@ -16,7 +16,10 @@ from helpers import make_comparison, make_domain_table
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
 from spkv_nas.cli import main
+from spkv_nas.cost.calibration import Calibration, LayerCase, Timing
+from spkv_nas.cost.roofline import HARDWARE, Roofline
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
 from spkv_nas.report.page import write_report
@@ -27,7 +30,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="t
 
 ROOT = Path(__file__).parent.parent
 OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
-OUTLINED = "svg[data-chart=density] .global"
+MAP = "svg[data-chart=density]"
 ALL_FILES = """() => {
   const slider = document.getElementById("instrument-budget"), texts = [];
   for (let budget = 1; budget <= Number(slider.max); budget++) {
@@ -37,6 +40,11 @@ ALL_FILES = """() => {
   }
   return texts;
 }"""
+
+
+def num_outlined(page: Any) -> int:
+    """Of the heads on the first map."""
+    return int(page.get_attribute(MAP + " .global", "d").count("M"))
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +132,26 @@ def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: P
         assert texts == [propose(at, budget, num_random=0)["densest"].text for budget in range(1, 64)]
 
 
+@pytest.mark.parametrize("tau", [0.05, 0.5, 0.7, 0.95])
+def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: Path, tau: float) -> None:
+    """Over all text and by domain, to the last digit, and rounded in its cells."""
+    table = DensityTable.read(workspace / "probes/stdlib-21x3").at_tau(tau)
+    page = open_page(f"#budget=18&tau={tau:g}")
+    labels = page.eval_on_selector_all(MAP + " .cell", "cells => cells.map(cell => cell.getAttribute('aria-label'))")
+    texts = page.eval_on_selector_all(MAP + " .values text", "texts => texts.map(text => text.textContent)")
+    heads = [(layer, head) for head in range(3) for layer in range(21)]
+    assert texts == [table.measure.scale.text(table.values[at]) for at in heads]
+    chosen = propose(table, 18, num_random=0)["densest"].global_mask
+    assert labels == [
+        "\n".join(
+            [f"Layer {at[0]}, KV head {at[1]}: density {table.measure.exact(table.values[at])}, "
+             f"{'global' if chosen[at] else 'local'}",
+             *(f"{domain}: {table.measure.exact(table.domain_density(domain)[at])}" for domain in table.domains)]
+        )
+        for at in heads
+    ]  # fmt: skip
+
+
 def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
     texts = ["", "a" * 55, "a" * 56, "b" * 64, "ü" * 100, *map(str, range(200))]
     page = open_page()
@@ -141,6 +169,31 @@ def _plain(text: str) -> str:
     return yaml_line({"x": text})[4:-1]
 
 
+def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
+    """Attention's time as the calibration has it, or as the roofline of an H200; and the search's prediction."""
+    page = open_page("#budget=18&context=1000")
+    table = DensityTable.read(workspace / "probes/stdlib-21x3")
+    layout = propose(table, 18, num_random=0)["densest"]
+    bound = Roofline(HARDWARE["h200"], Shape(21, 9, 3, 16, 0)).layout_seconds(layout, 1000)
+    assert page.inner_text("#instrument-time").startswith(f"{1e9 * bound:.0f} ns of")
+    assert "at least" in page.inner_text("#instrument-time-from")
+    assert page.inner_text("#instrument-predicted")[0] == "+"
+    assert not open_page("#budget=19").is_visible("#instrument-predicted-row")  # the search scored 18 heads alone
+    for part in ("probes", "layouts", "reports"):
+        shutil.copytree(workspace / part, tmp_path / part)
+    case = LayerCase(9, 3, 16, "bfloat16", 32, 1, "cpu")
+    timings = [Timing("decode", 500 * at, heads, 1e-6 * at * (3 + heads**2)) for at in (1, 3) for heads in (0, 1, 3)]
+    timings += [Timing("prefill", 500, heads, 1e-6) for heads in (0, 3)]
+    times = Calibration(case, "abacus", 1, tuple(timings), {})
+    times.write(tmp_path / "reports/stdlib-21x3")
+    main(["report", "-w", str(tmp_path), "--probe", "stdlib-21x3"])
+    timed = tmp_path / "reports/stdlib-21x3/index.html"
+    page = open_page("#budget=18&context=1000", timed)
+    assert page.inner_text("#instrument-time").startswith(f"{1e6 * times.layout_seconds(layout, 1000):.0f} \u00b5s of")
+    assert "measured on abacus, 1 thread" in page.inner_text("#instrument-time-from")
+    assert "at least" in open_page("#context=2000&budget=18", timed).inner_text("#instrument-time-from")
+
+
 def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     page = open_page()
     slider = page.locator("#instrument-budget")
@@ -149,7 +202,7 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowRight"):
         page.keyboard.press(key)
     assert page.inner_text("#instrument-heads") == "20 of 63 KV heads"
-    assert page.locator(OUTLINED).count() == 20
+    assert num_outlined(page) == 20
     box = slider.bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.mouse.down()
@@ -157,7 +210,7 @@ def test_the_slider_moves_by_keyboard_and_mouse(open_page: Any) -> None:
     page.mouse.up()
     assert page.inner_text("#instrument-heads") == "63 of 63 KV heads"
     assert page.inner_text("#instrument-coverage") == "100.00 %"
-    assert page.locator(OUTLINED).count() == 63
+    assert num_outlined(page) == 63
     page.locator("#instrument-limit").fill("100")
     page.locator("#instrument-context").fill("65536")
     assert page.inner_text("#instrument-heads") == "24 of 63 KV heads"  # 4 MiB each, and local ones 2 KiB
@@ -176,7 +229,7 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     for part in ("form.controls", ".readout", "section[aria-labelledby=density]"):
         assert again.inner_text(part) == page.inner_text(part)
     assert "--probe 'it'\"'\"'s duo' --budget 25" in again.inner_text("#instrument-command")
-    assert again.locator(OUTLINED).count() == 25
+    assert num_outlined(again) == 25
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
 
 
@@ -188,13 +241,85 @@ def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
 
 
+def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
+    """On the map, beside each other, in numbers, and in what a cell says; by the keyboard."""
+    page = open_page()
+    for control, keys in (("shown", "duo"), ("other", "sparsest")):
+        page.focus(f"#instrument-{control}")
+        page.keyboard.type(keys)
+    assert page.inner_text("#instrument-difference") == "both 0 \u00b7 only here 18 \u00b7 only in sparsest 18"
+    assert num_outlined(page) == 18
+    assert page.get_attribute(MAP + " .other", "d").count("M") == 18
+    assert [page.inner_text(f"#instrument-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
+    assert page.inner_text("#instrument-coverage") == "about 66.7 %"
+    assert not page.is_visible("#instrument-download")  # its file lies elsewhere, with a provenance of its own
+    page.wait_for_url(lambda url: "layout=duo" in url)
+    assert "in sparsest" in page.get_attribute(MAP + " .cell", "aria-label")
+    again = open_page(page.evaluate("location.hash"))
+    assert again.inner_text(".controls") == page.inner_text(".controls")
+    again.locator("#instrument-budget").press("ArrowRight")
+    assert again.inner_text("#instrument-heads") == "19 of 63 KV heads"
+    assert again.is_visible("#instrument-download")
+
+
+def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, workspace: Path) -> None:
+    page = open_page("#budget=10")
+    page.select_option("#instrument-other", label=f"as many heads by {OTHER}")
+    masks = [
+        propose(DensityTable.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
+        for name in ("stdlib-21x3", OTHER)
+    ]
+    both = int((masks[0] & masks[1]).sum())
+    said = f"both {both} \u00b7 only here {10 - both} \u00b7 only in those by {OTHER} {10 - both}"
+    assert page.inner_text("#instrument-difference") == said
+    page.wait_for_url(lambda url: "against=" in url)
+    assert open_page(page.evaluate("location.hash")).inner_text("#instrument-difference") == said
+
+
+def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Path) -> None:
+    """As the search's table has them; a name shows its layout on the map."""
+    page = open_page()
+    search = pd.read_csv(workspace / "reports/stdlib-21x3/search.csv")
+    unseen = search.dropna(subset="full_delta_percent").drop_duplicates("heads").sort_values("full_delta_percent")
+    rows = "#measured-all tbody tr"
+    shown = [row.split("\t") for row in page.locator(rows).all_inner_texts()]
+    assert [row[0] for row in shown[: len(unseen)]] == unseen["name"].tolist()
+    assert [row[3].split()[0] for row in shown[: len(unseen)]] == [f"{d:+.3f}" for d in unseen["full_delta_percent"]]
+    assert [float(row[2]) for row in shown[:5]] == pytest.approx(unseen["coverage_percent"].head(5).tolist(), abs=0.1)
+    page.fill("#measured-filter", "surrogate 46")
+    assert [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()] == ["surrogate-0-46"]
+    assert page.inner_text("#measured-count").startswith("1 of ")
+    page.fill("#measured-filter", "surrogate")
+    page.locator("#measured-all th button", has_text="Layout").press("Enter")
+    assert page.locator("#measured-all th[aria-sort]").inner_text() == "Layout"
+    names = [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()]
+    assert names == sorted(names, key=lambda name: [int(part) for part in name.split("-")[1:]])
+    page.locator(rows + " button").first.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "instrument-shown"
+    assert page.locator("#instrument-shown option:checked").inner_text() == names[0]
+
+
+def test_points_of_charts_show_their_layout(open_page: Any) -> None:
+    page = open_page()
+    for chart, name in (("search-retrained-coverage", "surrogate-0-46"), ("coverage-nll", "interleaved-last")):
+        page.locator(f"svg[data-chart={chart}] [role=button][aria-label^='{name}']").click(force=True)
+        assert page.locator("#instrument-shown option:checked").inner_text() == name
+    first = page.locator("svg[data-chart=coverage-budget] [role=button][tabindex='0']")
+    first.focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    name = page.evaluate("document.activeElement.getAttribute('aria-label')").split("\n")[0]
+    page.keyboard.press("Enter")
+    assert page.locator("#instrument-shown option:checked").inner_text() == name
+
+
 def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of what was measured is then not there, which the script did not expect."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     page = open_page("#budget=3", write_report(tmp_path, table=make_domain_table(), layouts={}))
     assert page.inner_text("#instrument-heads") == "3 of 8 KV heads"
     assert page.locator("#instrument-measured").count() == 0
-    assert page.locator(OUTLINED).count() == 3
+    assert num_outlined(page) == 3
     assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
 
 
@@ -226,9 +351,9 @@ def test_a_thousand_names_that_would_act_do_not(
         comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
     )  # fmt: skip
     page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
-    for control in ("#instrument-domain", "#instrument-other"):
+    for control in ("#instrument-domain", "#instrument-shown", "#instrument-other"):
         for option in range(1, page.locator(f"{control} option").count()):
             page.select_option(control, index=option)
-    page.locator("svg[data-chart=density] g").first.hover()
+    page.locator("svg[data-chart=density] .cell").first.hover()
     assert payloads[0] in page.inner_text("#tip")
     assert page.locator("dd", has_text="alert(99)").count() >= len(forms)

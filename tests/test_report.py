@@ -9,9 +9,9 @@ import math
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from gzip import decompress
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pandas as pd
@@ -78,13 +78,14 @@ def test_page_holds_one_script_and_style_each_allowed_by_its_hash(page: Page) ->
 
 
 def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
-    assert not page.all("img", "link", "iframe", "object", "use", "foreignobject")
+    assert not page.all("img", "link", "iframe", "object", "foreignobject")
+    assert {use["href"] for use in page.all("use")} == {"#density-cells"}  # of the page itself
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name in ("src", "style")]
     for link in page.all("a"):
         if link.get("id") == "instrument-download":  # the script gives it an address
             continue
-        assert re.match(r"data:text/csv|[a-z-]+\.(png|svg)$", link["href"] or "")
+        assert re.match(r"data:application/gzip;|[a-z-]+\.(png|svg)$", link["href"] or "")
 
 
 def test_names_appear_as_text(page: Page) -> None:
@@ -215,11 +216,13 @@ def test_global_heads_are_marked_by_shape(page: Page) -> None:
 
 def test_downloads_hold_no_formula(page: Page) -> None:
     links = {
-        link["download"]: unquote(link["href"] or "").split(",", 1)[1] for link in page.all("a") if "download" in link
+        link["download"]: decompress(base64.b64decode((link["href"] or "").split(",", 1)[1])).decode()
+        for link in page.all("a")
+        if "download" in link
     }
-    assert sorted(links) == ["comparison.csv", "density.csv"]
-    assert "'=cmd()" in links["comparison.csv"]
-    assert "'+1" in links["comparison.csv"]
+    assert sorted(links) == ["comparison.csv.gz", "density.csv.gz"]
+    assert "'=cmd()" in links["comparison.csv.gz"]
+    assert "'+1" in links["comparison.csv.gz"]
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@x", " =1", "\t=1"], ids=repr)

@@ -136,7 +136,7 @@ class Calibration(AttentionTimes):
 
     def contexts(self, phase: Phase) -> tuple[int, ...]:
         """The measured contexts, ascending."""
-        return tuple(int(context) for context in self._grids[phase][0])
+        return tuple(int(context) for context in self.grid(phase)[0])
 
     def covers(self, context: int, phase: Phase) -> bool:
         """Whether ``context`` lies between two measured ones."""
@@ -146,7 +146,7 @@ class Calibration(AttentionTimes):
     @property
     def is_disturbed(self) -> bool:
         """Whether a longer context was decoded faster, by over a tenth: other work took the machine's time before."""
-        _, _, seconds = self._grids["decode"]
+        _, _, seconds = self.grid("decode")
         return bool((seconds[1:] < 0.9 * seconds[:-1]).any())
 
     def check_shape(self, shape: Shape) -> None:
@@ -182,9 +182,13 @@ class Calibration(AttentionTimes):
         if density < 1.0:
             self.check_window(window)
         self.check_context(context, phase)
-        contexts, counts, seconds = self._grids[phase]
+        contexts, counts, seconds = self.grid(phase)
         at_contexts = [np.interp(density * self.num_kv_heads, counts, row) for row in seconds]
         return float(np.interp(context, contexts, at_contexts))
+
+    def grid(self, phase: Phase) -> tuple[Float, Float, Float]:
+        """Contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
+        return self._grids[phase]
 
     @cached_property
     def _grids(self) -> dict[Phase, tuple[Float, Float, Float]]:

@@ -18,11 +18,11 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_REPEATS
+from spkv_nas.base.limits import MOST_REPEATS, MOST_SHOWN
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import write_csv
+from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
@@ -130,6 +130,13 @@ def write_sweep(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> 
     with replacing(folder) as new:
         write_csv(new / "tau-sweep.csv", rows)
         write_record(new / "tau-sweep.yaml", origin)
+
+
+def read_sweep(path: Path) -> pd.DataFrame:
+    """What ``write_sweep`` wrote. Raises ``UserError``: a column is missing, or a cell is not a number."""
+    return read_table(
+        path, "sweep", tuple(Column(name, "number", low=-MOST_SHOWN, high=MOST_SHOWN) for name in COLUMNS)
+    )
 
 
 def parse_taus(text: str, points: int | None = None) -> list[float]:

@@ -14,11 +14,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
-from spkv_nas.report.chart import SERIES, Axis, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers
+from spkv_nas.report.chart import SERIES, Axis, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers, thinned
 from spkv_nas.report.profiles import coverage_by_budget
 from spkv_nas.report.words import short
 
 _BUDGET = "Budget, global KV heads"
+_UNSEEN = 0.1  # of 100 percent: a quarter of a line's width
 
 
 def coverage_budget_chart(
@@ -43,7 +44,8 @@ def coverage_budget_chart(
     names = [str(name) for name in curve.columns if name != "budget"]
     for name, (tone, dash) in zip(names, SERIES, strict=False):
         known = curve[["budget", name]].dropna()
-        marks.append(Line(numbers(known["budget"]), numbers(known[name], 100), name, tone, dash))
+        line = thinned(numbers(known["budget"]), numbers(known[name], 100), _UNSEEN)
+        marks.append(Line(*line, name, tone, dash))
     if layouts:
         heads = numbers(layout.num_global for layout in layouts.values())
         percent = numbers((covered[name] for name in layouts), 100)

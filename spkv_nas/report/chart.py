@@ -126,6 +126,7 @@ class Heatmap:
         written: whether cells are large and show their value.
         scale: of the colours, and of values as they are written.
         legend: what the colours mean, for a scale beside a picture; "" for none.
+        same_as: name of a chart on the same page that has the same values, whose cells are shown; "": its own.
     """
 
     values: tuple[Numbers, ...]
@@ -134,6 +135,7 @@ class Heatmap:
     written: bool = True
     scale: Scale = PERCENT
     legend: str = ""
+    same_as: str = ""
 
 
 Mark = Line | Band | Points | Bars | Rule | Heatmap
@@ -188,3 +190,19 @@ def legend_marks(chart: Chart) -> list[Line | Band | Points]:
 def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:
     """Values, such as a column of a table, times ``scale``."""
     return tuple(scale * float(value) for value in values)
+
+
+def thinned(x: Numbers, y: Numbers, near: float) -> tuple[Numbers, Numbers]:
+    """A line from fewer points, nowhere farther than ``near`` in y from the one through all (Douglas and Peucker)."""
+    kept, open_ = {0, len(x) - 1}, [(0, len(x) - 1)]
+    while open_:
+        first, last = open_.pop()
+        off = [
+            abs(y[at] - y[first] - (y[last] - y[first]) * (x[at] - x[first]) / (x[last] - x[first]))
+            for at in range(first + 1, last)
+        ]
+        if max(off, default=0.0) > near:
+            middle = first + 1 + off.index(max(off))
+            kept.add(middle)
+            open_ += [(first, middle), (middle, last)]
+    return tuple(x[at] for at in sorted(kept)), tuple(y[at] for at in sorted(kept))

@@ -16,6 +16,7 @@ TONES: dict[Tone, str] = {  # the page has its own, for light and dark
     "ink": "#1b2330",
 }
 CHOSEN = "#d6006c"
+SHADES = 65
 
 
 def cividis(value: float) -> tuple[str, str]:
@@ -31,6 +32,6 @@ def scale_stops() -> list[tuple[int, str]]:
     return [(percent, cividis(percent / 100)[0]) for percent in range(0, 101, 10)]
 
 
-def shades(number: int) -> list[tuple[str, str]]:
-    """``cividis`` at ``number`` equal steps from 0 to 1, the ends among them."""
-    return [cividis(step / (number - 1)) for step in range(number)]
+def shades() -> list[tuple[str, str]]:
+    """``cividis`` at ``SHADES`` equal steps from 0 to 1, the ends among them: what maps on the page are made of."""
+    return [cividis(step / (SHADES - 1)) for step in range(SHADES)]

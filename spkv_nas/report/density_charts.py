@@ -15,6 +15,7 @@ from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels
 from spkv_nas.report.profiles import domain_profile, position_profile
 from spkv_nas.report.words import short
 
+_DENSITY = "density"  # the chart whose cells those of layouts show again
 _MOST_POINTED = 500  # dots of heads by domain, of which each can be pointed at: more would be most of the page
 _UNEVEN = 2.0  # ratio of the widest part of a block to the narrowest from which on positions are logarithmic
 
@@ -26,7 +27,7 @@ def density_chart(table: DensityTable) -> Chart:
     title = f"{measure.title} by layer and KV head"
     about = f"Columns are layers, rows are KV heads; the mean is {measure.exact(table.mean)}."
     heading = f"{measure.title}, {measure.shown} (mean {scale.factor * table.mean:.1f})"
-    return Chart("density", title, about, *_head_axes(table.grid), (cells,), heading=heading)
+    return Chart(_DENSITY, title, about, *_head_axes(table.grid), (cells,), heading=heading)
 
 
 def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
@@ -42,7 +43,7 @@ def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float
         f"Layout {label}",
         f"Global KV heads: {'; '.join(taken) or 'none'}.",
         *_head_axes(table.grid, small=True),
-        (Heatmap(_rows(table.values), chosen=chosen, written=False, scale=table.measure.scale),),
+        (Heatmap(_rows(table.values), chosen=chosen, written=False, scale=table.measure.scale, same_as=_DENSITY),),
         heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
     )
 

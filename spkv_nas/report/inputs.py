@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, complete
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
+
+Float = NDArray[np.float64]
+# Of layouts [M, H] their scores [M] and the standard deviations; NaN where nothing is known.
+Predict = Callable[[NDArray[np.bool_]], tuple[Float, Float]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,8 @@ class Inputs:
     in [0, 1]; ``record`` is the content of ``comparison.yaml``; ``agreement`` and ``search`` are the tables of a
     comparison of probes and of a search, None where there was none, ``search_record`` is the content of
     ``search.yaml``; ``trust`` is that of the layout ``densest``, None where it was not measured; ``probes`` are what
-    heads can be chosen by on the page, each at its own threshold.
+    heads can be chosen by on the page, each at its own threshold; ``calibration`` is of the model's heads, None where
+    nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell.
     """
 
     table: DensityTable
@@ -38,6 +46,8 @@ class Inputs:
     trust: Trust | None
     search_record: Mapping[str, Any]
     probes: tuple[DensityTable, ...]
+    calibration: Calibration | None = None
+    predict: Predict | None = None
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -66,6 +76,8 @@ class Inputs:
         trust: Trust | None = None,
         search_record: Mapping[str, Any] | None = None,
         probes: Sequence[DensityTable] = (),
+        calibration: Calibration | None = None,
+        predict: Predict | None = None,
     ) -> Inputs:
         """Without ``probes`` the table is the only one.
 
@@ -75,8 +87,9 @@ class Inputs:
         checked = None if comparison is None or comparison.empty else complete(comparison)
         probes = tuple(probes) or (table,)
         return cls(
-            table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes
-        )
+            table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes,
+            calibration, predict,
+        )  # fmt: skip
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:

@@ -1,110 +1,53 @@
 /* The instrument: heads chosen by hand on the first map. What varies is in `state`; `draw` shows it. */
-const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
-function unpack([width, low, text]) {
-  const numbers = [];
-  for (let at = 0; at < text.length; at += width) {
-    let number = 0;
-    for (let letter = at; letter < at + width; letter++) number = 64 * number + LETTERS.indexOf(text[letter]);
-    numbers.push(low + number);
-  }
-  return numbers;
-}
-function bits(text, length) { /* one number for each, 0 or 1 */
-  return Uint8Array.from({ length }, (_, at) => LETTERS.indexOf(text[Math.floor(at / 6)]) >> 5 - at % 6 & 1);
-}
-
-/* The first 8 hexadecimal digits of SHA-256 (FIPS 180-4), at once: crypto.subtle answers later, and not on every page. */
-const primes = [], isPrime = number => primes.every(prime => number % prime);
-for (let number = 2; primes.length < 64; number++) if (isPrime(number)) primes.push(number);
-const fraction = root => Math.floor(root % 1 * 2 ** 32);
-const ROUNDS = primes.map(prime => fraction(Math.cbrt(prime))), START = primes.slice(0, 8).map(prime => fraction(Math.sqrt(prime)));
-function shortHash(text) {
-  const bytes = [...new TextEncoder().encode(text), 128], length = 8 * (bytes.length - 1);
-  while (bytes.length % 64 !== 56) bytes.push(0);
-  for (let shift = 56; shift >= 0; shift -= 8) bytes.push(Math.floor(length / 2 ** shift) & 255);
-  const turn = (word, by) => word >>> by | word << 32 - by, words = new Int32Array(64), state = Int32Array.from(START);
-  for (let block = 0; block < bytes.length; block += 64) {
-    for (let i = 0; i < 16; i++) {
-      const at = block + 4 * i;
-      words[i] = bytes[at] << 24 | bytes[at + 1] << 16 | bytes[at + 2] << 8 | bytes[at + 3];
-    }
-    for (let i = 16; i < 64; i++) {
-      const early = words[i - 15], late = words[i - 2];
-      words[i] = words[i - 16] + (turn(early, 7) ^ turn(early, 18) ^ early >>> 3) + words[i - 7] + (turn(late, 17) ^ turn(late, 19) ^ late >>> 10);
-    }
-    let [a, b, c, d, e, f, g, h] = state;
-    for (let i = 0; i < 64; i++) {
-      const one = h + (turn(e, 6) ^ turn(e, 11) ^ turn(e, 25)) + (e & f ^ ~e & g) + ROUNDS[i] + words[i] | 0;
-      const two = (turn(a, 2) ^ turn(a, 13) ^ turn(a, 22)) + (a & b ^ a & c ^ b & c) | 0;
-      h = g; g = f; f = e; e = d + one | 0; d = c; c = b; b = a; a = one + two | 0;
-    }
-    [a, b, c, d, e, f, g, h].forEach((word, i) => { state[i] += word; });
-  }
-  return (state[0] >>> 0).toString(16).padStart(8, "0");
-}
-
-/* YAML as PyYAML writes it: text that would read as a number has quotes, a share has a point. */
-function yamlText(digits) { return /^(0b[01]+|0[0-7]+|[1-9]\d*|\d+e\d+)$/.test(digits) ? "'" + digits + "'" : digits; }
-function yamlShare(share) { return Number.isInteger(share) ? share + ".0" : String(share); }
-
 function instrument(given) {
   const element = name => document.getElementById("instrument-" + name);
-  const map = document.querySelector("svg[data-chart=density]"), cells = activate(map);
-  const [layers, heads] = given.grid, total = layers * heads;
-  const headOf = cells.map((_, cell) => cell % layers * heads + Math.floor(cell / layers));
-  const rects = cells.map(cell => cell.querySelector("rect")), texts = cells.map(cell => cell.querySelector("text"));
-  const layouts = given.layouts.map(([name, text]) => ({ name, mask: bits(text, total) }));
-  const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: 131072, other: -1 };
-  const tables = new Map();
-  const none = new Uint8Array(total);
-  let painted = "", fills = [], before = none, otherBefore = none;
+  const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = given.grid, total = layers * heads;
+  const headOf = Array.from({ length: total }, (_, cell) => cell % layers * heads + Math.floor(cell / layers));
+  const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads));
+  const picture = live(map, given, heads), cells = activate(map, heads);
+  const layouts = given.layouts.map(([name, text]) => ({ name, mask: new Code(text).flags(total) }));
+  const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: 131072, shown: -1, other: -1 };
+  const decoded = given.signals.map(signal => decode(signal, total)), tables = new Map();
+  const predictions = given.signals.map(predictor), none = new Uint8Array(total), all = none.map(() => 1);
+  let painted = "", before = none, rival = null;
 
-  function table() {
-    const key = state.signal + "," + state.tau;
+  function table(signal = state.signal, tau = state.tau) {
+    const key = signal + "," + tau;
     if (!tables.has(key)) {
-      const signal = given.signals[state.signal], { values, order, covered } = signal.tables[state.tau];
-      const unit = 2 * 10 ** signal.decimals;
-      tables.set(key, {
-        values: values.map(one => unpack(one).map(level => (level + 0.5) / unit)),
-        order: unpack(order), covered: unpack(covered).map(share => share / 10000),
-      });
+      const unit = 2 * 10 ** given.signals[signal].decimals, { levels, order, covered } = decoded[signal][tau];
+      tables.set(key, { values: levels.map(one => one.map(level => (level + 0.5) / unit)), order, covered });
     }
     return tables.get(key);
   }
-  function chosen() {
-    const mask = new Uint8Array(total), { order } = table();
+  function first(order) {
+    const mask = new Uint8Array(total);
     for (let rank = 0; rank < state.budget; rank++) mask[order[rank]] = 1;
     return mask;
   }
-  function minus(text) { return text.replace("-", "\u2212"); }
-  function written(scale, value) { /* as on the map that the page comes with */
-    const number = scale.factor * value;
-    if (Number(number.toFixed(1)) === 0) return "0";
-    return minus(number.toFixed(scale.even && Math.abs(number) < 9.95 ? 1 : 0));
+  function own() { return state.shown < 0 ? first(table().order) : layouts[state.shown].mask; }
+  function against() { /* a layout, or from -2 downward as many heads by another probe at its own threshold */
+    if (state.other >= 0) return layouts[state.other];
+    const probe = -2 - state.other;
+    return probe < 0 ? null : { name: "those by " + given.signals[probe].name, mask: first(decoded[probe][given.signals[probe].own].order) };
   }
-  function shade(scale, value) {
-    const at = number => scale.even ? Math.asinh(number / scale.even) : number;
-    const share = (at(value) - at(scale.low)) / (at(scale.high) - at(scale.low));
-    return Math.round(Math.min(1, Math.max(0, share)) * (given.shades.length - 1));
-  }
-  function paint(signal, values) {
-    cells.forEach((_, cell) => {
-      const value = values[headOf[cell]], level = shade(signal.scale, value), text = written(signal.scale, value);
-      const ink = level >= given.dark ? "on-light" : "on-dark";
-      if (fills[cell] !== level) rects[cell].setAttribute("fill", given.shades[level]);
-      if (texts[cell].getAttribute("class") !== ink) texts[cell].setAttribute("class", ink);
-      if (texts[cell].textContent !== text) texts[cell].textContent = text;
-      fills[cell] = level;
-    });
-  }
-  function bytes(cache, budget) {
-    return cache.token * (budget * state.context + (total - budget) * Math.min(cache.window, state.context));
-  }
-  function size(number) {
-    const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let at = 0;
-    while (number >= 1024 && at < 4) { number /= 1024; at++; }
-    return number.toFixed(at ? 2 : 0) + " " + units[at];
+  function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
+  function drawCosts(signal, mask) {
+    const { cache } = signal, found = state.shown < 0 ? predictions[state.signal](state.tau, state.budget) : null;
+    element("memory-row").hidden = element("limit-row").hidden = element("time-row").hidden = !cache;
+    if (cache) {
+      element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, total));
+      const [own, from] = seconds(given.times, cache, heads, mask, state.context);
+      const [most] = seconds(given.times, cache, heads, all, state.context);
+      element("time").textContent = duration(own) + " of " + duration(most);
+      element("time-from").textContent = from;
+      if (element("limit").value !== state.limit) element("limit").value = state.limit;
+    }
+    element("predicted-row").hidden = !found;
+    if (!found) return;
+    const [mean, deviation] = found;
+    element("predicted").textContent = percent(mean);
+    element("predicted-by").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
+      percent(mean + 1.96 * deviation) + ", by what the search scored";
   }
   function file(mask) {
     const signal = given.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
@@ -129,20 +72,25 @@ function instrument(given) {
     given.measured.forEach(([, results], row) => { /* the best comes first */
       let best = results[0];
       for (const result of results) if (away[result[0]] < away[best[0]]) best = result;
-      const [at, delta, error] = best, cells = element("measured").rows[row].cells;
-      const sign = delta < 0 ? "\u2212" : "+";
+      const [at, change, error] = best, cells = element("measured").rows[row].cells;
       cells[1].firstChild.textContent = layouts[at].name;
       cells[1].firstChild.dataset.layout = at;
       cells[2].textContent = away[at];
-      cells[3].textContent = sign + Math.abs(delta).toFixed(3) + " \u00b1 " + (error === null ? "\u2014" : error.toFixed(3));
+      cells[3].textContent = delta(change, error);
     });
   }
-  function drawDomains(signal, values, mask) { /* to a percent: values are known to a thousandth or so */
-    const covered = values.slice(1).map(one => {
-      const kept = one.map(value => value < 1 / 10 ** signal.decimals / 2 ? 0 : value);
-      const sum = kept.reduce((before, value) => before + value, 0);
-      return sum ? 100 * kept.reduce((before, value, head) => before + mask[head] * value, 0) / sum : NaN;
+  function coverageOf(values, mask, signal) {
+    const least = 1 / 10 ** signal.decimals / 2;
+    let part = 0, whole = 0;
+    values.forEach((value, head) => {
+      if (value < least) return;
+      whole += value;
+      part += mask[head] * value;
     });
+    return whole ? part / whole : NaN;
+  }
+  function drawDomains(signal, values, mask) { /* to a percent: values are known to a thousandth or so */
+    const covered = values.slice(1).map(one => 100 * coverageOf(one, mask, signal));
     const named = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
     const say = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
     const picked = named.find(([, domain]) => domain === state.domain - 1);
@@ -151,16 +99,12 @@ function instrument(given) {
   function draw() {
     const signal = given.signals[state.signal], { values, covered } = table(), shown = values[state.domain] || values[0];
     const key = [state.signal, state.tau, state.domain].join();
-    if (painted !== key) paint(signal, shown);
+    if (painted !== key) picture.paint(signal.scale, headOf.map(head => shown[head]));
     painted = key;
-    const mask = chosen(), other = state.other < 0 ? none : layouts[state.other].mask;
-    cells.forEach((cell, index) => {
-      const head = headOf[index];
-      if (mask[head] !== before[head]) cell.classList.toggle("global");
-      if (other[head] !== otherBefore[head]) cell.classList.toggle("other");
-    });
+    const mask = own(), other = against();
+    picture.outline(headOf.map(head => mask[head]), headOf.map(head => other && !mask[head] ? other.mask[head] : 0));
     before = mask;
-    otherBefore = other;
+    rival = other;
     map.closest("section").querySelector("h2").textContent = signal.noun[0].toUpperCase() + signal.noun.slice(1) + " by layer and KV head";
     element("scale").hidden = element("about").hidden = state.signal > 0; /* these are of the first */
     element("shades").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; the higher, the lighter." : "";
@@ -172,14 +116,12 @@ function instrument(given) {
     element("tau").setAttribute("aria-valuetext", signal.taus[state.tau]);
     element("tau-value").textContent = signal.taus[state.tau] + (state.tau === signal.own ? ", the probe's" : ", by histogram");
     if (element("at")) element("at").textContent = signal.taus[state.tau];
-    element("coverage").textContent = (100 * covered[state.budget - 1]).toFixed(2) + " %";
+    element("shown").value = state.shown;
+    element("coverage").textContent = state.shown < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
+      "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
     drawDomains(signal, values, mask);
-    const cache = signal.cache;
-    element("memory-row").hidden = element("limit-row").hidden = !cache;
-    if (cache) {
-      element("memory").textContent = size(bytes(cache, state.budget)) + " of " + size(bytes(cache, total));
-      if (element("limit").value !== state.limit) element("limit").value = state.limit;
-    }
+    drawCosts(signal, mask);
+    element("layout-row").hidden = element("command-row").hidden = state.shown >= 0; /* a file of its own has it */
     const { text, hash } = file(mask);
     element("hash").textContent = hash;
     element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(text);
@@ -189,13 +131,21 @@ function instrument(given) {
       span.textContent = word;
       return at ? [" ", span] : [span];
     }));
-    const both = mask.reduce((number, one, head) => number + (one & other[head]), 0);
-    element("difference").textContent = state.other < 0 ? "" :
-      "both " + both + " \u00b7 only here " + (distance(mask, none) - both) + " \u00b7 only in " + layouts[state.other].name + " " + (distance(other, none) - both);
+    drawPair(mask, other);
     drawMeasured(mask);
     clearTimeout(waiting);
     waiting = setTimeout(settle, 400);
   }
+  function drawPair(mask, other) {
+    element("pair").hidden = !other;
+    element("difference").textContent = "";
+    if (!other) return;
+    const both = mask.reduce((number, one, head) => number + (one & other.mask[head]), 0), name = ownName();
+    element("difference").textContent = "both " + both + " \u00b7 only here " + (count(mask) - both) + " \u00b7 only in " + other.name + " " + (count(other.mask) - both);
+    pictures[0](name, mask, other.mask);
+    pictures[1](other.name, other.mask, mask);
+  }
+  function ownName() { return state.shown < 0 ? "The map's" : layouts[state.shown].name; }
 
   function command(signal) {
     const tau = state.tau === signal.own ? "" : " --tau " + signal.taus[state.tau];
@@ -209,16 +159,18 @@ function instrument(given) {
     fill(element("domain"), [[0, "all text"], ...domains.map((name, number) => [number + 1, name])], state.domain);
     element("domain-row").hidden = domains.length < 2;
   }
-  function fillOthers() {
-    const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < given.offered || at === state.other);
-    fill(element("other"), [[-1, "nothing"], ...offered], state.other);
+  function fillLayouts() {
+    const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < given.offered || at === state.other || at === state.shown);
+    const probes = given.signals.map(({ name }, probe) => [-2 - probe, "as many heads by " + name]).filter((_, probe) => probe !== state.signal);
+    fill(element("shown"), [[-1, "that of the sliders"], ...offered], state.shown);
+    fill(element("other"), [[-1, "nothing"], ...probes, ...offered], state.other);
   }
 
   function label(index) {
     const signal = given.signals[state.signal], { values } = table(), head = headOf[index];
     const exact = one => minus(one[head].toFixed(signal.decimals));
-    const own = before[head] ? "global" : "local", other = otherBefore[head] ? "global" : "local";
-    const way = state.other < 0 ? own : own + ", in " + layouts[state.other].name + " " + other;
+    const own = before[head] ? "global" : "local";
+    const way = rival ? own + ", in " + rival.name + " " + (rival.mask[head] ? "global" : "local") : own;
     return [place(index, layers) + ": " + signal.noun + " " + exact(values[0]) + signal.unit + ", " + way,
       ...values.slice(1).map((one, domain) => signal.domains[domain] + ": " + exact(one))].join("\n");
   }
@@ -230,7 +182,9 @@ function instrument(given) {
     const signal = given.signals[state.signal];
     const parts = { signal: signal.name, tau: signal.taus[state.tau], budget: state.budget, context: state.context };
     if (state.domain) parts.domain = signal.domains[state.domain - 1];
+    if (state.shown >= 0) parts.layout = layouts[state.shown].name;
     if (state.other >= 0) parts.with = layouts[state.other].name;
+    if (state.other < -1) parts.against = given.signals[-2 - state.other].name;
     applied = "#" + new URLSearchParams(parts);
     if (location.hash !== applied) history.replaceState(null, "", applied);
   }
@@ -247,7 +201,10 @@ function instrument(given) {
     state.budget = whole(parts.get("budget"), 1, total, given.budget);
     state.context = whole(parts.get("context"), 1, 2 ** 40, state.context);
     state.domain = signal.domains.length > 1 ? find(signal.domains, parts.get("domain"), -1) + 1 : 0;
-    state.other = find(layouts.map(({ name }) => name), parts.get("with"), -1);
+    const names = layouts.map(({ name }) => name), probe = find(given.signals.map(({ name }) => name), parts.get("against"), -1);
+    state.other = probe < 0 ? find(names, parts.get("with"), -1) : -2 - probe;
+    state.shown = find(names, parts.get("layout"), -1);
+    if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
     return true;
   }
   function begin() {
@@ -255,30 +212,47 @@ function instrument(given) {
     element("signal-row").hidden = given.signals.length < 2;
     element("context").value = state.context;
     fillDomains();
-    fillOthers();
+    fillLayouts();
     draw();
   }
   function fit() { /* as many global heads as the memory holds, one at least */
     const { cache } = given.signals[state.signal];
     if (!cache || !Number(state.limit)) return;
-    const local = bytes(cache, 0), each = (bytes(cache, total) - local) / total;
+    const local = memory(cache, 0), each = (memory(cache, total) - local) / total;
     const most = each ? Math.floor((Number(state.limit) * 2 ** 20 - local) / each) : total;
     state.budget = Math.min(total, Math.max(1, most));
+    state.shown = -1;
+  }
+  function show(at) {
+    state.shown = at;
+    if (at >= 0) state.budget = count(layouts[at].mask);
+    state.limit = "";
+    fillLayouts();
+  }
+  function goTo(at) { /* from elsewhere on the page */
+    touched = true;
+    show(at);
+    draw();
+    map.closest("section").scrollIntoView({ block: "start" });
+    element("shown").focus({ preventScroll: true });
   }
   function listen(name, change) {
     element(name).addEventListener("input", event => { touched = true; change(event.target.value); draw(); });
   }
   element("budget").max = total;
-  listen("budget", value => { state.budget = Number(value); state.limit = ""; });
+  listen("budget", value => { state.budget = Number(value); state.limit = ""; state.shown = -1; });
   listen("tau", value => { state.tau = Number(value); });
   listen("domain", value => { state.domain = Number(value); });
   listen("other", value => { state.other = Number(value); });
+  listen("shown", value => { show(Number(value)); });
   listen("context", value => { state.context = whole(value, 1, 2 ** 40, state.context); fit(); });
   listen("signal", value => {
     state.signal = Number(value);
     state.tau = given.signals[state.signal].start;
     state.domain = 0;
+    if (state.other === -2 - state.signal) state.other = -1;
     fillDomains();
+    fillLayouts();
     fit();
   });
   listen("limit", value => { state.limit = value; fit(); });
@@ -286,7 +260,7 @@ function instrument(given) {
     if (!event.target.dataset.layout) return;
     touched = true;
     state.other = Number(event.target.dataset.layout);
-    fillOthers();
+    fillLayouts();
     draw();
   });
   element("copy").addEventListener("click", async () => {
@@ -303,6 +277,8 @@ function instrument(given) {
   restore();
   begin();
   cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
+  measuredTable(given, layouts, mask => coverageOf(table(0, given.signals[0].start).values[0], mask, given.signals[0]), goTo);
+  linkPoints(given, goTo);
   for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
 }
 if (data.instrument) instrument(data.instrument);

@@ -12,49 +12,52 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.artifacts.measure import Measure
 from spkv_nas.base.files import yaml_line
 from spkv_nas.base.units import ITEM_BYTES
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.formulas import head_bytes
-from spkv_nas.proposal.coverage import densest_coverage
+from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.strategies import densest_first
+from spkv_nas.report.choices import ORDER, coded, shares
+from spkv_nas.report.codes import Code
 from spkv_nas.report.colours import shades
-from spkv_nas.report.data import packed
 from spkv_nas.report.evidence import Result, all_evidence
 from spkv_nas.report.inputs import Inputs
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered beside a probe's own
+_GPU = "h200"  # whose roofline is shown where nothing was measured, as by ``cost``
+_ORDER = 8  # of the code of predictions: in thousandths of a percent, a few hundred apart
 _VARY = ("budget", "coverage", "tau")  # in a layout's provenance, from one to the next
-_SHADES = 65
-_SIXES = 1 << np.arange(6)[::-1]
-_DIGITS = 4  # of a coverage in a layout's provenance
 
 
 def instrument(inputs: Inputs) -> dict[str, Any] | None:
     """The data, as JSON takes it; None where no head keeps anything."""
-    signals = [signal for table in inputs.probes if (signal := _signal(table, inputs.table)) is not None]
+    signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
     evidence = all_evidence(inputs)
     proposed = [Result(name, layout.global_mask, 0.0, 0.0) for name, layout in inputs.layouts.items()]
-    colours = shades(_SHADES)
+    colours = shades()
     retrained = [result for one in evidence if one.steps != 0 for result in one.results]
     names: dict[bytes, str] = {}  # of distinct layouts, in their order
-    for result in (*proposed, *(result for one in evidence for result in one.results)):
+    measured = [result for one in evidence for result in one.results]
+    for result in (*proposed, *measured):
         names.setdefault(result.mask.tobytes(), result.name)
     places = {mask: number for number, mask in enumerate(names)}
+    called = {(result.name, places[result.mask.tobytes()]) for result in (*proposed, *measured)}
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
         "dark": sum(ink == "#fff" for _, ink in colours),  # of the shades, from the first on
         "budget": inputs.budget,
         "signals": signals,
-        "layouts": [[name, _bits(np.frombuffer(mask, np.bool_))] for mask, name in names.items()],
+        "times": _times(inputs.calibration),
+        "layouts": [[name, _flags(mask)] for mask, name in names.items()],
+        "aliases": sorted([name, place] for name, place in called if name != [*names.values()][place]),
         "offered": len({result.mask.tobytes() for result in (*proposed, *retrained)}),  # of them, to compare with
         "measured": [
             [one.how, [[places[each.mask.tobytes()], _number(each.delta), _number(each.error)] for each in one.results]]
@@ -63,8 +66,9 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
     }
 
 
-def _signal(table: DensityTable, shown: DensityTable) -> dict[str, Any] | None:
-    """Of one probe, at every threshold at which it keeps anything, that of the table ``shown`` on the page too."""
+def _signal(table: DensityTable, inputs: Inputs) -> dict[str, Any] | None:
+    """Of one probe, at every threshold at which it keeps anything, that of the table on the page too."""
+    shown = inputs.table
     tables = [one for one in _at_thresholds(table, shown.tau) if one.density.any()]
     if not tables:
         return None
@@ -89,7 +93,10 @@ def _signal(table: DensityTable, shown: DensityTable) -> dict[str, Any] | None:
         "taus": [yaml_line(_origin(one)["tau"]) for one in tables],
         "own": own,
         "start": start,
-        "tables": [_choices(one, measure) for one in tables],
+        "shares": shares(table),
+        "order": ORDER,
+        "tables": coded(tables),
+        "predicted": _predicted(tables, inputs),
     }
 
 
@@ -103,37 +110,6 @@ def _at_thresholds(table: DensityTable, other: float) -> Iterator[DensityTable]:
         return
     for tau in sorted({*_TAUS, table.tau, other}):
         yield table.at_tau(tau)
-
-
-def _choices(table: DensityTable, measure: Measure) -> dict[str, Any]:
-    """Values over all text and by domain, the heads in the order of ``densest``, and the coverage of the first ones."""
-    domains = table.domains if len(table.domains) > 1 else ()
-    covered = (round(covered, _DIGITS) for covered in densest_coverage(table))
-    return {
-        "values": [packed(_levels(values, measure)) for values in (
-            table.values, *(table.domain_density(domain, signed=True) for domain in domains)
-        )],
-        "order": packed(densest_first(table.values).tolist()),
-        "covered": packed(round(10**_DIGITS * share) for share in covered),
-    }  # fmt: skip
-
-
-def _levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
-    """Halves of the last digit of ``Measure.exact``: value v lies in [n, n + 1) / (2 * 10^decimals).
-
-    The middle of that interval is written like the value, by ``exact`` and on the map, because both round at its ends.
-    """
-    units = 2 * 10**measure.decimals
-    levels: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
-    for number, value in enumerate(values.ravel().tolist()):
-        if abs(value * units - round(value * units)) < 1e-6:  # at an end, where a half is rounded to even
-            below, above = round(value * units) - 1, round(value * units)
-            levels[number] = above if _written(measure, (above + 0.5) / units) == _written(measure, value) else below
-    return levels
-
-
-def _written(measure: Measure, value: float) -> tuple[str, str]:
-    return measure.exact(value), measure.scale.text(value)
 
 
 def _file(table: DensityTable) -> dict[str, Any]:
@@ -169,11 +145,48 @@ def _cache(table: DensityTable) -> dict[str, Any] | None:
     return {"token": head_bytes(1, int(head_dim), ITEM_BYTES[dtype]), "window": table.window or DEFAULT_WINDOW}
 
 
-def _bits(mask: NDArray[np.bool_]) -> str:
-    """Global heads, layer after layer, as the bits of a packed number each six."""
-    flat = mask.ravel()
-    padded = np.concatenate([flat, np.zeros(-flat.size % 6, np.bool_)]).reshape(-1, 6)
-    return packed([0, 63, *(padded @ _SIXES).tolist()])[2][2:]
+def _times(calibration: Calibration | None) -> dict[str, Any]:
+    """Where times of decoding are from, and what they follow from: the memory's bandwidth, or a layer's seconds.
+
+    The roofline of decoding: every visible key and value is read once for a token.
+    """
+    hardware = find_hardware(_GPU)
+    found: dict[str, Any] = {"bound": f"roofline, {hardware.name}", "bandwidth": hardware.bandwidth}
+    if calibration is not None:
+        contexts, counts, seconds = calibration.grid("decode")
+        found |= {
+            "measured": calibration.source,
+            "window": calibration.case.window,
+            "contexts": contexts.astype(int).tolist(),
+            "counts": counts.astype(int).tolist(),
+            "seconds": seconds.tolist(),
+        }
+    return found
+
+
+def _predicted(tables: list[DensityTable], inputs: Inputs) -> dict[str, Any] | None:
+    """Predicted ΔNLL and its deviation, in thousandths of a percent, by threshold, of the budgets that have one."""
+    if inputs.predict is None:
+        return None
+    code, found, low = Code(), None, 0
+    for table in tables:
+        order = densest_first(table.values)
+        masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
+        for budget, head in enumerate(order):
+            masks[budget:, head] = True
+        means, errors = inputs.predict(masks)
+        known = np.flatnonzero(~np.isnan(means))
+        low, found = int(known[0]) + 1, len(known)
+        for numbers in (means, errors):
+            code.run([round(1000 * number) for number in numbers[known].tolist()], [_ORDER] * found)
+    return {"low": low, "count": found, "order": _ORDER, "code": code.text}
+
+
+def _flags(mask: bytes) -> str:
+    """Global heads, layer after layer."""
+    code = Code()
+    code.flags(np.frombuffer(mask, np.bool_).tolist())
+    return code.text
 
 
 def _number(value: float) -> float | None:

@@ -27,20 +27,25 @@ document.addEventListener("focusout", hide);
 document.addEventListener("scroll", hide, { passive: true, capture: true });
 document.addEventListener("keydown", event => { if (event.key === "Escape") hide(); });
 const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-/* The cells of a map, row after row, made into things that can be pointed at and moved between. */
-function activate(map) {
-  const columns = Number(map.dataset.map), cells = [...map.querySelectorAll("g")];
+function make(parent, tag, attributes) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return parent.appendChild(made);
+}
+const FILLED = 0.92; /* of a cell's width and height */
+/* Over a map's cells, row after row, squares that can be pointed at and moved between. */
+function activate(map, rows) {
+  const [columns, step, left, top] = map.dataset.map.split(" ").map(Number), over = make(map, "g", {});
+  const cells = Array.from({ length: rows * columns }, (_, index) => make(over, "rect", {
+    class: "cell", role: "img", "data-at": "", tabindex: index ? "-1" : "0", width: FILLED * step, height: FILLED * step,
+    x: left + index % columns * step, y: top + Math.floor(index / columns) * step,
+  }));
   map.setAttribute("role", "group");
-  cells.forEach((cell, index) => {
-    cell.setAttribute("role", "img");
-    cell.setAttribute("data-at", "");
-    cell.setAttribute("tabindex", index ? "-1" : "0");
-  });
   map.addEventListener("keydown", event => {
-    const step = steps[event.key], from = cells.indexOf(event.target);
-    if (!step || from < 0) return;
+    const move = steps[event.key], from = cells.indexOf(event.target);
+    if (!move || from < 0) return;
     event.preventDefault();
-    const column = from % columns + step[0], next = cells[from + step[0] + columns * step[1]];
+    const column = from % columns + move[0], next = cells[from + move[0] + columns * move[1]];
     if (!next || column < 0 || column >= columns) return;
     event.target.setAttribute("tabindex", "-1");
     next.setAttribute("tabindex", "0");
@@ -52,9 +57,17 @@ function place(index, columns) { return "Layer " + index % columns + ", KV head 
 for (const map of document.querySelectorAll("svg[data-map]")) {
   const chart = data.charts[map.dataset.chart];
   if (!chart || !chart.marks[0].words) continue;
-  const { values, words } = chart.marks[0], columns = Number(map.dataset.map);
-  activate(map).forEach((cell, index) => {
+  const { values, words } = chart.marks[0], columns = values[0].length;
+  activate(map, values.length).forEach((cell, index) => {
     const value = values[Math.floor(index / columns)][index % columns];
     cell.setAttribute("aria-label", place(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
   });
 }
+/* Tables to download, which the page holds compressed. */
+async function inflate(link) {
+  const bytes = Uint8Array.from(atob(link.href.split(",")[1]), letter => letter.charCodeAt(0));
+  const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  link.href = "data:text/csv;charset=utf-8," + encodeURIComponent(text);
+  link.download = link.textContent = link.download.replace(/\.gz$/, "");
+}
+if (globalThis.DecompressionStream) document.querySelectorAll("a[download$='.csv.gz']").forEach(inflate);

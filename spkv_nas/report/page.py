@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
@@ -39,13 +41,14 @@ from spkv_nas.report.density_charts import (
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.headline import headline
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import Inputs, Predict
 from spkv_nas.report.instrument import instrument
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.svg import draw, draw_scale, legend
 
+_SCRIPTS = ("page", "codes", "map", "layout_file", "costs", "compare", "instrument")
 Groups = dict[str, list[Chart | Panels]]
 
 
@@ -61,6 +64,8 @@ def write_report(
     trust: Trust | None = None,
     search_record: Mapping[str, Any] | None = None,
     probes: Sequence[DensityTable] = (),
+    calibration: Calibration | None = None,
+    predict: Predict | None = None,
     progress: Progress = no_progress,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
@@ -76,6 +81,8 @@ def write_report(
         trust: how well the table orders the heads, of the layout ``densest``; None where that was not measured.
         search_record: what ``search.yaml`` says about the search as a whole.
         probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
+        calibration: times of the model's attention; None where they were not measured.
+        predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
         progress: called with (figures drawn, figures in all).
 
     Raises:
@@ -84,7 +91,7 @@ def write_report(
     """
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
-        search_record=search_record, probes=probes,
+        search_record=search_record, probes=probes, calibration=calibration, predict=predict,
     )  # fmt: skip
     groups = _charts(inputs)
     written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
@@ -137,6 +144,7 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
     page: str = environment.get_template("template.html.j2").render(
         version=__version__,
         data=Markup(page_data(shown, choices)),
+        script=Markup(_script()),
         instrument=choices,
         charts=charts,
         table=table,
@@ -183,6 +191,13 @@ def _tie(sentence: str) -> str:
     for sign in (" %", " ± ", " = "):
         sentence = sentence.replace(sign, sign.replace(" ", "\N{NO-BREAK SPACE}"))
     return sentence
+
+
+def _script() -> str:
+    """The page's scripts in their order, without indentation, of which no text in them is made."""
+    folder = Path(__file__).parent
+    text = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
+    return re.sub(r"\n\s*", "\n", text)
 
 
 def _csp_hash(content: str) -> str:

@@ -45,6 +45,7 @@ _DASHES: dict[str, Any] = {
 _STYLE: Any = {  # settings of matplotlib
     "svg.hashsalt": "spkv-nas",
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,  # as TrueType, which journals ask for
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -79,6 +80,13 @@ def save_chart(folder: Path, chart: Chart | Panels) -> None:
         figure = draw(chart)
         for suffix, options in (("png", {"dpi": 160}), ("svg", {"metadata": {"Date": None, "Creator": "spkv-nas"}})):
             write_atomic(folder / f"{chart.name}.{suffix}", _bytes(figure, suffix, **options))
+
+
+def save_pdf(folder: Path, chart: Chart | Panels) -> None:
+    """Write ``<name>.pdf``, atomically; its texts can be selected."""
+    with _drawing():
+        metadata = {"CreationDate": None, "Creator": "spkv-nas", "Producer": None}
+        write_atomic(folder / f"{chart.name}.pdf", _bytes(draw(chart), "pdf", metadata=metadata))
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from gzip import compress
 from typing import Any
-from urllib.parse import quote
 
 import pandas as pd
 
@@ -152,12 +153,15 @@ def provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def downloads(inputs: Inputs) -> list[tuple[str, str]]:
-    """(file name, data URI) of the tables, safe to open in a spreadsheet."""
+    """(file name, data URI) of the tables, compressed, safe to open in a spreadsheet."""
     frames = {"density.csv": inputs.table.rows}
     if inputs.comparison is not None:
         frames["comparison.csv"] = inputs.comparison
     return [
-        (name, "data:text/csv;charset=utf-8," + quote(safe_csv(frame), safe=",.:;/ -_()"))
+        (
+            f"{name}.gz",
+            "data:application/gzip;base64," + b64encode(compress(safe_csv(frame).encode(), mtime=0)).decode(),
+        )
         for name, frame in frames.items()
     ]
 

@@ -59,7 +59,7 @@ class HeadWeights:
             signals: [H, K], K may be 0; those that do not vary say nothing.
         """
         columns = np.hstack([np.eye(layouts.shape[1]), _standardised(signals)])  # weights = columns @ (v, c)
-        evidence = Evidence.of(layouts.astype(np.float64) @ columns, -scores, _offsets(layouts.sum(1)))
+        evidence = Evidence.of(layouts.astype(np.float64) @ columns, -scores, offsets(layouts.sum(1)))
         if evidence is None:
             return None
         prior = evidence.best_prior()
@@ -191,7 +191,8 @@ def _standardised(signals: Float) -> Float:
     return result
 
 
-def _offsets(numbers: NDArray[np.int64]) -> Float:
-    """[N, 3]: what may depend on the number of global heads alone, a parabola."""
-    scaled = (numbers - numbers.mean()) / max(1.0, float(np.ptp(numbers)))
+def offsets(numbers: NDArray[np.int64], like: NDArray[np.int64] | None = None) -> Float:
+    """[N, 3]: what may depend on the number of global heads alone, a parabola; in the unit of the numbers ``like``."""
+    like = numbers if like is None else like
+    scaled = (numbers - like.mean()) / max(1.0, float(np.ptp(like)))
     return np.stack([np.ones(len(numbers)), scaled, scaled**2], 1)

@@ -301,6 +301,7 @@ class ReportOptions(InWorkspace):
     """Of ``report``."""
 
     probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+    figures: flags.Figures = default(None, "those of the page")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,47 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+import pandas as pd
 
 from spkv_nas.artifacts.comparison import read_comparison
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import read_search
+from spkv_nas.artifacts.search_table import read_search, whole_scores
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_record
+from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.page import write_report
+from spkv_nas.report.paper import write_paper_figures
+from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.options import ReportOptions
 from spkv_nas.stages.trust import neighbours, trust
 
 
 def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
-    """Write the report of what the workspace holds under the probe's name; the page."""
+    """Write the report of what the workspace holds under the probe's name; the page.
+
+    Raises ``UserError`` for figures that are not known, before anything is read.
+    """
+    if options.figures not in (None, "paper"):
+        raise UserError(f"--figures: expected paper; found '{options.figures}'")
     table = find_table(options.place, options.probe)
     proposal = find_proposal(options.place, table.name)
     folder = options.place.report_dir(table.name)
     comparison, record = folder / "comparison.csv", folder / "comparison.yaml"
     agreement, search = folder / "agreement.csv", folder / "search.csv"
     search_record = folder / "search.yaml"
-    at_tau = proposal.table(table)
+    at_tau, probes = proposal.table(table), [table, *neighbours(options.place, table)]
+    scored = read_search(search) if search.is_file() else None
+    compared = read_comparison(comparison) if comparison.is_file() else None
+    if options.figures is not None:
+        reporter.announce(f"figures for a paper: {_write_paper(folder, at_tau, proposal.layouts, compared)}")
     with reporter.bar("drawing") as progress:
         return write_report(
             folder,
             table=at_tau,
             layouts=proposal.layouts,
-            comparison=read_comparison(comparison) if comparison.is_file() else None,
+            comparison=compared,
             record=read_record(record, "comparison") if is_file(record) else None,
             agreement=read_agreement(agreement) if agreement.is_file() else None,
-            search=read_search(search) if search.is_file() else None,
+            search=scored,
             trust=_trust(options, at_tau, proposal.layouts),
             search_record=read_record(search_record, "search") if is_file(search_record) else None,
-            probes=[table, *neighbours(options.place, table)],
+            probes=probes,
+            calibration=_calibration(folder, table, reporter),
+            predict=None if scored is None else _prediction(scored, probes),
             progress=progress,
         )
+
+
+def _write_paper(
+    folder: Path, table: DensityTable, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
+) -> Path:
+    """Into ``paper/``, with what ``train`` and ``evaluate --tau-sweep`` left under the same name."""
+    evolution, sweep = folder / "density-evolution.csv", folder / "tau-sweep.csv"
+    swept = None
+    if sweep.is_file():
+        from spkv_nas.evaluation.sweep import read_sweep
+
+        swept = read_sweep(sweep)
+    return write_paper_figures(
+        folder / "paper", table, layouts, comparison=comparison, sweep=swept,
+        evolution=read_density_log(evolution) if evolution.is_file() else None,
+    )  # fmt: skip
 
 
 def _trust(options: ReportOptions, table: DensityTable, layouts: Mapping[str, Layout]) -> Trust | None:
@@ -51,3 +86,27 @@ def _trust(options: ReportOptions, table: DensityTable, layouts: Mapping[str, La
     if densest is None or densest.grid != table.grid:
         return None
     return trust(options.place, table, densest.global_mask)
+
+
+def _calibration(folder: Path, table: DensityTable, reporter: Reporter) -> Calibration | None:
+    """That of the same results, if it is of the model's heads; else a word on why it is not shown."""
+    if not (folder / "calibration.yaml").is_file():
+        return None
+    found = Calibration.read(folder)
+    of, heads = (found.num_kv_heads, found.case.head_dim), (table.num_kv_heads, table.metadata.get("head_dim"))
+    if of == heads:
+        return found
+    reporter.caution(f"the calibration in {folder} is left out: it is of {found.case.title}, the probe of other heads")
+    return None
+
+
+def _prediction(search: pd.DataFrame, probes: Sequence[DensityTable]) -> Prediction | None:
+    """Of zero-shot ΔNLL, by the scores of layouts of the probes' grid; None where they are too few to tell anything."""
+    num_layers, num_kv_heads = probes[0].grid
+    rows = whole_scores(search).drop_duplicates("heads").dropna(subset="zero_shot_delta_percent")
+    rows = rows[[[len(row) for row in heads.split()] == [num_kv_heads] * num_layers for heads in rows["heads"]]]
+    if rows.empty:
+        return None
+    masks = np.array([[letter == "G" for letter in heads.replace(" ", "")] for heads in rows["heads"]])
+    signals = np.stack([probe.density.ravel() for probe in probes], 1)
+    return Prediction.of(masks, rows["zero_shot_delta_percent"].to_numpy(float), signals)

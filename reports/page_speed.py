@@ -1,0 +1,127 @@
+"""How large the report's page is, and how fast its sliders follow: python reports/page_speed.py, a minute of one core.
+
+Tables are made up: every head's logits have a mean of their own, and a search has scored 250 layouts at random. A step
+is a value set and the input event, until the frame that shows it has been drawn; its time is the processor's, of the
+page's main thread as Chromium's trace has it, so that other work on the machine does not count. Steps of a drag come
+in every frame; before a jump the page has come to rest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+from playwright.sync_api import sync_playwright
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.histogram import LogitHistogram
+from spkv_nas.proposal.propose import propose
+from spkv_nas.report.page import write_report
+
+SIZES = ((32, 8, 4, 0), (32, 8, 4, 250), (80, 8, 9, 250))  # layers, KV heads, domains, layouts scored
+STEPS = """async ([name, values, rest]) => {
+  const slider = document.getElementById("instrument-" + name);
+  for (const value of values) {
+    await new Promise(done => setTimeout(done, rest));
+    const { port1, port2 } = new MessageChannel();
+    performance.mark("step");
+    slider.value = value;
+    slider.dispatchEvent(new Event("input"));
+    await new Promise(done => { port1.onmessage = done; requestAnimationFrame(() => port2.postMessage(0)); });
+    performance.mark("drawn");
+  }
+}"""
+TRACED = ["blink.user_timing", "disabled-by-default-devtools.timeline", "toplevel"]
+
+
+def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> DensityTable:
+    """Logits of 20 thousand tokens for every head and domain."""
+    generator = np.random.default_rng(0)
+    shape, bins = (num_domains, num_layers, num_kv_heads), np.arange(482)
+    means = generator.uniform(50, 430, (*shape, 1))
+    weights = np.exp(-(((bins - means) / 40) ** 2)) + 1e-9
+    counts = generator.multinomial(20_000, weights / weights.sum(-1, keepdims=True))
+    domains = tuple(f"domain-{number}" for number in range(num_domains))
+    histogram = LogitHistogram(np.linspace(-12, 12, 481), counts, domains)
+    domain, layer, head = (axis.ravel() for axis in np.indices(shape))
+    rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": histogram.density(0.5).ravel()}).assign(
+        domain=[domains[number] for number in domain], num_tokens=20_000, num_documents=20,
+        standard_error=generator.uniform(0, 0.01, domain.size).round(6),
+    )  # fmt: skip
+    metadata = {"head_dim": 128, "dtype": "bfloat16"}
+    return DensityTable("made-up", rows, window=128, histogram=histogram, metadata=metadata)
+
+
+def make_search(table: DensityTable, number: int) -> pd.DataFrame | None:
+    """Layouts with 2 of 7 heads global, none retrained."""
+    if not number:
+        return None
+    generator, nan = np.random.default_rng(1), np.nan
+    masks = [generator.permutation(table.num_heads) < table.num_heads * 2 // 7 for _ in range(number)]
+    letters = [np.where(mask.reshape(table.grid), "G", "L") for mask in masks]
+    return pd.DataFrame({"name": [f"surrogate-0-{trial}" for trial in range(number)], "sampler": "surrogate"}).assign(
+        seed=0, trial=np.arange(number, dtype=float), hash=[f"{trial:08x}" for trial in range(number)],
+        num_global=table.num_heads * 2 // 7, coverage_percent=generator.uniform(20, 80, number).round(4), cost=nan,
+        zero_shot_delta_percent=generator.uniform(1, 5, number), zero_shot_standard_error=0.1, short_delta_percent=nan,
+        short_standard_error=nan, full_delta_percent=nan, full_standard_error=nan, zero_shot_tokens=400.0,
+        heads=[" ".join("".join(row) for row in grid) for grid in letters],
+    )  # fmt: skip
+
+
+def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: int, scored: int) -> Path:
+    """A page without the pictures beside it."""
+    table = make_table(num_layers, num_kv_heads, num_domains)
+    layouts = propose(table, table.num_heads * 2 // 7, num_random=1)
+    with patch("spkv_nas.report.page.save_chart"):
+        return write_report(folder, table=table, layouts=layouts, search=make_search(table, scored))
+
+
+def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: int) -> dict[str, float]:
+    """Median and 95th percentile in milliseconds; ``rest`` is what is waited before each."""
+    browser.start_tracing(page=page, categories=TRACED)
+    page.evaluate(STEPS, [slider, values, rest])
+    events = json.loads(browser.stop_tracing())["traceEvents"]
+    marks = {name: sorted(event["ts"] for event in events if event["name"] == name) for name in ("step", "drawn")}
+    thread = next((event["pid"], event["tid"]) for event in events if event["name"] == "step")
+    whole = (event for event in events if event["name"] == "RunTask" and "dur" in event)
+    tasks = [event for event in whole if (event["pid"], event["tid"]) == thread]
+    times = [
+        sum(task.get("tdur", 0) for task in tasks if start < task["ts"] + task["dur"] < end) / 1000
+        for start, end in zip(marks["step"], marks["drawn"], strict=True)
+    ]
+    return {"median": round(statistics.median(times), 1), "p95": round(statistics.quantiles(times, n=20)[-1], 1)}
+
+
+def main() -> None:
+    """A line for every page: its size and its data's in bytes, and the time of steps in milliseconds."""
+    browser_file = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
+        for number, size in enumerate(SIZES):
+            file = write_page(Path(folder) / str(number), *size)
+            text = file.read_text(encoding="utf-8")
+            data = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0]
+            page = browser.new_page(viewport={"width": 1280, "height": 1000})
+            page.goto(file.as_uri())
+            found: dict[str, Any] = {"size": size, "page": len(text.encode()), "data": len(data.encode())}
+            for slider in ("budget", "tau"):
+                most = int(page.get_attribute(f"#instrument-{slider}", "max") or 0)
+                drag = [1 + (3 * step) % most for step in range(60)]
+                jump = [1 + (259 * step) % most for step in range(30)]
+                found[f"{slider}, dragged"] = time_steps(browser, page, slider, drag, 0)
+                found[f"{slider}, jumping"] = time_steps(browser, page, slider, jump, 500)
+            print(json.dumps(found), flush=True)
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+/* Layouts beside each other, the table of all that were measured, and points of charts that lead to the map. */
+function smallMap(figure, layers, heads) { /* global heads are filled: those of both grey, those of this one alone not */
+  const svg = figure.querySelector("svg"), parts = ["pair-none", "pair-both", "pair-own"].map(name => make(svg, "path", { class: name, d: "" }));
+  svg.setAttribute("viewBox", "-0.6 -0.6 " + (layers + 0.2) + " " + (heads + 0.2));
+  svg.setAttribute("width", 20 * layers);
+  return (name, mask, other) => {
+    const paths = ["", "", ""];
+    mask.forEach((one, head) => {
+      paths[one ? 2 - other[head] : 0] += "M" + (Math.floor(head / heads) - FILLED / 2) + " " + head % heads + "h" + FILLED;
+    });
+    parts.forEach((part, number) => part.setAttribute("d", paths[number]));
+    figure.querySelector("h3").textContent = name;
+  };
+}
+function delta(change, error) {
+  return (change < 0 ? "\u2212" : "+") + Math.abs(change).toFixed(3) + " \u00b1 " + (error === null ? "\u2014" : error.toFixed(3));
+}
+function measuredTable(given, layouts, coverage, goTo) {
+  const element = name => document.getElementById("measured-" + name);
+  if (!element("all")) return;
+  const rows = layouts.map(({ name, mask }, at) => ({ at, cells: [name, count(mask), coverage(mask), ...given.measured.map(() => null)], errors: [] }));
+  given.measured.forEach(([, results], way) => results.forEach(([at, change, error]) => {
+    rows[at].cells[3 + way] = change;
+    rows[at].errors[3 + way] = error;
+  }));
+  const heads = element("all").tHead.rows[0].cells, body = element("all").tBodies[0], most = 20;
+  const sizes = [...new Set(rows.map(row => row.cells[1]))].sort((one, other) => one - other);
+  element("heads").replaceChildren(new Option("any number", ""), ...sizes.map(number => new Option(number, number)));
+  let column = 3, up = true, whole = false;
+  function draw() {
+    const words = element("filter").value.toLowerCase().split(/\s+/), number = element("heads").value;
+    const found = rows.filter(({ cells }) => words.every(word => cells[0].toLowerCase().includes(word)) && (!number || cells[1] === Number(number)));
+    const value = row => row.cells[column];
+    found.sort((one, other) => {
+      if (value(one) === null || value(other) === null) return (value(one) === null) - (value(other) === null) || one.at - other.at;
+      const order = column ? value(one) - value(other) : value(one).localeCompare(value(other), "en", { numeric: true });
+      return (up ? order : -order) || one.at - other.at;
+    });
+    [...heads].forEach((head, at) => { at === column ? head.setAttribute("aria-sort", up ? "ascending" : "descending") : head.removeAttribute("aria-sort"); });
+    body.replaceChildren(...found.slice(0, whole ? found.length : most).map(row => {
+      const line = document.createElement("tr"), head = document.createElement("th"), button = document.createElement("button");
+      head.scope = "row";
+      button.type = "button";
+      button.className = "plain";
+      button.textContent = row.cells[0];
+      button.addEventListener("click", () => goTo(row.at));
+      head.append(button);
+      line.append(head, ...row.cells.slice(1).map((cell, at) => {
+        const made = document.createElement("td");
+        made.textContent = at === 0 ? cell : at === 1 ? (100 * cell).toFixed(1) : cell === null ? "\u2014" : delta(cell, row.errors[at + 1]);
+        return made;
+      }));
+      return line;
+    }));
+    element("count").textContent = found.length + " of " + rows.length + " layouts" + (body.rows.length < found.length ? ", the first " + most + " shown" : "");
+    element("more").hidden = body.rows.length === found.length;
+  }
+  [...heads].forEach((head, at) => head.querySelector("button").addEventListener("click", () => {
+    up = at === column ? !up : true;
+    column = at;
+    draw();
+  }));
+  element("filter").addEventListener("input", draw);
+  element("heads").addEventListener("input", draw);
+  element("more").addEventListener("click", () => { whole = true; draw(); });
+  draw();
+}
+/* Points whose tip begins with the name of one layout: click, or Enter; arrow keys from one to the next. */
+function linkPoints(given, goTo) {
+  const places = new Map();
+  for (const [name, at] of [...given.layouts.map(([name], at) => [name, at]), ...given.aliases])
+    places.set(name, places.has(name) && places.get(name) !== at ? -1 : at);
+  for (const chart of document.querySelectorAll("svg.chart")) {
+    const found = [...chart.querySelectorAll("[data-at]")].map(point => [point, places.get(tipOf(point).split("\n")[0])]).filter(([, at]) => at >= 0);
+    if (!found.length) continue;
+    const centre = point => point.getBBox().x + point.getBBox().width / 2;
+    const points = found.map(([point]) => point).sort((one, other) => centre(one) - centre(other));
+    chart.setAttribute("role", "group");
+    found.forEach(([point, at]) => {
+      point.setAttribute("aria-label", tipOf(point));
+      point.setAttribute("role", "button");
+      point.setAttribute("tabindex", point === points[0] ? "0" : "-1");
+      point.addEventListener("click", () => goTo(at));
+      point.addEventListener("keydown", event => {
+        const next = points[points.indexOf(point) + (steps[event.key] || [0, 0]).reduce((sum, step) => sum + step)];
+        if (event.key === "Enter" || event.key === " ") goTo(at);
+        else if (!steps[event.key] || !next) return;
+        else {
+          point.setAttribute("tabindex", "-1");
+          next.setAttribute("tabindex", "0");
+          next.focus();
+        }
+        event.preventDefault();
+      });
+    });
+  }
+}

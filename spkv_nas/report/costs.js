@@ -1,0 +1,42 @@
+/* What a layout costs: bytes of its cache, seconds of its attention, and the NLL that the search's scores predict. */
+function percent(number) { return (number < 0 ? "\u2212" : "+") + Math.abs(number).toFixed(2) + " %"; }
+function size(number) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  while (number >= 1024 && at < 4) { number /= 1024; at++; }
+  return number.toFixed(at ? 2 : 0) + " " + units[at];
+}
+function duration(number) {
+  const units = ["s", "ms", "\u00b5s", "ns"];
+  let at = 0;
+  while (number < 1 && at < 3) { number *= 1000; at++; }
+  return number.toPrecision(3) + " " + units[at];
+}
+function count(mask) { return mask.reduce((number, one) => number + one, 0); }
+function bytes(cache, budget, total, context) {
+  return cache.token * (budget * context + (total - budget) * Math.min(cache.window, context));
+}
+/* Seconds per token of all layers when decoding: as measured, between what was measured, or the bound. */
+function seconds(times, cache, heads, mask, context) {
+  const { contexts, counts, seconds: measured, window, bandwidth } = times;
+  const between = (at, places) => { /* [place below, share of the way to the next] */
+    const above = Math.max(1, places.findIndex(place => place >= at));
+    return [above - 1, (at - places[above - 1]) / (places[above] - places[above - 1])];
+  };
+  if (!measured || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
+    return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];
+  const [row, down] = contexts.length > 1 ? between(context, contexts) : [0, 0];
+  let sum = 0;
+  for (let head = 0; head < mask.length; head += heads) {
+    const [column, right] = between(count(mask.subarray(head, head + heads)), counts);
+    const at = row => measured[row][column] + right * (measured[row][column + 1] - measured[row][column]);
+    sum += down ? at(row) + down * (at(row + 1) - at(row)) : at(row);
+  }
+  return [sum, "when decoding (" + times.measured + ")"];
+}
+function predictor(signal) { /* of [mean, deviation] in percent, by threshold, of the budgets that were scored */
+  if (!signal.predicted) return () => null;
+  const { low, count, order, code } = signal.predicted, reader = new Code(code), orders = new Array(count).fill(order);
+  const pairs = signal.taus.map(() => [reader.run(orders).numbers, reader.run(orders).numbers]);
+  return (tau, budget) => budget < low || budget >= low + count ? null : pairs[tau].map(numbers => numbers[budget - low] / 1000);
+}

@@ -1,0 +1,58 @@
+"""The SP-KV paper's figures of one's own probe: PDF for LaTeX, and the lines that set them in the paper's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import write_atomic
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.report.chart import Chart, Panels
+from spkv_nas.report.density_charts import density_chart, layout_charts
+from spkv_nas.report.plot import save_pdf
+from spkv_nas.report.result_charts import coverage_nll_chart, tau_sweep_chart
+from spkv_nas.report.training_charts import density_evolution_chart
+
+_WIDTHS = {  # of the text: paper, figures of the search for layouts, of the gates' density, and of the trade-off
+    "layouts": 0.5,
+    "coverage-nll": 0.46,
+    "density": 0.95,
+    "density-evolution": 0.7,
+    "tau-sweep": 0.48,
+}
+
+
+def write_paper_figures(
+    folder: Path,
+    table: DensityTable,
+    layouts: Mapping[str, Layout],
+    *,
+    comparison: pd.DataFrame | None = None,
+    evolution: pd.DataFrame | None = None,
+    sweep: pd.DataFrame | None = None,
+) -> Path:
+    """Write those that there is data for into ``folder``, and ``figures.tex``, of which this is the path.
+
+    Args:
+        folder: made if it is not there.
+        table, layouts, comparison: as ``spkv_nas.report.page`` takes them.
+        evolution: of ``spkv_nas.artifacts.density_log``.
+        sweep: of ``spkv_nas.evaluation.sweep``.
+    """
+    charts: list[Chart | Panels | None] = [
+        layout_charts(table, layouts, {name: coverage(table, layout) for name, layout in layouts.items()}),
+        None if comparison is None else coverage_nll_chart(comparison, table.measure.noun),
+        density_chart(table),
+        None if evolution is None else density_evolution_chart(evolution),
+        None if sweep is None else tau_sweep_chart(sweep),
+    ]
+    found = [chart for chart in charts if chart is not None]
+    for chart in found:
+        save_pdf(folder, chart)
+    lines = [f"\\includegraphics[width={_WIDTHS[chart.name]}\\textwidth]{{{chart.name}.pdf}}" for chart in found]
+    write_atomic(folder / "figures.tex", "\n".join([*lines, ""]))
+    return folder / "figures.tex"
