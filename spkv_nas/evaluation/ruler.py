@@ -22,7 +22,7 @@ from spkv_nas.base.memory import Together
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.statistics import clustered_error
+from spkv_nas.base.statistics import mean_and_error
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import accepts_any
@@ -114,20 +114,23 @@ def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 
 def _row(cell: Cell) -> tuple[Any, ...]:
-    mean, error = _mean(cell.own.scores)
+    mean, error = mean_and_error(cell.own.scores)
     nan = float("nan")
     against: tuple[float, ...] = (nan,) * 4
     if cell.against is not None:
-        difference = _mean(cell.own.scores - cell.against.scores)
-        against = (_mean(cell.against.scores)[0], float(cell.against.densities.mean()), *difference)
+        difference = mean_and_error(cell.own.scores - cell.against.scores)
+        against = (mean_and_error(cell.against.scores)[0], float(cell.against.densities.mean()), *difference)
     density = float(cell.own.densities.mean())
-    return cell.length, cell.task, len(cell.own.scores), mean, error, _mean(cell.floor.scores)[0], density, *against
-
-
-def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
-    """(mean over samples, its standard error)."""
-    mean, number = values.mean(), len(values)
-    return float(mean), float(clustered_error(((values - mean) ** 2).sum(), number, number))
+    return (
+        cell.length,
+        cell.task,
+        len(cell.own.scores),
+        mean,
+        error,
+        mean_and_error(cell.floor.scores)[0],
+        density,
+        *against,
+    )
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:

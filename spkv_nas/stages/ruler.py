@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from spkv_nas.artifacts.gate_config import suitable_window
-from spkv_nas.base.device import AUTO, dtype_name, measuring_device
-from spkv_nas.base.distributed import connect, on_main
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.units import parse_context
@@ -23,13 +22,14 @@ from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import available, check_task, generate
 from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, write_ruler
-from spkv_nas.stages.common import check_positions, check_tau, model_name, quiet_transformers
+from spkv_nas.stages.answering import Loaded, check_mode, hard, load
+from spkv_nas.stages.answering import origin as origin_of
+from spkv_nas.stages.common import check_positions, model_name, quiet_transformers
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
-Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 SAMPLES = 100  # of a task at a length, by default
 
 
@@ -49,7 +49,9 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
         UserError: options that do not go together, a length without room for a task, or what cannot be loaded.
     """
     quiet_transformers(reporter)
-    lengths = _checked(options)
+    check_mode(options)
+    assert options.ruler is not None
+    lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
     material = Material.read(options.haystack or [], options.qa or [])
     tasks = _tasks(options.ruler_tasks, material)
     assert options.model is not None
@@ -66,7 +68,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
         make(*place, 0)
     window = options.window or _local_window(model, lengths)
     origin = {
-        **_origin(options.model, model, options.tau),
+        **origin_of(options.model, model, options.tau),
         "lengths": lengths,
         "tasks": tasks,
         "samples": options.samples or SAMPLES,
@@ -80,7 +82,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     against: Sequence[Answers | None] = [None] * len(places)
     with reporter.bar("answering") as bar:
         exam = _Exam(places, make, options.samples or SAMPLES, 2 if options.against is None else 3, bar)
-        own = exam.take(0, (model, tokenizer), partial(_hard, model, options.tau))
+        own = exam.take(0, (model, tokenizer), partial(hard, model, options.tau))
         floor = exam.take(1, (model, tokenizer), partial(_local, model, window))
         if options.against is not None:
             model, other = _load(options, options.against, lengths, reporter)
@@ -89,27 +91,12 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
                     f"--against {options.against} has another tokenizer, and so other samples: a pair of answers must "
                     "be to one question"
                 )
-            origin["against"] = _origin(options.against, model, None)
-            against = exam.take(2, (model, tokenizer), partial(_hard, model, None))
+            origin["against"] = origin_of(options.against, model, None)
+            against = exam.take(2, (model, tokenizer), partial(hard, model, None))
     answers = zip(places, own, floor, against, strict=True)
     rows = ruler_table([Cell(*place, one, local, other) for place, one, local, other in answers])
     on_main(lambda: write_ruler(folder, rows, origin))
     return RulerResult(name, rows, folder)
-
-
-def _checked(options: EvaluateOptions) -> list[int]:
-    """The lengths. Raises ``UserError`` for options that mean nothing to RULER."""
-    assert options.ruler is not None
-    lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
-    given = {
-        "--data": options.data, "--max-tokens": options.max_tokens, "--tau-sweep": options.tau_sweep,
-        "--points": options.points,
-    }  # fmt: skip
-    wrong = [flag for flag, value in given.items() if value is not None]
-    if wrong:
-        raise UserError(f"--ruler makes its own text, at one threshold: leave {wrong[0]} out")
-    check_tau(options.tau)
-    return lengths
 
 
 def _tasks(names: str | None, material: Material) -> list[str]:
@@ -123,16 +110,9 @@ def _tasks(names: str | None, material: Material) -> list[str]:
 
 
 def _load(options: EvaluateOptions, source: str, lengths: list[int], reporter: Reporter) -> Loaded:
-    """A checkpoint whose positions reach that far. Joins the processes of torchrun; collective."""
-    from spkv_nas.model.checkpoint import load_on
-    from spkv_nas.model.shape import check_tokens
-
-    reporter.announce(f"loading {source}")
-    device = measuring_device(options.device)
-    connect(device)
-    model, tokenizer = load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    """A checkpoint whose positions reach that far."""
+    model, tokenizer = load(options, source, reporter)
     check_positions(model, lengths[-1], "--ruler length")
-    check_tokens(model, max(tokenizer.get_vocab().values()))
     return model, tokenizer
 
 
@@ -141,18 +121,6 @@ def _local_window(model: PreTrainedModel, lengths: list[int]) -> int:
     from spkv_nas.model.windows import local_window
 
     return local_window(model) or suitable_window(lengths[0])
-
-
-def _hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
-    """The model's gates hard, if it has any."""
-    from spkv_nas.model.modes import gate_mode
-    from spkv_nas.model.section import gate_config
-
-    if gate_config(model) is not None:
-        return gate_mode(model, "hard", tau)
-    if tau is not None:
-        raise UserError("this model has no gates, so a threshold means nothing to it: leave --tau out")
-    return nullcontext()
 
 
 def _local(model: PreTrainedModel, window: int) -> AbstractContextManager[Any]:
@@ -188,13 +156,3 @@ class _Exam:
 
     def _tell(self, sheets: int, task: str, done: int, of_sheet: int) -> None:
         self.bar(sheets * of_sheet + done, self.passes * len(self.places) * of_sheet, task)
-
-
-def _origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
-    """Which checkpoint answered, and how."""
-    from spkv_nas.model.checkpoint import model_origin
-    from spkv_nas.model.section import gate_config
-
-    gates = gate_config(model)
-    own = None if gates is None else gates.tau
-    return {**model_origin(source), "computed_in": dtype_name(model.dtype), "tau": own if tau is None else tau}
