@@ -234,6 +234,7 @@ def ruler(result: RulerResult) -> None:
         shown.add_row(*cells, *pair, end_section=row.task.startswith("average"))
     out.print(shown)
     say_where("scores", result.folder / "ruler.csv")
+    say_where("answers", result.samples)
 
 
 def tasks(result: TasksResult) -> None:

@@ -55,6 +55,17 @@ def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
     return model, tokenizer
 
 
+def identity(source: str, loaded: Loaded, how: str) -> str:
+    """All that answers depend on but for the questions: the checkpoint, its dtype and tokenizer, and ``how`` it
+    answers, of which the hash is in the names of files of answers.
+    """
+    from spkv_nas.data.cache import fingerprint
+    from spkv_nas.model.checkpoint import checkpoint_hash
+
+    model, tokenizer = loaded
+    return f"{checkpoint_hash(source)} {model.dtype} {fingerprint(tokenizer)} {how}"
+
+
 def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
     """The model's gates hard, if it has any."""
     from spkv_nas.model.modes import gate_mode

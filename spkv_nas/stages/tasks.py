@@ -14,7 +14,7 @@ import pandas as pd
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.stages.answering import check_mode, hard, load, origin
+from spkv_nas.stages.answering import check_mode, hard, identity, load, origin
 from spkv_nas.stages.common import model_name, quiet_transformers
 from spkv_nas.stages.options import EvaluateOptions
 
@@ -78,23 +78,20 @@ def _take(
     """What one checkpoint gives to every task of every name, and where that comes from; what is finished is read."""
     from spkv_nas.evaluation.tasks.language_model import CheckpointLM
     from spkv_nas.evaluation.tasks.run import run_task
-    from spkv_nas.model.checkpoint import checkpoint_hash
 
-    model, tokenizer = load(options, source, reporter)
+    loaded = model, _ = load(options, source, reporter)
     about = origin(source, model, tau)
-    identity = f"{checkpoint_hash(source)} {model.dtype} {about['tau']} {version('lm-eval')}"
+    whose = identity(source, loaded, f"{about['tau']} lm-eval {version('lm-eval')}")
     number = sum(len(asked.tasks) for asked in suite)
     found: list[list[Found]] = []
     with hard(model, tau), reporter.bar("answering") as bar:
-        lm = CheckpointLM(model, tokenizer)
+        lm = CheckpointLM(*loaded)
         for asked in suite:
             found.append([])
             for task in asked.tasks:
                 done = sum(map(len, found))
                 lm.progress = _share(bar, done, number, task.task_name)
-                found[-1].append(
-                    run_task(lm, task, samples, identity, limit=options.limit, allow_code=options.allow_code)
-                )
+                found[-1].append(run_task(lm, task, samples, whose, limit=options.limit, allow_code=options.allow_code))
     kept = sum(one.was_kept for each in found for one in each)
     reporter.reused(kept, number, "tasks")
     return found, about

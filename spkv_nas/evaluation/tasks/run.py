@@ -1,14 +1,12 @@
 """A task is put to a checkpoint, and what it answered is kept by sample, so that the next run need not ask again.
 
-A finished task is a file of JSON lines: what the whole of it gave, then every sample. Its name has a hash of all that
-the answers and their scores depend on: the checkpoint, its gates, the requests, and the task's config.
+A finished task is a file (``evaluation.samples``): what the whole of it gave, then every sample. It depends on the
+checkpoint and its gates, on the requests, and on the task's config.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +21,8 @@ from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.files import is_file, write_atomic
+from spkv_nas.base.files import is_file
+from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
 
 _OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")  # of a config; the requests have what they led to
@@ -59,7 +58,7 @@ def run_task(
     """
     with _without_bars():
         task.build_all_requests(limit=limit, rank=0, world_size=1)
-        file = folder / f"{re.sub(r'[^0-9A-Za-z_.-]', '_', task.task_name)}-{_key(task, identity)}.jsonl"
+        file = sample_file(folder, task.task_name, _content(task, identity))
         was_kept = on_main(partial(is_file, file))
         if not was_kept:
             lm.start()
@@ -75,11 +74,11 @@ def run_task(
     return on_main(partial(_read, file, task, was_kept))
 
 
-def _key(task: Task, identity: str) -> str:
+def _content(task: Task, identity: str) -> str:
+    """All that the answers to a task, and their scores, depend on."""
     config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
     requests = [[one.request_type, one.args] for one in task.instances]
-    text = json.dumps([identity, config, requests], sort_keys=True, default=_named)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return json.dumps([identity, config, requests], sort_keys=True, default=_named)
 
 
 def _named(value: Any) -> str:
@@ -89,10 +88,7 @@ def _named(value: Any) -> str:
 
 def _write(file: Path, task: Task, density: float, samples: list[dict[str, Any]]) -> None:
     head = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": density}
-    lines = [head, *map(_sample, samples)]
-    text = "".join(json.dumps(line, default=handle_non_serializable, ensure_ascii=False) + "\n" for line in lines)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, text)
+    write_samples(file, [head, *map(_sample, samples)], default=handle_non_serializable)
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +103,7 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(file: Path, task: Task, was_kept: bool) -> Found:
-    head, *samples = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    head, *samples = read_samples(file)
     several = len({sample["filter"] for sample in samples}) > 1
     values: dict[str, list[Any]] = {}
     wholes = {}
