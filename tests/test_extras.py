@@ -66,7 +66,7 @@ NEED = {
     "probe": "train", "train-hybrid": "train", "train recipe.yaml": "train", "ablate": "train", "palindrome": "train",
     "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "cost": "train",
     f"export {LAYOUT} --model embedded:dense --out new": "train", "demo": "train",
-    "search": "search", "report": "report", "cost level-8 --figure": "report",
+    "search": "search", "report": "report", "evaluate --tasks paper": "tasks", "cost level-8 --figure": "report",
 }  # fmt: skip
 
 

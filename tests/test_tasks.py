@@ -84,6 +84,30 @@ class TestAnswers:
                 assert total == pytest.approx(sum(float(scores[n - 1, ids[n]]) for n in places), abs=1e-4)
                 assert is_greedy == all(int(scores[n - 1].argmax()) == ids[n] for n in places)
 
+    def test_what_has_no_room_is_cut_at_its_beginning_and_said(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """The model has 128 positions."""
+        lm = CheckpointLM(dense(), tiny_tokenizer)
+        long = "the quick brown fox " * 60
+        with pytest.warns(UserWarning, match="1 texts are longer than the model's 128 positions"):
+            ((cut, _),) = lm.loglikelihood([Instance("loglikelihood", {}, (long, " dog"), 0)])
+        ids = torch.tensor([lm.tok_encode(long.rstrip() + "  dog")[-129:]])
+        with torch.no_grad():
+            scores = lm.model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+        number = len(lm.tok_encode("  dog"))
+        places = range(128 - number, 128)
+        assert cut == pytest.approx(sum(float(scores[n, ids[0, n + 1]]) for n in places), abs=1e-4)
+        kwargs = {"until": ["e"], "max_gen_toks": 8, "do_sample": False}
+        with pytest.warns(UserWarning, match="1 texts are longer"):
+            (text,) = lm.generate_until([Instance("generate_until", {}, (long, kwargs), 0)])
+        (own,) = lm.generate_until(
+            [
+                Instance(
+                    "generate_until", {}, (tiny_tokenizer.decode(tiny_tokenizer(long)["input_ids"][-120:]), kwargs), 0
+                )
+            ]
+        )
+        assert text == own
+
     def test_what_is_written_ends_at_its_stop(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         model = gated()
         lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)

@@ -87,6 +87,11 @@ class TestTable:
         rows = tasks_table([Results(replace(both, by_size=False), [self.found(1, 1, 1), self.found(0)])])
         assert rows.loc[0, "value"] == 0.5
 
+    def test_a_group_without_a_mean_is_its_tasks(self, folder: Path) -> None:
+        (folder / "loose.yaml").write_text("group: loose\ntask: [choices, few]\n")
+        loose = load_suite("loose", [str(folder)], [], allow_code=False)
+        assert [(asked.name, len(asked.tasks)) for asked in loose] == [("choices", 1), ("few", 1)]
+
     def test_what_is_no_mean_has_an_error_too(self, folder: Path) -> None:
         """Perplexity by words: of two models alike in every sample the difference is sure."""
         rng = np.random.default_rng(0)
@@ -104,6 +109,10 @@ class TestTable:
         assert rows.loc[0, "difference"] < -40
         same = tasks_table([Results(Asked("reading", [task]), [own], [own])])
         assert list(same.loc[0, ["difference", "difference_standard_error"]]) == [0, 0]
+        mixed = tasks_table(
+            [Results(Asked("reading", [task]), [own]), Results(self.asked(folder, "choices"), [self.found(1)])]
+        )
+        assert list(mixed["task"]) == ["reading", "choices"]  # a perplexity and a share have no average
 
 
 class TestData:

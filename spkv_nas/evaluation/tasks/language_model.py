@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,6 +98,7 @@ class CheckpointLM(HFLM):
         asked: dict[Text, list[int]] = {}  # requests by the text that they read, the last token left out
         for number, (_, context, continuation) in enumerate(requests):
             asked.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(number)
+        self._say_cut(len(context) + len(continuation) > self.max_length + 1 for _, context, continuation in requests)
         texts = sorted(asked, key=lambda text: (-len(text), text))
         found: dict[int, Answer] = {}
 
@@ -138,14 +140,20 @@ class CheckpointLM(HFLM):
 
         Raises:
             UserError: the model has no room for what is to be generated, or its logits are not finite.
+
+        Warns:
+            UserWarning: prompts had to be cut.
         """
-        for request in requests:
-            number = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
-            if number >= self.max_length:
-                raise UserError(
-                    f"{request.task_name} has up to {number} tokens generated, and the model has room for "
-                    f"{self.max_length} with the prompt\nleave the task out, or give max_gen_toks in a YAML of your own"
-                )
+        numbers = [normalize_gen_kwargs(one.args[1], self.max_gen_toks)["max_gen_toks"] for one in requests]
+        if (most := max(numbers, default=0)) >= self.max_length:
+            raise UserError(
+                f"{requests[0].task_name} has up to {most} tokens generated, and the model has room for "
+                f"{self.max_length} with the prompt\nleave the task out, or give max_gen_toks in a YAML of your own"
+            )
+        self._say_cut(
+            len(self.tok_encode(one.args[0])) > self.max_length - number
+            for one, number in zip(requests, numbers, strict=True)
+        )
         generate = super().generate_until
 
         def own(mine: Sequence[Instance]) -> list[str]:
@@ -181,6 +189,15 @@ class CheckpointLM(HFLM):
                 logits_processor=LogitsProcessorList([OnlyFinite()]),
             )
         )  # fmt: skip
+
+    def _say_cut(self, are_cut: Iterable[bool]) -> None:
+        """Warns of texts that are longer than the model's positions reach."""
+        number = sum(are_cut)
+        if number:
+            warnings.warn(
+                f"{number} texts are longer than the model's {self.max_length} positions with what is to follow: their "
+                "beginning is left out", stacklevel=2,
+            )  # fmt: skip
 
     def _count_only(self, real: Tensor) -> None:
         if self._watch is not None:

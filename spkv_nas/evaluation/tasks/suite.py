@@ -41,7 +41,7 @@ class Asked:
     """What one name stands for.
 
     Attributes:
-        tasks: one, or those of a group.
+        tasks: one, or those of a group that has a mean.
         metrics: of a group, those that it has a mean of; empty for a single task, which has all of its own.
         by_size: whether such a mean weights tasks by their samples.
     """
@@ -89,10 +89,11 @@ def load_suite(
             )
         caution(f"left out, as they run the code that a model writes: {', '.join(unsafe)} (--allow-code)")
         asked = {name: options for name, options in asked.items() if name not in unsafe}
-    found, missing = [], {}
+    found: list[Asked] = []
+    missing = {}
     for name, options in asked.items():
         try:
-            found.append(_load(index, name, options | _local(index, name, data)))
+            found += _load(index, name, options | _local(index, name, data))
         except OSError as error:
             missing[name] = error
     if missing:
@@ -171,8 +172,8 @@ def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
     return {}
 
 
-def _load(index: Index, name: str, options: dict[str, Any]) -> Asked:
-    """One name's tasks, with ``options`` in place of what their YAML files say."""
+def _load(index: Index, name: str, options: dict[str, Any]) -> list[Asked]:
+    """One name's tasks, with ``options`` in place of what their YAML files say; together if they have a mean."""
     built = TaskFactory().build(index[name], overrides=options, registry=index)
     is_group = isinstance(built, Group)
     tasks = built.get_all_tasks() if is_group else built if isinstance(built, list) else [built]
@@ -181,7 +182,9 @@ def _load(index: Index, name: str, options: dict[str, Any]) -> Asked:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_FEWSHOT_SEED)
     means = (is_group and built.aggregate_metric_list) or []
-    return Asked(name, tasks, tuple(mean.metric for mean in means), all(mean.weight_by_size for mean in means))
+    if not means:
+        return [Asked(task.task_name, [task]) for task in tasks]
+    return [Asked(name, tasks, tuple(mean.metric for mean in means), all(mean.weight_by_size for mean in means))]
 
 
 def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserError:

@@ -47,7 +47,8 @@ class _Cell(NamedTuple):
 
 
 def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
-    """One row for each metric of each name, columns ``COLUMNS``, and of several names the average of their first rows.
+    """One row for each metric of each name, columns ``COLUMNS``, and of several names the average of their first rows,
+    of those that are means of samples.
 
     A group has the means of its tasks, by samples where lm-eval says so. ``difference`` is the checkpoint's value minus
     the other's, its error that of the difference by sample; NaN where there is no other, or a single sample.
@@ -57,8 +58,9 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
     for one in results:
         cells = _cells(one)
         rows += [(one.asked.name, metric, one.asked.num_fewshot, *cell) for metric, cell in cells]
-        firsts.append(cells[0][1])
-    if len(results) > 1:
+        if cells[0][0] not in one.own[0].wholes:
+            firsts.append(cells[0][1])
+    if len(firsts) > 1:
         rows.append((f"average of {len(firsts)}", "first of each", np.nan, *_mean(firsts, by_size=False)))
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
@@ -76,7 +78,8 @@ def _cells(results: Results) -> list[tuple[str, _Cell]]:
     others: Sequence[Found | None] = results.against or [None] * len(own)
     return [
         (metric, _mean([_cell(metric, *pair) for pair in zip(own, others, strict=True)], by_size=asked.by_size))
-        for metric in asked.metrics or own[0].values
+        for metric in own[0].values
+        if not asked.metrics or metric.partition(" (")[0] in asked.metrics
     ]
 
 
