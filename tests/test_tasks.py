@@ -177,6 +177,31 @@ class TestAnswers:
             assert found[0][0].values == found[1][0].values
             assert samples(tmp_path / f"{name}0") == pytest.approx(samples(tmp_path / f"{name}1"), abs=1e-4)
 
+    @pytest.mark.parametrize("work", ["_read", "_generate"])
+    def test_short_of_memory_it_goes_on_with_fewer(
+        self,
+        work: str,
+        folder: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """What a pass that failed has counted does not count."""
+        names = {"_read": "choices", "_generate": "writing"}[work]
+        (whole,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "whole")
+        done = getattr(CheckpointLM, work)
+
+        def short(self: CheckpointLM, items: Any, *rest: Any, **options: Any) -> Any:
+            found = done(self, items, *rest, **options)
+            if len(items) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return found
+
+        monkeypatch.setattr(CheckpointLM, work, short)
+        with pytest.warns(UserWarning, match="no memory for"):
+            (found,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "short")
+        assert (found.values, found.density) == (whole.values, whole.density)
+
 
 def samples(folder: Path) -> list[float]:
     """All log-probabilities that are kept below a folder."""

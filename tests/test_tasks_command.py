@@ -196,6 +196,16 @@ class TestCommand:
         assert "reused 4 of 4 tasks" in capsys.readouterr().err
         assert pd.read_csv(place / "reports" / "model" / "tasks.csv").equals(rows)
 
+    def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """By the embedded reference, offline; nothing else is given."""
+        main(["evaluate", "--tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
+        rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
+        assert list(rows["metric"]) == ["acc", "exact_match", "first of each"]
+        assert rows["density"].between(0.2, 0.4).all()
+        kept = sorted((tmp_path / "runs" / "stdlib-21x3" / "tasks").iterdir())
+        assert [len(file.read_text().splitlines()) for file in kept] == [4, 4]
+        assert "stdlib_names" in capsys.readouterr().out
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [
