@@ -16,7 +16,7 @@ import tomllib
 from spkv_nas.base.extras import EXTRAS
 
 ROOT = Path(__file__).parent.parent
-HEAVY = ["pyarrow", *(name for extra in ("train", "lora", "search", "tensorboard") for name in EXTRAS[extra])]
+HEAVY = ["pyarrow", *(name for extra in ("train", "lora", "search", "tasks", "tensorboard") for name in EXTRAS[extra])]
 ALL = [*HEAVY, *EXTRAS["report"]]
 WITHOUT = """
 import contextlib, io, json, sys
@@ -66,7 +66,7 @@ NEED = {
     "probe": "train", "train-hybrid": "train", "train recipe.yaml": "train", "ablate": "train", "palindrome": "train",
     "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "cost": "train",
     f"export {LAYOUT} --model embedded:dense --out new": "train", "demo": "train",
-    "search": "search", "report": "report", "cost level-8 --figure": "report",
+    "search": "search", "report": "report", "evaluate --tasks paper": "tasks", "cost level-8 --figure": "report",
 }  # fmt: skip
 
 
@@ -151,7 +151,10 @@ def test_from_python() -> None:
 def test_every_package_of_an_extra_is_known() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["optional-dependencies"]
-    names = {extra: {re.split("[>[]", entry)[0] for entry in declared[extra]} for extra in EXTRAS}
+    names = {
+        extra: {re.split("[>[]", entry)[0].replace("lm-eval", "lm_eval") for entry in declared[extra]}
+        for extra in EXTRAS
+    }
     own = {extra: {name for name in names[extra] if not name.startswith("spkv-nas")} for extra in EXTRAS}
     assert own == {extra: set(packages) - {"markupsafe"} for extra, packages in EXTRAS.items()}  # it comes with jinja2
-    assert declared["all"] == ["spkv-nas[lora,postgresql,search,tensorboard]"]
+    assert declared["all"] == ["spkv-nas[lora,postgresql,search,tasks,tensorboard]"]

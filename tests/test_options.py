@@ -14,18 +14,19 @@ from typer.testing import CliRunner
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, app
 from spkv_nas.cli.options import command
+from spkv_nas.data.config import BLOCK_SIZE
 from spkv_nas.evaluation.sweep import DEFAULT_POINTS
 from spkv_nas.probing.priced import DEFAULT_STEPS
 from spkv_nas.probing.regression import DEFAULT_LAYOUTS
-from spkv_nas.stages import flags, options
+from spkv_nas.stages import flags, layout_options, options
 from spkv_nas.stages.flags import Flag
 from spkv_nas.stages.ruler import SAMPLES
 from spkv_nas.training.first_recipe import STEPS
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
 CLASSES = [
-    one for one in vars(options).values()
-    if isinstance(one, type) and is_dataclass(one) and one.__module__ == options.__name__
+    one for module in (options, layout_options) for one in vars(module).values()
+    if isinstance(one, type) and is_dataclass(one) and one.__module__ == module.__name__
 ]  # fmt: skip
 PRINT_BY_THEMSELVES = ("generate", "schema")
 ALIASES = {name: hint for name, hint in vars(flags).items() if hasattr(hint, "__metadata__")}
@@ -60,7 +61,8 @@ def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
     taken = {next(iter(get_type_hints(function).values())) for function in COMMANDS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions}
-    nested = {options.DemoOptions, options.ShowLayoutsOptions, options.DiffOptions, options.ConvertOptions}
+    nested = {options.DemoOptions, layout_options.ShowLayoutsOptions}
+    nested |= {layout_options.DiffOptions, layout_options.ConvertOptions}
     assert taken | nested == set(CLASSES) - mixins
 
 
@@ -127,7 +129,11 @@ def test_defaults_that_the_help_names_are_those_that_are_used() -> None:
         if (field.metadata.get(options.SHOWN) or "").isdigit()
     }
     palindrome = PalindromeSettings()
+    blocks = {
+        (one.__name__, "block_size"): str(BLOCK_SIZE) for one in CLASSES if issubclass(one, options.SubjectOptions)
+    }
     assert shown == {
+        **blocks,
         ("BaselinesOptions", "points"): str(DEFAULT_POINTS),
         ("EvaluateOptions", "points"): str(DEFAULT_POINTS),
         ("EvaluateOptions", "samples"): str(SAMPLES),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +27,7 @@ from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.continuation import Continuations, continue_greedily
 from spkv_nas.model.generation import generate
-from spkv_nas.model.modes import gate_mode
+from spkv_nas.model.modes import gate_mode, set_gate_mode
 from spkv_nas.model.windows import apply_layout, every_head_local, local_window
 
 LAYOUT = Layout(("GL", "LL", "LL", "GG"), window=6)
@@ -151,11 +152,37 @@ def test_samples_answered_are_those_asked(
     monkeypatch.setattr(ruler, "continue_greedily", answering)
     monkeypatch.setattr(ruler, "_TOGETHER", 2000)
     told: list[tuple[int, int]] = []
-    found = answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: told.append(step))
+    found = Answers.of(answer(tiny_model(), tiny_tokenizer, make, 7, lambda *step: told.append(step)), 7)
     assert list(found.scores) == [0, 1, 0, 1, 0, 1, 0]
     assert list(found.densities) == [0.5] * 7
     assert told[-1] == (7, 7)
     assert len(told) > 2
+
+
+def test_a_sample_without_room_is_left_out(
+    tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in the midst ended the whole run, after hours."""
+
+    def make(index: int) -> Sample | None:
+        return None if index in (2, 3, 5) else make_sample("niah_single_1", 0, index, 600, tiny_tokenizer)
+
+    monkeypatch.setattr(ruler, "_TOGETHER", 1000)
+    lines = answer(gated_hard(), tiny_tokenizer, make, 6)
+    assert [line["index"] for line in lines] == [0, 1, 4]
+    found = Answers.of(lines, 6)
+    assert list(np.isnan(found.scores)) == [False, False, True, True, False, True]
+    assert not np.isnan(found.densities[[0, 1, 4]]).any()
+    rows = ruler_table([Cell("niah_single_1", 600, found, found, found)])
+    assert list(rows["num_samples"]) == [3, 3]
+    assert rows.drop(columns=["difference", "difference_standard_error"]).notna().all(axis=None)
+    assert list(rows["difference"]) == [0, 0]
+
+
+def gated_hard() -> PreTrainedModel:
+    model = gated()
+    set_gate_mode(model, "hard")
+    return model
 
 
 class TestCommand:
@@ -166,12 +193,13 @@ class TestCommand:
 
     def test_scores_of_two_checkpoints(
         self, checkpoint: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
-        capsys: pytest.CaptureFixture[str],
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     ) -> None:  # fmt: skip
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         place = tmp_path / "w"
         options = ["--model", checkpoint, "--ruler", "512,600", "--ruler-tasks", "vt", "--samples", 2]
-        main(["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)])
+        command = ["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
+        main(command)
         shown = " ".join(capsys.readouterr().out.split())
         assert "average of 1" in shown
         assert "ruler.csv" in shown
@@ -189,6 +217,13 @@ class TestCommand:
         assert known == {
             "tau": 0.4, "floor_window": 6, "haystack": "RULER's noise", "questions": [], "seed": 0, "samples": 2,
         }  # fmt: skip
+        kept = sorted((place / "runs" / "mine" / "ruler").iterdir())
+        assert [file.name[:6] for file in kept] == ["vt-512"] * 3 + ["vt-600"] * 3
+        line = json.loads(kept[0].read_text().splitlines()[1])
+        assert set(line) == {"index", "question", "answers", "output", "score", "density"}
+        monkeypatch.setattr(ruler, "continue_greedily", None)
+        main(command)  # asks nothing again
+        assert pd.read_csv(folder / "ruler.csv").equals(rows)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -197,6 +232,7 @@ class TestCommand:
             (["--ruler", "512", "--ruler-tasks", "vt,other"], "no task 'other'"),
             (["--ruler", "512", "--ruler-tasks", "qa_2"], "give --qa FILE.json in the form of HotpotQA"),
             (["--ruler", "512", "--tau-sweep", "0.1..0.9"], "leave --tau-sweep out"),
+            (["--ruler", "512", "--block-size", "64"], "leave --block-size out"),
             (["--ruler", "512", "--tau", "2"], "--tau must lie in [0, 1]"),
             (["--ruler", "100", "--ruler-tasks", "vt"], "vt needs at least"),
             (["--ruler", "512", "--qa", "gone.json"], "questions not found: gone.json"),

@@ -27,7 +27,7 @@ from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export import export
 from spkv_nas.model.weight_files import FILE, INDEX
 from spkv_nas.stages.layout import export as export_stage
-from spkv_nas.stages.options import ExportOptions
+from spkv_nas.stages.layout_options import ExportOptions
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)

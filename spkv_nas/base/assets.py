@@ -7,6 +7,7 @@ from pathlib import Path
 ASSETS = Path(__file__).parent.parent / "assets"
 EMBEDDED_PREFIX = "embedded:"  # of a checkpoint's name: embedded:dense
 EMBEDDED = ASSETS / "stdlib-21x3"  # the embedded models, with the recipes that made them
+TASKS = ASSETS / "tasks"  # of lm-eval, and their data
 PAPER_TABLE = ASSETS / "ladder.csv"  # both tables of the SP-KV paper's appendix "Scaling analysis details"
 
 

@@ -16,6 +16,7 @@ EXTRAS = {  # by what they are for; pyproject.toml has the versions
     "lora": ("peft",),
     "search": ("optuna", "sqlalchemy"),
     "postgresql": ("psycopg",),
+    "tasks": ("lm_eval",),
     "tensorboard": ("tensorboard",),
 }
 

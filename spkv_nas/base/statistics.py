@@ -19,3 +19,9 @@ def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) 
     spread = np.maximum(np.asarray(squares, dtype=np.float64), 0.0)
     error = np.sqrt(spread * number / np.maximum(number - 1, 1)) / np.maximum(tokens, 1)
     return np.where(number > 1, error, np.nan)
+
+
+def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
+    """(mean over samples, its standard error)."""
+    mean, number = values.mean(), len(values)
+    return float(mean), float(clustered_error(((values - mean) ** 2).sum(), number, number))

@@ -14,12 +14,18 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
 
     Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
     models. Without --tau-sweep nothing is written. With --ruler LENGTHS: the share of answers found in RULER's tasks,
-    beside the floor, the same model with every head local. Writes reports/NAME/ruler.csv.
+    beside the floor, the same model with every head local. Writes reports/NAME/ruler.csv. With --tasks NAMES:
+    downstream tasks of lm-eval. Writes reports/NAME/tasks.csv, and samples to runs/NAME/tasks/, which are not asked
+    again.
     """
     if options.ruler is not None:
         from spkv_nas.stages.ruler import ruler
 
         return Result(ruler(options, reporter), show.ruler)
+    if options.tasks is not None:
+        from spkv_nas.stages.tasks import tasks
+
+        return Result(tasks(options, reporter), show.tasks)
     from spkv_nas.stages import evaluate as stage
 
     return Result(stage.evaluate(options, reporter), show.evaluation, documents.evaluation)

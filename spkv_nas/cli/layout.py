@@ -13,7 +13,7 @@ from spkv_nas.cli import show as tables
 from spkv_nas.cli.console import out, say
 from spkv_nas.cli.options import command
 from spkv_nas.cli.result import Result
-from spkv_nas.stages.options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
+from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 
 app = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
 

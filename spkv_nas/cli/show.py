@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from spkv_nas.stages.baselines import BaselinesResult
     from spkv_nas.stages.evaluate import EvaluationResult, ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
-    from spkv_nas.stages.options import DiffOptions
+    from spkv_nas.stages.layout_options import DiffOptions
     from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
     from spkv_nas.stages.ruler import RulerResult
+    from spkv_nas.stages.tasks import TasksResult
     from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
     from spkv_nas.training.hybrids import Comparison
 
@@ -222,12 +223,46 @@ def ruler(result: RulerResult) -> None:
     title = f"{escape(result.name)}: share of answers found; floor: every head local"
     shown = Table(*columns, title=title)
     for row in result.rows.itertuples():
-        cells = [str(row.length), row.task, _share(row.score, row.standard_error), _share(row.floor)]
-        cells.append("-" if math.isnan(row.density) else f"{100 * row.density:.1f}")
+        cells = [
+            str(row.length),
+            row.task,
+            _share(row.score, row.standard_error),
+            _share(row.floor),
+            _percent(row.density),
+        ]
         pair = [_share(row.against), change(row.difference, row.difference_standard_error)] if against else []
         shown.add_row(*cells, *pair, end_section=row.task.startswith("average"))
     out.print(shown)
     say_where("scores", result.folder / "ruler.csv")
+    say_where("answers", result.samples)
+
+
+def tasks(result: TasksResult) -> None:
+    """Downstream tasks by metric, and the other checkpoint, if there is one."""
+    against = result.rows["against"].notna().any()
+    pair = ["against", "density %", "difference"] if against else []
+    shown = Table("task", "metric", "shots", "value", "density %", *pair, title=escape(result.name))
+    for row in result.rows.itertuples():
+        shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
+        cells = [
+            escape(row.task),
+            escape(row.metric),
+            shots,
+            _share(row.value, row.standard_error),
+            _percent(row.density),
+        ]
+        if against:
+            moved = change(row.difference, row.difference_standard_error)
+            cells += [_share(row.against), _percent(row.against_density), moved]
+        shown.add_row(*cells)
+    out.print(shown)
+    say_where("values", result.folder / "tasks.csv")
+    say_where("samples", result.samples)
+
+
+def _percent(share: float) -> str:
+    """A share such as ``28.3``, in percent."""
+    return "-" if math.isnan(share) else f"{100 * share:.1f}"
 
 
 def _share(value: float, error: float | None = None) -> str:

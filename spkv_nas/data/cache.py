@@ -39,7 +39,7 @@ class BlockCache:
         settings: str,
     ) -> None:
         self.root, self._sources, self._base = root, list(sources), base
-        self._decided = (_FORMAT, _fingerprint(tokenizer), settings)
+        self._decided = (_FORMAT, fingerprint(tokenizer), settings)
 
     def find(self, has_all: Callable[[Path], bool]) -> Path | None:
         """The folder of the text as its sources are now, if ``has_all`` says that it holds what is wanted."""
@@ -103,7 +103,7 @@ def _hash(parts: Iterable[str]) -> str:
     return key.hexdigest()[:16]
 
 
-def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """What a tokenizer writes for a text, and after it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)

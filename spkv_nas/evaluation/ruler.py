@@ -17,12 +17,12 @@ import pandas as pd
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.base.distributed import own_share, sum_over_processes
+from spkv_nas.base.distributed import gathered, own_share
 from spkv_nas.base.memory import Together
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
-from spkv_nas.base.statistics import clustered_error
+from spkv_nas.base.statistics import mean_and_error
 from spkv_nas.base.tables import write_csv
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import accepts_any
@@ -35,15 +35,28 @@ COLUMNS = (
 _TOGETHER = 1 << 15  # tokens of the prompts that pass at once
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
-Make = Callable[[int], Sample]
+_QUESTION = 400  # characters of a prompt's end that are kept
+
+Make = Callable[[int], Sample | None]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of a model to the samples of a task at a length: scores and densities, both [samples]."""
+    """Of a model to the samples of a task at a length: scores and densities, both [samples].
+
+    NaN where there is no room for a sample; the density also of a model that has none.
+    """
 
     scores: NDArray[np.float64]
     densities: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]], number: int) -> Answers:
+        """From what ``answer`` gives of samples 0 to ``number``."""
+        found = np.full((2, number), np.nan)
+        for line in lines:
+            found[:, line["index"]] = line["score"], line["density"]
+        return cls(*found)
 
 
 @dataclass(frozen=True)
@@ -70,35 +83,54 @@ def answer(
     make: Make,
     number: int,
     progress: Progress | None = None,
-) -> Answers:
-    """Answers to samples 0 to ``number``, which ``make`` makes; collective: every process answers its share.
+) -> list[dict[str, Any]]:
+    """Answers to samples 0 to ``number``, each with its score and density; collective: every process does its share.
 
     Args:
         model: with its gates, if it has any, as they are to be: hard, or open below windows.
+        make: makes a sample, or None where there is no room for it.
         progress: called with (samples done, in all) of this process.
 
     Raises:
         UserError: logits that are not finite.
     """
-    scores, densities = np.zeros(number), np.zeros(number)
+    lines: list[dict[str, Any]] = []
     share = own_share(number)
-    place, together = share.start, Together(max(1, _TOGETHER // make(0).num_tokens))
+    first = make(0)
+    place, together = share.start, Together(max(1, _TOGETHER // first.num_tokens) if first else 1)
     while place < share.stop:
 
-        def attempt(size: int, place: int = place) -> int:
-            samples = [make(index) for index in range(place, place + size)]
-            found = continue_greedily(model, tokenizer, [s.text for s in samples], [s.new_tokens for s in samples])
-            scores[place : place + size] = [
-                score(text, sample.answers, any_will_do=accepts_any(sample.task))
-                for text, sample in zip(found.texts, samples, strict=True)
-            ]
-            densities[place : place + size] = found.densities
-            return size
+        def attempt(size: int, place: int = place) -> tuple[int, list[dict[str, Any]]]:
+            return size, _answer(model, tokenizer, {index: make(index) for index in range(place, place + size)})
 
-        place += together.run(attempt, share.stop - place)
+        size, found = together.run(attempt, share.stop - place)
+        lines += found
+        place += size
         if progress is not None:
             progress(place - share.start, len(share))
-    return Answers(sum_over_processes(scores), sum_over_processes(densities))
+    return [line for part in gathered(lines) for line in part]
+
+
+def _answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Mapping[int, Sample | None]
+) -> list[dict[str, Any]]:
+    """The answers to those samples that there are, at once."""
+    there = {index: sample for index, sample in samples.items() if sample is not None}
+    if not there:
+        return []
+    asked = there.values()
+    found = continue_greedily(model, tokenizer, [one.text for one in asked], [one.new_tokens for one in asked])
+    return [
+        {
+            "index": index,
+            "question": sample.text[-_QUESTION:],
+            "answers": sample.answers,
+            "output": output,
+            "score": score(output, sample.answers, any_will_do=accepts_any(sample.task)),
+            "density": float(density),
+        }
+        for (index, sample), output, density in zip(there.items(), found.texts, found.densities, strict=True)
+    ]
 
 
 def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
@@ -114,20 +146,15 @@ def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 
 def _row(cell: Cell) -> tuple[Any, ...]:
-    mean, error = _mean(cell.own.scores)
-    nan = float("nan")
-    against: tuple[float, ...] = (nan,) * 4
-    if cell.against is not None:
-        difference = _mean(cell.own.scores - cell.against.scores)
-        against = (_mean(cell.against.scores)[0], float(cell.against.densities.mean()), *difference)
-    density = float(cell.own.densities.mean())
-    return cell.length, cell.task, len(cell.own.scores), mean, error, _mean(cell.floor.scores)[0], density, *against
-
-
-def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
-    """(mean over samples, its standard error)."""
-    mean, number = values.mean(), len(values)
-    return float(mean), float(clustered_error(((values - mean) ** 2).sum(), number, number))
+    """Of the samples that there was room for."""
+    there = ~np.isnan(cell.own.scores)
+    own = cell.own.scores[there]
+    row = (cell.length, cell.task, len(own), *mean_and_error(own), cell.floor.scores[there].mean())
+    if cell.against is None:
+        return *row, cell.own.densities[there].mean(), *(np.nan,) * 4
+    other = cell.against.scores[there]
+    density, others = (one.densities[there].mean() for one in (cell.own, cell.against))
+    return *row, density, other.mean(), others, *mean_and_error(own - other)
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:

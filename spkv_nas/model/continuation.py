@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
-from spkv_nas.model.attention import attention_layers
 from spkv_nas.model.cache import SPKVCache
-from spkv_nas.model.generation import OnlyFinite, generation_config
+from spkv_nas.model.generation import OnlyFinite, fitting_cache, generation_config
 from spkv_nas.model.modes import evaluation_mode
 
 
@@ -46,7 +46,7 @@ def continue_greedily(
         inputs[row, longest - len(own) :] = torch.tensor(own)
         real[row, longest - len(own) :] = 1
     with evaluation_mode(model):
-        cache = SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
+        cache = fitting_cache(model)
         density = _DensityOfPrompts(cache)
         found = model.generate(
             input_ids=inputs.to(model.device), attention_mask=real.to(model.device), past_key_values=cache,
@@ -60,7 +60,7 @@ def continue_greedily(
 class _DensityOfPrompts(LogitsProcessor):
     """Notes what a cache holds when the first token is chosen; rows that end early later add tokens that are none."""
 
-    def __init__(self, cache: SPKVCache | DynamicCache) -> None:
+    def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self.found = np.empty(0)
 

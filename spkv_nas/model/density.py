@@ -1,6 +1,6 @@
 """The density that a model's gates reach while it runs, whoever runs it: training, or an evaluation.
 
-Of all processes of torchrun together.
+Of all processes of torchrun together. A layout's is known without a pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attention import layer_states
+from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
 from spkv_nas.model.gates import keeps
 from spkv_nas.model.modes import gate_settings
 from spkv_nas.model.watch import not_finite, watch_logits
@@ -44,6 +44,14 @@ class DensityWatch:
         self._started = False
         self._tau = 0.0
         self._seen: dict[int, _Seen] = {}  # by layer
+        self._real: tuple[Tensor, int] | None = None
+
+    def only(self, real: Tensor | None) -> None:
+        """Count from now on the tokens of a pass that ``real``, bool [B, T], says; None: all of them.
+
+        The others are padding, or follow the end of what a row had to say.
+        """
+        self._real = None if real is None else (real, int(real.sum()))
 
     def start(self) -> None:
         """Count from now on, at the threshold that the gates have now."""
@@ -54,8 +62,12 @@ class DensityWatch:
 
     def _count(self, layer: int, logits: Tensor) -> None:
         logits = logits.detach()
-        both = torch.stack([keeps(logits, self._tau).sum((0, 2)), logits.isnan().sum((0, 2))])
-        own = _Seen(both, logits.shape[0] * logits.shape[2])
+        both = torch.stack([keeps(logits, self._tau), logits.isnan()])
+        number = logits.shape[0] * logits.shape[2]
+        if self._real is not None:
+            real, number = self._real
+            both &= real[:, None].to(logits.device)
+        own = _Seen(both.sum((1, 3)), number)
         self._seen[layer] = own if layer not in self._seen else self._seen[layer].and_(own)
 
     @contextmanager
@@ -97,3 +109,9 @@ class DensityWatch:
             first = tuple(np.argwhere(wrong)[0].tolist())
             raise UserError(not_finite("the utility", int((wrong > 0).sum()), int((tokens > 0).sum()), first))
         return np.where(tokens > 0, kept / np.maximum(tokens, 1), np.nan)
+
+
+def layout_density(model: nn.Module) -> float:
+    """Share of a model's heads that are global by its layout; NaN if it has none."""
+    windows = [window for state in layer_states(model) for window in state.windows or ()]
+    return sum(window >= GLOBAL_WINDOW for window in windows) / len(windows) if windows else float("nan")

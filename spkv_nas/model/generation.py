@@ -31,6 +31,11 @@ from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import gate_config
 from spkv_nas.model.shape import check_tokens
 
+NOT_FINITE = (  # the error for logits that are not
+    "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or its "
+    "activations overflow in its dtype"
+)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -102,7 +107,7 @@ def generate(
     as_hard = gate_mode(model, "hard", tau) if gates else nullcontext()
     with torch.random.fork_rng(), evaluation_mode(model), as_hard:
         torch.manual_seed(seed)
-        cache = SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
+        cache = fitting_cache(model)
         ids = model.generate(
             input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=config,
             past_key_values=cache, streamer=streamer, logits_processor=LogitsProcessorList([OnlyFinite()]),
@@ -120,6 +125,11 @@ def generate(
         density=cache.density if isinstance(cache, SPKVCache) else None,
         tau=tau,
     )
+
+
+def fitting_cache(model: PreTrainedModel) -> Cache:
+    """An empty cache of what the model's gates or layout keep; of one with neither, transformers' own."""
+    return SPKVCache(model) if attention_layers(model) else DynamicCache(config=model.config)
 
 
 def generation_config(
@@ -155,10 +165,7 @@ class OnlyFinite(LogitsProcessor):
         """``scores`` [B, V] as they are; -inf is a token that was ruled out before, unless all are."""
         best = scores.amax(-1)  # NaN if one of them is
         if not bool(torch.isfinite(best).all()):
-            raise UserError(
-                "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or "
-                "its activations overflow in its dtype"
-            )
+            raise UserError(NOT_FINITE)
         return scores
 
 

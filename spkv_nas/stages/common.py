@@ -123,13 +123,14 @@ class Subject:
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
         """
+        from spkv_nas.data.config import BLOCK_SIZE
         from spkv_nas.data.splits import load_heldout, load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.section import gate_config
         from spkv_nas.model.shape import check_tokens
 
         options, recipe = self.options, self.recipe
-        length = options.block_size if options.data else recipe.data.block_size
+        length = (options.block_size or BLOCK_SIZE) if options.data else recipe.data.block_size
         limit = options.max_tokens
         if limit is not None and limit < length:
             raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")

@@ -14,7 +14,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.common import Subject, check_tau, find_proposal, find_table, measured_on, quiet_transformers
+from spkv_nas.stages.answering import check_mode
+from spkv_nas.stages.common import Subject, find_proposal, find_table, measured_on, quiet_transformers
 from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
 
 
@@ -45,10 +46,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
         raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
     if options.points is not None and options.tau_sweep is None:
         raise UserError("--points goes with --tau-sweep LOW..HIGH")
-    for name in ("ruler_tasks", "samples", "against", "haystack", "qa", "window", "seed"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} goes with --ruler LENGTHS")
-    check_tau(options.tau)
+    check_mode(options)
     taus = None if options.tau_sweep is None else sweep.parse_taus(options.tau_sweep, options.points)
     options.place.check_writable()
     folder = options.place.report_dir(subject.name)

@@ -51,7 +51,7 @@ class Flag:
     is_probe: bool = False
 
 
-_MEMORY, _SEARCH, _RULER = "Constraints and memory", "How much to search", "RULER"
+_MEMORY, _SEARCH, _RULER, _TASKS = "Constraints and memory", "How much to search", "RULER", "Downstream tasks"
 _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
@@ -91,8 +91,7 @@ Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.", v
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: files or folders; repeat for several.")]
-BlockSize = Annotated[int, _BLOCK_SIZE]
-OptionalBlockSize = Annotated[int | None, _BLOCK_SIZE]
+BlockSize = Annotated[int | None, _BLOCK_SIZE]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]
 RecipeFile = Annotated[Path, _RECIPE_FILE]
@@ -151,6 +150,26 @@ Questions = Annotated[
         panel=_RULER,
     ),
 ]  # fmt: skip
+Tasks = Annotated[
+    str | None,
+    Flag(
+        "In place of NLL: tasks of lm-eval by comma. paper: the paper's sixteen; stdlib_completions is here already.",
+        metavar="NAMES", panel=_TASKS,
+    ),
+]  # fmt: skip
+Include = Annotated[
+    list[str] | None,
+    Flag(
+        "Folder with YAML files of tasks, whose Python code runs; repeat for several.", metavar="FOLDER", panel=_TASKS
+    ),
+]
+Limit = Annotated[int | None, Flag("The first samples of each task alone.", low=1, high=MOST_WHOLE, panel=_TASKS)]
+AllowCode = Annotated[
+    bool,
+    Flag(
+        "Let tasks such as mbpp run the code that the model writes, on this machine.", ("--allow-code",), panel=_TASKS
+    ),
+]
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[
     list[str],

@@ -102,7 +102,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
     if options.data:
-        data, base = DataConfig(sources=[*options.data], block_size=options.block_size), Path()
+        data, base = DataConfig(sources=[*options.data], block_size=options.block_size or BLOCK_SIZE), Path()
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
     item = _item(subject.source, Site(device, memory), options.dtype)
     reporter.announce("measuring the speed of a matrix product")

@@ -13,7 +13,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal import convert as forms
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.common import find_table, quiet_transformers
-from spkv_nas.stages.options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
+from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 
 
 @dataclass(frozen=True)

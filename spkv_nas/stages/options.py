@@ -77,7 +77,7 @@ class SubjectOptions(InWorkspace, InDtype):
     data: flags.Data = None
     max_tokens: flags.OptionalMaxTokens = default(None, "all")
     name: flags.Name = None
-    block_size: flags.BlockSize = 512
+    block_size: flags.BlockSize = default(None, "512")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +127,16 @@ class EvaluateOptions(SubjectOptions):
     ruler: flags.Ruler = None
     ruler_tasks: flags.RulerTasks = default(None, "all")
     samples: flags.Samples = default(None, "100")
-    against: flags.Against = default(note="With --ruler.")
+    against: flags.Against = default(note="With --ruler or --tasks.")
     haystack: flags.Haystack = default(None, "RULER's noise")
     qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
     window: flags.OptionalWindow = default(None, "the checkpoint's", note="For the floor of RULER.")
     seed: flags.OptionalSeed = default(None, "0", note="For RULER.")
+    data: flags.Data = default(note="With --tasks: folders with data sets by their ids.")
+    tasks: flags.Tasks = None
+    include: flags.Include = None
+    limit: flags.Limit = default(None, "all")
+    allow_code: flags.AllowCode = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +258,7 @@ class PlanOptions(InWorkspace, InDtype):
     model: flags.OptionalModel = default(None, note="A config file will do.")
     data: flags.Data = None
     tokens: flags.Tokens = default(None, "the text's with --data or a recipe, else 500,000")
-    block_size: flags.OptionalBlockSize = default(None, "the recipe's, or 512", note="Or with --model alone.")
+    block_size: flags.BlockSize = default(None, "the recipe's, or 512", note="Or with --model alone.")
     steps: flags.Steps = default(None, "the recipe's, or 160", note="Of gates, and of each model.")
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
     context: flags.Context = default("128k", note="Of a text to generate.")
@@ -350,49 +355,3 @@ class CalibrateOptions(InWorkspace, OnDevice):
     dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16", note="Here one of the first three.")
     train_step: flags.TrainStep = False
     name: flags.Name = default(None, "the level's or model's")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Of ``export``."""
-
-    layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
-    model: flags.Model
-    out: flags.Out
-    allow_dense: flags.AllowDense = False
-    link: flags.Link = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShowLayoutsOptions(InWorkspace):
-    """Of ``layout show``."""
-
-    files: flags.LayoutFiles
-    probe: flags.OptionalProbe = default(note="Counts coverage.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Of ``layout diff``."""
-
-    a: flags.LayoutFile
-    b: flags.LayoutFile
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Of ``layout convert``."""
-
-    source: flags.Source
-    target: flags.Target
-    budget: flags.OptionalBudget = default(note="Those of highest score.")
-    sparsity: flags.Sparsity = None
-    threshold: flags.Threshold = None
-    window: flags.OptionalWindow = default(None, "the source's")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchemaOptions:
-    """Of ``schema``."""
-
-    of: flags.SchemaOf = "layout"

@@ -3,113 +3,139 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.gate_config import suitable_window
-from spkv_nas.base.device import AUTO, dtype_name, measuring_device
-from spkv_nas.base.distributed import connect, on_main
+from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import SILENT, Bar, Reporter
+from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.version import environment
 from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import Sample
+from spkv_nas.data.ruler.sample import NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import available, check_task, generate
 from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, write_ruler
-from spkv_nas.stages.common import check_positions, check_tau, model_name, quiet_transformers
+from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
+from spkv_nas.stages.answering import Loaded, check_mode, hard, identity, load
+from spkv_nas.stages.answering import origin as origin_of
+from spkv_nas.stages.common import check_positions, model_name, quiet_transformers
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 SAMPLES = 100  # of a task at a length, by default
 
 
 @dataclass(frozen=True)
 class RulerResult:
-    """What RULER gave: its name, the table of ``evaluation.ruler``, and the table's folder."""
+    """What RULER gave: its name, the table of ``evaluation.ruler``, the table's folder, and that of all answers."""
 
     name: str
     rows: pd.DataFrame
     folder: Path
+    samples: Path
 
 
 def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
-    """Scores of a checkpoint at several lengths, written to ``reports/<name>/ruler.csv``.
+    """Scores of a checkpoint at several lengths, written to ``reports/<name>/ruler.csv``, answers to ``runs/``.
+
+    A sample without room, where the task's first has it, is left out.
 
     Raises:
         UserError: options that do not go together, a length without room for a task, or what cannot be loaded.
     """
+    from spkv_nas.model.windows import every_head_local
+
     quiet_transformers(reporter)
-    lengths = _checked(options)
+    check_mode(options)
+    assert options.ruler is not None
+    lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
     material = Material.read(options.haystack or [], options.qa or [])
     tasks = _tasks(options.ruler_tasks, material)
     assert options.model is not None
     name = options.name or model_name(options.model)
     folder = options.place.report_dir(name)
     options.place.check_writable()
-    model, tokenizer = _load(options, options.model, lengths, reporter)
+    loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
     places = [(task, length) for length in lengths for task in tasks]
-
-    def make(task: str, length: int, index: int) -> Sample:
-        return generate(task, options.seed or 0, index, length, tokenizer, material)
-
+    seed, number = options.seed or 0, options.samples or SAMPLES
+    make = _maker(seed, tokenizer, material)
     for place in places:  # whether there is room for it, before hours of work
         make(*place, 0)
     window = options.window or _local_window(model, lengths)
+    about = origin_of(options.model, model, options.tau)
     origin = {
-        **_origin(options.model, model, options.tau),
+        **about,
         "lengths": lengths,
         "tasks": tasks,
-        "samples": options.samples or SAMPLES,
-        "seed": options.seed or 0,
+        "samples": number,
+        "seed": seed,
         "haystack": options.haystack or "RULER's noise",
         "questions": options.qa or [],
         "floor_window": window,
-        "against": None,
         "environment": {**environment(), "wonderwords": version("wonderwords")},
     }
-    against: Sequence[Answers | None] = [None] * len(places)
+    samples = options.place.run_dir(name) / "ruler"
+    asked = f"{seed} {number} {version('wonderwords')} {material.identity}"
     with reporter.bar("answering") as bar:
-        exam = _Exam(places, make, options.samples or SAMPLES, 2 if options.against is None else 3, bar)
-        own = exam.take(0, (model, tokenizer), partial(_hard, model, options.tau))
-        floor = exam.take(1, (model, tokenizer), partial(_local, model, window))
-        if options.against is not None:
-            model, other = _load(options, options.against, lengths, reporter)
-            if other.get_vocab() != tokenizer.get_vocab():
-                raise UserError(
-                    f"--against {options.against} has another tokenizer, and so other samples: a pair of answers must "
-                    "be to one question"
-                )
-            origin["against"] = _origin(options.against, model, None)
-            against = exam.take(2, (model, tokenizer), partial(_hard, model, None))
+        exam = _Exam(places, make, number, 2 if options.against is None else 3, bar, samples, asked)
+        with hard(model, options.tau):
+            own = exam.take(0, loaded, identity(options.model, loaded, str(about["tau"])))
+        with every_head_local(model, window):
+            floor = exam.take(1, loaded, identity(options.model, loaded, f"local {window}"))
+        against, origin["against"] = _against(options, exam, loaded, lengths, reporter)
+    _say_left_out(places, own, reporter)
     answers = zip(places, own, floor, against, strict=True)
     rows = ruler_table([Cell(*place, one, local, other) for place, one, local, other in answers])
     on_main(lambda: write_ruler(folder, rows, origin))
-    return RulerResult(name, rows, folder)
+    return RulerResult(name, rows, folder, samples)
 
 
-def _checked(options: EvaluateOptions) -> list[int]:
-    """The lengths. Raises ``UserError`` for options that mean nothing to RULER."""
-    assert options.ruler is not None
-    lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
-    given = {
-        "--data": options.data, "--max-tokens": options.max_tokens, "--tau-sweep": options.tau_sweep,
-        "--points": options.points,
-    }  # fmt: skip
-    wrong = [flag for flag, value in given.items() if value is not None]
-    if wrong:
-        raise UserError(f"--ruler makes its own text, at one threshold: leave {wrong[0]} out")
-    check_tau(options.tau)
-    return lengths
+def _maker(
+    seed: int, tokenizer: PreTrainedTokenizerBase, material: Material
+) -> Callable[[str, int, int], Sample | None]:
+    """What makes a sample of a task at a length, by its index; None without room, but for the first."""
+
+    def make(task: str, length: int, index: int) -> Sample | None:
+        try:
+            return generate(task, seed, index, length, tokenizer, material)
+        except NoRoomError:
+            if index:
+                return None
+            raise
+
+    return make
+
+
+def _against(
+    options: EvaluateOptions, exam: _Exam, loaded: Loaded, lengths: list[int], reporter: Reporter
+) -> tuple[Sequence[Answers | None], dict[str, Any] | None]:
+    """What the other checkpoint answers to each sheet, and where that comes from; nothing where there is none."""
+    if options.against is None:
+        return [None] * len(exam.places), None
+    other = model, tokenizer = _load(options, options.against, lengths, reporter)
+    if tokenizer.get_vocab() != loaded[1].get_vocab():
+        raise UserError(
+            f"--against {options.against} has another tokenizer, and so other samples: a pair of answers must be to "
+            "one question"
+        )
+    about = origin_of(options.against, model, None)
+    with hard(model, None):
+        return exam.take(2, other, identity(options.against, other, str(about["tau"]))), about
+
+
+def _say_left_out(places: list[tuple[str, int]], answers: list[Answers], reporter: Reporter) -> None:
+    for (task, length), one in zip(places, answers, strict=True):
+        if missing := int(np.isnan(one.scores).sum()):
+            reporter.caution(f"{missing} of {len(one.scores)} samples of {task} have no room at {length} tokens")
 
 
 def _tasks(names: str | None, material: Material) -> list[str]:
@@ -123,16 +149,9 @@ def _tasks(names: str | None, material: Material) -> list[str]:
 
 
 def _load(options: EvaluateOptions, source: str, lengths: list[int], reporter: Reporter) -> Loaded:
-    """A checkpoint whose positions reach that far. Joins the processes of torchrun; collective."""
-    from spkv_nas.model.checkpoint import load_on
-    from spkv_nas.model.shape import check_tokens
-
-    reporter.announce(f"loading {source}")
-    device = measuring_device(options.device)
-    connect(device)
-    model, tokenizer = load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    """A checkpoint whose positions reach that far."""
+    model, tokenizer = load(options, source, reporter)
     check_positions(model, lengths[-1], "--ruler length")
-    check_tokens(model, max(tokenizer.get_vocab().values()))
     return model, tokenizer
 
 
@@ -143,25 +162,6 @@ def _local_window(model: PreTrainedModel, lengths: list[int]) -> int:
     return local_window(model) or suitable_window(lengths[0])
 
 
-def _hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
-    """The model's gates hard, if it has any."""
-    from spkv_nas.model.modes import gate_mode
-    from spkv_nas.model.section import gate_config
-
-    if gate_config(model) is not None:
-        return gate_mode(model, "hard", tau)
-    if tau is not None:
-        raise UserError("this model has no gates, so a threshold means nothing to it: leave --tau out")
-    return nullcontext()
-
-
-def _local(model: PreTrainedModel, window: int) -> AbstractContextManager[Any]:
-    """Every head of the model local."""
-    from spkv_nas.model.windows import every_head_local
-
-    return every_head_local(model, window)
-
-
 @dataclass(frozen=True)
 class _Exam:
     """The questions that every model answers.
@@ -170,31 +170,31 @@ class _Exam:
         places: (task, length) of each sheet.
         number: samples of a sheet.
         passes: how often all of it is answered, for the bar.
+        folder: of the answers.
+        asked: all that samples depend on beside their place.
     """
 
     places: list[tuple[str, int]]
-    make: Callable[[str, int, int], Sample]
+    make: Callable[[str, int, int], Sample | None]
     number: int
     passes: int
     bar: Bar
+    folder: Path
+    asked: str
 
-    def take(self, passed: int, loaded: Loaded, mode: Callable[[], AbstractContextManager[Any]]) -> list[Answers]:
-        """A model's answers to each sheet, in a mode of its gates, after so many passes."""
-        with mode():
-            return [
-                answer(*loaded, partial(self.make, *place), self.number, partial(self._tell, done, place[0]))
-                for done, place in enumerate(self.places, passed * len(self.places))
-            ]
+    def take(self, passed: int, loaded: Loaded, whose: str) -> list[Answers]:
+        """A model's answers to each sheet, as its gates are now, after so many passes; what is finished is read."""
+        return [
+            self._sheet(task, length, loaded, whose, partial(self._tell, done, task))
+            for done, (task, length) in enumerate(self.places, passed * len(self.places))
+        ]
+
+    def _sheet(self, task: str, length: int, loaded: Loaded, whose: str, progress: Progress) -> Answers:
+        file = sample_file(self.folder, f"{task}-{length}", f"{whose} {self.asked}")
+        if not on_main(file.is_file):
+            lines = answer(*loaded, partial(self.make, task, length), self.number, progress)
+            on_main(lambda: write_samples(file, lines))
+        return Answers.of(on_main(lambda: read_samples(file)), self.number)
 
     def _tell(self, sheets: int, task: str, done: int, of_sheet: int) -> None:
         self.bar(sheets * of_sheet + done, self.passes * len(self.places) * of_sheet, task)
-
-
-def _origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
-    """Which checkpoint answered, and how."""
-    from spkv_nas.model.checkpoint import model_origin
-    from spkv_nas.model.section import gate_config
-
-    gates = gate_config(model)
-    own = None if gates is None else gates.tau
-    return {**model_origin(source), "computed_in": dtype_name(model.dtype), "tau": own if tau is None else tau}

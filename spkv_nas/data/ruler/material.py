@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,11 @@ class Material:
 
     essays: Essays | None = None
     questions: Mapping[str, Questions] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """Hexadecimal SHA-256 of all of it."""
+        return hashlib.sha256(repr(self).encode("utf-8", "surrogateescape")).hexdigest()
 
     @classmethod
     def read(cls, haystack: Sequence[str], questions: Sequence[str]) -> Material:

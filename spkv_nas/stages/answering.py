@@ -1,0 +1,88 @@
+"""What the modes of ``evaluate`` share: which options go with which, and the checkpoints that answer, gates hard."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.base.device import AUTO, dtype_name, measuring_device
+from spkv_nas.base.distributed import connect
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages.common import check_tau
+from spkv_nas.stages.options import EvaluateOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
+
+RULER, TASKS = "--ruler LENGTHS", "--tasks NAMES"
+_TEXT = "held-out text"  # without either
+_GO_WITH = {  # options by the modes that take them; those that are not here go with all
+    "data": (_TEXT, TASKS),
+    **dict.fromkeys(("max_tokens", "block_size", "tau_sweep", "points"), (_TEXT,)),
+    **dict.fromkeys(("ruler_tasks", "samples", "haystack", "qa", "window", "seed"), (RULER,)),
+    **dict.fromkeys(("include", "limit", "allow_code"), (TASKS,)),
+    "against": (RULER, TASKS),
+}
+
+
+def check_mode(options: EvaluateOptions) -> None:
+    """Raise ``UserError`` for options that do not go together, or a threshold outside [0, 1]."""
+    if options.ruler is not None and options.tasks is not None:
+        raise UserError("give --ruler or --tasks, one after the other")
+    mode = RULER if options.ruler is not None else TASKS if options.tasks is not None else _TEXT
+    for name, modes in _GO_WITH.items():
+        if getattr(options, name) not in (None, False) and mode not in modes:
+            flag = f"--{name.replace('_', '-')}"
+            if _TEXT in modes:
+                raise UserError(f"{mode.split()[0]} asks questions of its own, at one threshold: leave {flag} out")
+            raise UserError(f"{flag} goes with {' or '.join(modes)}")
+    check_tau(options.tau)
+
+
+def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
+    """A checkpoint and its tokenizer. Joins the processes of torchrun; collective."""
+    from spkv_nas.model.checkpoint import load_on
+    from spkv_nas.model.shape import check_tokens
+
+    reporter.announce(f"loading {source}")
+    device = measuring_device(options.device)
+    connect(device)
+    model, tokenizer = load_on(source, device, options.dtype, spreads=options.device == AUTO)
+    check_tokens(model, max(tokenizer.get_vocab().values()))
+    return model, tokenizer
+
+
+def identity(source: str, loaded: Loaded, how: str) -> str:
+    """All that answers depend on but for the questions: the checkpoint, its dtype and tokenizer, and ``how`` it
+    answers, of which the hash is in the names of files of answers.
+    """
+    from spkv_nas.data.cache import fingerprint
+    from spkv_nas.model.checkpoint import checkpoint_hash
+
+    model, tokenizer = loaded
+    return f"{checkpoint_hash(source)} {model.dtype} {fingerprint(tokenizer)} {how}"
+
+
+def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
+    """The model's gates hard, if it has any."""
+    from spkv_nas.model.modes import gate_mode
+    from spkv_nas.model.section import gate_config
+
+    if gate_config(model) is not None:
+        return gate_mode(model, "hard", tau)
+    if tau is not None:
+        raise UserError("this model has no gates, so a threshold means nothing to it: leave --tau out")
+    return nullcontext()
+
+
+def origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
+    """Which checkpoint answered, and how."""
+    from spkv_nas.model.checkpoint import model_origin
+    from spkv_nas.model.section import gate_config
+
+    gates = gate_config(model)
+    own = None if gates is None else gates.tau
+    return {**model_origin(source), "computed_in": dtype_name(model.dtype), "tau": own if tau is None else tau}

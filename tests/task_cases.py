@@ -1,0 +1,74 @@
+"""Tasks of a few samples that are made for a test, to choose, to write, to read, and a group; and who answers them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+from helpers import tiny_model
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model.windows import apply_layout
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "the", "quick", "dog", "jumps"]
+
+CHOICES = """\
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choices.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+WRITING = """\
+task: writing
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choices.jsonl}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{text}}"
+doc_to_target: " {{choices[answer]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 9, do_sample: false}
+metric_list: [{metric: exact_match}]
+"""
+READING = """\
+task: reading
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choices.jsonl}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}]
+"""
+
+
+def write_tasks(place: Path) -> Path:
+    """A folder with three tasks on eleven samples of different lengths, and a group of two of them."""
+    place.mkdir()
+    rows = [
+        {"text": " ".join(WORDS[: 3 + n]), "choices": [WORDS[n], "dog", "the lazy fox"], "answer": n % 3}
+        for n in range(11)
+    ]
+    (place / "choices.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in {"choices": CHOICES, "writing": WRITING, "reading": READING}.items():
+        (place / f"{name}.yaml").write_text(text.replace("FOLDER", str(place)))
+    short = yaml.safe_load((place / "choices.yaml").read_text()) | {"task": "few", "process_docs": "!"}
+    text = yaml.safe_dump(short).replace("'!'", "!function short.first")
+    (place / "few.yaml").write_text(text)
+    (place / "short.py").write_text("def first(rows):\n    return rows.select(range(4))\n")
+    means = "aggregate_metric_list: [{metric: acc, weight_by_size: true}]"
+    (place / "both.yaml").write_text(f"group: both\ntask: [choices, few]\n{means}\n")
+    return place
+
+
+def hybrid() -> PreTrainedModel:
+    """A tiny model, half of whose layers are local."""
+    model = tiny_model(vocab_size=300)
+    apply_layout(model, Layout(("GG", "LL", "LL", "GG"), window=6))
+    return model

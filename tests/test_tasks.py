@@ -1,0 +1,248 @@
+"""What a checkpoint answers to downstream tasks: the same however many pass at once, and by whichever path."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import gated, tiny_model
+from task_cases import CHOICES, WORDS, hybrid, write_tasks
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks])")
+
+from lm_eval.api.instance import Instance
+
+from spkv_nas.evaluation.tasks.language_model import CheckpointLM
+from spkv_nas.evaluation.tasks.run import Found, run_task
+from spkv_nas.evaluation.tasks.suite import load_suite
+from spkv_nas.model.attach import detach
+from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.export import export
+from spkv_nas.model.generation import generate
+from spkv_nas.model.modes import gate_mode
+from spkv_nas.model.section import gate_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tasks(tmp_path / "mine")
+
+
+def dense() -> PreTrainedModel:
+    return tiny_model(vocab_size=300)
+
+
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, names: str, kept: Path, **options: Any
+) -> list[Found]:
+    """What a model gives to tasks, its gates hard if it has any."""
+    lm = CheckpointLM(model, tokenizer, **options)
+    with nullcontext() if gate_config(model) is None else gate_mode(model, "hard", 0.5):
+        suite = load_suite(names, [str(folder)], [], allow_code=False)
+        return [run_task(lm, task, kept, "model") for asked in suite for task in asked.tasks]
+
+
+class TestAnswers:
+    @pytest.mark.parametrize("make", [gated, hybrid, dense], ids=["gates", "layout", "dense"])
+    def test_one_at_a_time_and_eight_are_the_same(
+        self, make: Callable[[], PreTrainedModel], folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        names = "choices,writing,reading"
+        alone, together = (
+            ask(make(), tiny_tokenizer, folder, names, tmp_path / str(size), batch_size=size) for size in (1, 8)
+        )
+        for one, other in zip(alone, together, strict=True):
+            assert one.values.keys() == other.values.keys()
+            for metric in one.values:
+                assert np.array(one.values[metric]) == pytest.approx(np.array(other.values[metric]), rel=1e-5)
+            assert one.density == other.density or math.isnan(one.density)
+        expected = {gated: (0.1, 0.9), hybrid: (0.5, 0.5), dense: (math.nan, math.nan)}[make]
+        low, high = expected
+        assert all(low <= one.density <= high for one in alone) or math.isnan(low)
+        assert [math.isnan(one.density) for one in alone] == [math.isnan(low)] * 3
+
+    def test_likelihoods_are_those_of_the_whole_text(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model = gated()
+        lm = CheckpointLM(model, tiny_tokenizer, batch_size=3)
+        pairs = [("the quick", " brown fox"), ("the quick brown", " dog"), ("the quick", " brown dog"), ("", "the dog")]
+        requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
+        with gate_mode(model, "hard", 0.5), torch.no_grad():
+            found = lm.loglikelihood(requests)
+            for (before, after), (total, is_greedy) in zip(pairs, found, strict=True):
+                context = tiny_tokenizer(before)["input_ids"] or [lm.prefix_token_id]
+                ids = context + tiny_tokenizer(before + after)["input_ids"][len(context) * bool(before) :]
+                scores = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+                places = range(len(context), len(ids))
+                assert total == pytest.approx(sum(float(scores[n - 1, ids[n]]) for n in places), abs=1e-4)
+                assert is_greedy == all(int(scores[n - 1].argmax()) == ids[n] for n in places)
+
+    def test_what_has_no_room_is_cut_at_its_beginning_and_said(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """The model has 128 positions."""
+        lm = CheckpointLM(dense(), tiny_tokenizer)
+        long = "the quick brown fox " * 60
+        with pytest.warns(UserWarning, match="1 texts are longer than the model's 128 positions"):
+            ((cut, _),) = lm.loglikelihood([Instance("loglikelihood", {}, (long, " dog"), 0)])
+        ids = torch.tensor([lm.tok_encode(long.rstrip() + "  dog")[-129:]])
+        with torch.no_grad():
+            scores = lm.model(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+        number = len(lm.tok_encode("  dog"))
+        places = range(128 - number, 128)
+        assert cut == pytest.approx(sum(float(scores[n, ids[0, n + 1]]) for n in places), abs=1e-4)
+        kwargs = {"until": ["e"], "max_gen_toks": 8, "do_sample": False}
+        with pytest.warns(UserWarning, match="1 texts are longer"):
+            (text,) = lm.generate_until([Instance("generate_until", {}, (long, kwargs), 0)])
+        (own,) = lm.generate_until(
+            [
+                Instance(
+                    "generate_until", {}, (tiny_tokenizer.decode(tiny_tokenizer(long)["input_ids"][-120:]), kwargs), 0
+                )
+            ]
+        )
+        assert text == own
+
+    def test_what_is_written_ends_at_its_stop(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model = gated()
+        lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)
+        kwargs = {"until": ["e", "o"], "max_gen_toks": 20, "do_sample": False}
+        prompts = [" ".join(WORDS[: 2 + n]) for n in range(8)]
+        with gate_mode(model, "hard", 0.5):
+            written = lm.generate_until(
+                [Instance("generate_until", {}, (prompt, kwargs), n) for n, prompt in enumerate(prompts)]
+            )
+        for prompt, text in zip(prompts, written, strict=True):
+            whole = generate(model, tiny_tokenizer, prompt, max_new_tokens=20, tau=0.5).text
+            cut = min((whole.index(stop) for stop in ("e", "o") if stop in whole), default=len(whole))
+            assert text == whole[:cut]
+
+    def test_density_is_of_real_tokens(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """By hand: of each gate's logits of one text alone, generated tokens but the last among them."""
+        model = gated()
+        lm = CheckpointLM(model, tiny_tokenizer, batch_size=8)
+        kwargs = {"until": [" "], "max_gen_toks": 12, "do_sample": False}
+        prompts = [" ".join(WORDS[: 2 + 3 * n]) for n in range(4)]
+        counts = []
+        with gate_mode(model, "hard", 0.5):
+            for some in ([prompt] for prompt in prompts):
+                lm.start()
+                (text,) = lm.generate_until([Instance("generate_until", {}, (some[0], kwargs), 0)])
+                lengths = len(tiny_tokenizer(some[0])["input_ids"]), len(tiny_tokenizer(text)["input_ids"])
+                counts.append((lm.stop(), sum(lengths)))
+            lm.start()
+            lm.generate_until([Instance("generate_until", {}, (one, kwargs), n) for n, one in enumerate(prompts)])
+            together = lm.stop()
+        densities, sizes = np.array(counts).T
+        assert densities.min() <= together <= densities.max()
+        assert densities.std() > 0
+        assert together == pytest.approx((densities * sizes).sum() / sizes.sum(), abs=0.02)
+
+    def test_at_tau_0_gates_are_open(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        model = gated()
+        lm = CheckpointLM(model, tiny_tokenizer)
+        suite = load_suite("choices,writing", [str(folder)], [], allow_code=False)
+        with gate_mode(model, "hard", 0.0):
+            kept = [run_task(lm, asked.tasks[0], tmp_path / "0", "model") for asked in suite]
+        detach(model)
+        lm = CheckpointLM(model, tiny_tokenizer)
+        plain = [run_task(lm, asked.tasks[0], tmp_path / "open", "model") for asked in suite]
+        assert [one.density for one in kept] == [1.0, 1.0]
+        assert [one.values for one in kept] == [one.values for one in plain]
+        assert samples(tmp_path / "0") == pytest.approx(samples(tmp_path / "open"), abs=1e-5)
+
+    def test_a_stock_export_gives_the_same(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        """Of full attention, and of a layout of whole layers, read by plain transformers."""
+        for name, make in {"dense": dense, "hybrid": hybrid}.items():
+            save(make(), tiny_tokenizer, tmp_path / name)
+            stock = tmp_path / name
+            if make is hybrid:
+                stock = tmp_path / "stock"
+                export(None, tmp_path / name, stock)
+            ours, plain = load(tmp_path / name)[0], AutoModelForCausalLM.from_pretrained(stock)
+            assert (type(ours) is type(plain)) == (make is dense)
+            found = [
+                ask(model, tiny_tokenizer, folder, "choices", tmp_path / f"{name}{n}")
+                for n, model in enumerate((ours, plain))
+            ]
+            assert found[0][0].values == found[1][0].values
+            assert samples(tmp_path / f"{name}0") == pytest.approx(samples(tmp_path / f"{name}1"), abs=1e-4)
+
+    @pytest.mark.parametrize("work", ["_read", "_generate"])
+    def test_short_of_memory_it_goes_on_with_fewer(
+        self,
+        work: str,
+        folder: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """What a pass that failed has counted does not count."""
+        names = {"_read": "choices", "_generate": "writing"}[work]
+        (whole,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "whole")
+        done = getattr(CheckpointLM, work)
+
+        def short(self: CheckpointLM, items: Any, *rest: Any, **options: Any) -> Any:
+            found = done(self, items, *rest, **options)
+            if len(items) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return found
+
+        monkeypatch.setattr(CheckpointLM, work, short)
+        with pytest.warns(UserWarning, match="no memory for"):
+            (found,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "short")
+        assert (found.values, found.density) == (whole.values, whole.density)
+
+
+def samples(folder: Path) -> list[float]:
+    """All log-probabilities that are kept below a folder."""
+    rows = [json.loads(line) for file in sorted(folder.glob("choices*")) for line in file.read_text().splitlines()[1:]]
+    return [answer[0] for row in rows for (answer,) in row["resps"]]
+
+
+class TestFinished:
+    def test_it_is_read_and_not_asked_again(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = ask(gated(), tiny_tokenizer, folder, "choices,writing,reading", tmp_path / "kept")
+        monkeypatch.setattr(CheckpointLM, "_read", None)
+        monkeypatch.setattr(CheckpointLM, "_generate", None)
+        again = ask(gated(), tiny_tokenizer, folder, "choices,writing,reading", tmp_path / "kept")
+        assert [one.was_kept for one in (*first, *again)] == [False] * 3 + [True] * 3
+        for one, other in zip(first, again, strict=True):
+            assert (one.values, one.density) == (other.values, other.density)
+
+    def test_what_an_answer_depends_on_is_in_its_name(
+        self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    ) -> None:
+        lm = CheckpointLM(dense(), tiny_tokenizer)
+
+        def run(identity: str = "a", limit: int | None = None) -> int:
+            (asked,) = load_suite("choices", [str(folder)], [], allow_code=False)
+            run_task(lm, asked.tasks[0], tmp_path / "kept", identity, limit=limit)
+            return len(list((tmp_path / "kept").iterdir()))
+
+        assert [run(), run(), run("b"), run(limit=3)] == [1, 1, 2, 3]
+        rows = (folder / "choices.jsonl").read_text()
+        (folder / "choices.jsonl").write_text(rows.replace("lazy fox", "lazy cat"))
+        assert run() == 4
+        (folder / "choices.yaml").write_text(CHOICES.replace("FOLDER", str(folder)).replace("{metric: acc}, ", ""))
+        assert run() == 5
+
+    def test_every_sample_is_there(self, folder: Path, tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+        (found,) = ask(gated(), tiny_tokenizer, folder, "choices", tmp_path / "kept")
+        (file,) = (tmp_path / "kept").iterdir()
+        head, *rows = map(json.loads, file.read_text().splitlines())
+        assert head == {"task": "choices", "num_fewshot": 0, "density": found.density}
+        assert [row["metrics"]["acc"] for row in rows] == found.values["acc"]
+        assert rows[0]["prompt"] == "the quick brown"
+        assert rows[0]["asked"] == [[" the"], [" dog"], [" the lazy fox"]]

@@ -1,0 +1,248 @@
+"""Which downstream tasks are asked, where their data is, and what becomes of the answers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+from helpers import Heard, fails, gated
+from task_cases import WORDS, WRITING, hybrid, write_tasks
+from transformers import PreTrainedTokenizerBase
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks])")
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.evaluation.tasks.documents import by_article
+from spkv_nas.evaluation.tasks.run import Found
+from spkv_nas.evaluation.tasks.suite import Asked, load_suite
+from spkv_nas.evaluation.tasks.table import COLUMNS, Results, tasks_table
+from spkv_nas.model.checkpoint import save
+from spkv_nas.stages.options import EvaluateOptions
+from spkv_nas.stages.tasks import tasks
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tasks(tmp_path / "mine")
+
+
+class TestTable:
+    def found(self, *values: float, density: float = 0.25, **others: Any) -> Found:
+        return Found({"acc": list(values), **others}, density)
+
+    def asked(self, folder: Path, name: str) -> Asked:
+        (asked,) = load_suite(name, [str(folder)], [], allow_code=False)
+        return asked
+
+    def test_rows_are_means_with_paired_errors(self, folder: Path) -> None:
+        own, other = (
+            self.found(1, 0, 1, 1, acc_norm=[1, 1, 1, 1]),
+            self.found(0, 0, 1, 0, density=0.5, acc_norm=[0] * 4),
+        )
+        choices = self.asked(folder, "choices")
+        rows = tasks_table([Results(choices, [own], [other]), Results(choices, [self.found(1, 0, 0, 0)], [other])])
+        assert tuple(rows.columns) == COLUMNS
+        assert list(rows["task"]) == ["choices"] * 3 + ["average of 2"]
+        error, pair = np.std([1, 0, 1, 1], ddof=1) / 2, np.std([1, 0, 0, 1], ddof=1) / 2
+        assert list(rows.iloc[0, 1:]) == [
+            "acc",
+            0,
+            4,
+            0.75,
+            pytest.approx(error),
+            0.25,
+            0.25,
+            0.5,
+            0.5,
+            pytest.approx(pair),
+        ]
+        assert list(rows.iloc[1, 1:]) == ["acc_norm", 0, 4, 1, 0, 0.25, 0, 0.5, 1, 0]
+        second = np.std([1, 0, 0, 0], ddof=1) / 2
+        assert list(rows.loc[3, ["num_samples", "value", "difference"]]) == [8, 0.5, 0.25]
+        assert rows.loc[3, "standard_error"] == pytest.approx(math.hypot(error, second) / 2)
+
+    def test_a_group_is_one_row(self, folder: Path) -> None:
+        """Of its tasks the mean, by samples."""
+        both = self.asked(folder, "both")
+        assert [len(task.eval_docs) for task in both.tasks] == [11, 4]
+        rows = tasks_table([Results(both, [self.found(1, 1, 1), self.found(0, density=0.65)])])
+        assert list(rows.loc[0, ["task", "metric", "num_samples", "value", "density"]]) == [
+            "both",
+            "acc",
+            4,
+            0.75,
+            0.35,
+        ]
+        assert rows.iloc[0, 7:].isna().all()
+        rows = tasks_table([Results(replace(both, by_size=False), [self.found(1, 1, 1), self.found(0)])])
+        assert rows.loc[0, "value"] == 0.5
+
+    def test_a_group_without_a_mean_is_its_tasks(self, folder: Path) -> None:
+        (folder / "loose.yaml").write_text("group: loose\ntask: [choices, few]\n")
+        loose = load_suite("loose", [str(folder)], [], allow_code=False)
+        assert [(asked.name, len(asked.tasks)) for asked in loose] == [("choices", 1), ("few", 1)]
+
+    def test_what_is_no_mean_has_an_error_too(self, folder: Path) -> None:
+        """Perplexity by words: of two models alike in every sample the difference is sure."""
+        rng = np.random.default_rng(0)
+        values = [[-float(size) * 2 - float(rng.normal()), int(size)] for size in rng.integers(5, 50, 40)]
+        (task,) = self.asked(folder, "reading").tasks
+        whole = task.aggregation()["word_perplexity"]
+        own = Found({"word_perplexity": values}, 0.5, {"word_perplexity": whole})
+        other = replace(own, values={"word_perplexity": [[2 * total, size] for total, size in values]})
+        rows = tasks_table([Results(Asked("reading", [task]), [own], [other])])
+        assert rows.loc[0, "value"] == pytest.approx(math.exp(-sum(t for t, _ in values) / sum(s for _, s in values)))
+        ratios = np.array([(-total, size) for total, size in values])
+        spread = (ratios[:, 0] - ratios[:, 0].sum() / ratios[:, 1].sum() * ratios[:, 1]).std(ddof=1)
+        expected = rows.loc[0, "value"] * spread * math.sqrt(40) / ratios[:, 1].sum()
+        assert rows.loc[0, "standard_error"] == pytest.approx(expected, rel=0.3)
+        assert rows.loc[0, "difference"] < -40
+        same = tasks_table([Results(Asked("reading", [task]), [own], [own])])
+        assert list(same.loc[0, ["difference", "difference_standard_error"]]) == [0, 0]
+        mixed = tasks_table(
+            [Results(Asked("reading", [task]), [own]), Results(self.asked(folder, "choices"), [self.found(1)])]
+        )
+        assert list(mixed["task"]) == ["reading", "choices"]  # a perplexity and a share have no average
+
+
+class TestData:
+    def test_a_local_copy_by_its_id_will_do(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """Of the paper's tasks one whose examples are few and one that has an index of its own."""
+        piqa = tmp_path / "baber" / "piqa"
+        piqa.mkdir(parents=True)
+        rows = [{"goal": " ".join(WORDS[:n]), "sol1": "dog", "sol2": "lazy fox", "label": n % 2} for n in range(2, 8)]
+        for split in ("train", "validation"):
+            (piqa / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (found,) = load_suite("piqa", [], [str(tmp_path)], allow_code=False)
+        assert [len(task.eval_docs) for task in found.tasks] == [6]
+        with pytest.raises(UserError, match=r"no data for 1 of 2 tasks: race_middle \(ehovy/race\)"):
+            load_suite("piqa,race_middle", [], [str(tmp_path)], allow_code=False)
+
+    def test_race_is_asked_by_article(self, tmp_path: Path) -> None:
+        place = tmp_path / "ehovy" / "race"
+        (place / "middle").mkdir(parents=True)
+        rows = [
+            {"example_id": f"middle{n // 2}.txt", "article": f"Article {n // 2}.", "question": f"Q{n}?", "answer": "B",
+             "options": [f"{n}a", f"{n}b", f"{n}c", f"{n}d"]}
+            for n in range(4)
+        ]  # fmt: skip
+        (place / "middle" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (place / "README.md").write_text(
+            "---\nconfigs:\n- config_name: middle\n  data_files:\n  - split: test\n    path: middle/test.jsonl\n---\n"
+        )
+        (asked,) = load_suite("race_middle", [], [str(tmp_path)], allow_code=False)
+        (task,) = asked.tasks
+        task.build_all_requests(rank=0, world_size=1)
+        assert len(task.instances) == 2 * 4
+        prompt, choice = task.instances[1].args
+        assert prompt == "Article: Article 0.\n\nQuestion: Q0?\nAnswer: 0b\nQ1?"
+        assert choice == " 1b"
+        assert len(by_article(rows)) == 2
+
+    def test_the_shipped_task_has_names_from_afar(self) -> None:
+        rows = [
+            doc
+            for asked in load_suite("stdlib_completions", [], [], allow_code=False)
+            for doc in asked.tasks[0].eval_docs
+        ]
+        assert len(rows) == 200
+        for row in rows:
+            assert len(set(row["choices"])) == 4
+            assert row["answer"] in row["choices"]
+            ends = {word[0]: word.end() for word in re.finditer(r"\w+", row["context"])}
+            assert all(ends[name] <= len(row["context"]) - 150 for name in row["choices"])
+        assert 30 < sum(row["choices"].index(row["answer"]) == 0 for row in rows) < 70
+
+
+class TestCommand:
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        save(gated(), tiny_tokenizer, tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_two_checkpoints_on_tasks_and_a_group(
+        self, checkpoint: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The other one has another tokenizer: the questions are the same."""
+        save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "hybrid")
+        place = tmp_path / "w"
+        options = ["--model", checkpoint, "--tasks", "choices,both,writing", "--include", folder, "--limit", "4"]
+        command = ["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
+        capsys.readouterr()
+        main(command)
+        shown = capsys.readouterr()
+        assert "average of 3" in shown.out
+        assert "it/s" not in shown.err
+        rows = pd.read_csv(place / "reports" / "model" / "tasks.csv")
+        assert tuple(rows.columns) == COLUMNS
+        assert list(rows["task"]) == ["choices", "choices", "both", "writing", "average of 3"]
+        assert rows["density"].between(0.05, 0.95).all()
+        assert list(rows["against_density"]) == [0.5] * 5
+        assert list(rows["num_samples"]) == [4, 4, 8, 4, 16]
+        origin = yaml.safe_load((place / "reports" / "model" / "tasks.yaml").read_text())
+        assert (origin["model"], origin["tau"], origin["limit"]) == (str(checkpoint), 0.4, 4)
+        assert origin["against"]["model"] == str(tmp_path / "hybrid")
+        main(command)
+        assert "reused 4 of 4 tasks" in capsys.readouterr().err
+        assert pd.read_csv(place / "reports" / "model" / "tasks.csv").equals(rows)
+
+    def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """By the embedded reference, offline; nothing else is given."""
+        main(["evaluate", "--tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
+        rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
+        assert list(rows["metric"]) == ["acc", "exact_match", "first of each"]
+        assert rows["density"].between(0.2, 0.4).all()
+        kept = sorted((tmp_path / "runs" / "stdlib-21x3" / "tasks").iterdir())
+        assert [len(file.read_text().splitlines()) for file in kept] == [4, 4]
+        assert "stdlib_names" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--tasks", "stdlib_completion"], "nearest: stdlib_completions"),
+            (["--tasks", "choices", "--include", "gone"], "folder not found: gone"),
+            (["--tasks", "choices", "--tau-sweep", "0.1..0.9"], "leave --tau-sweep out"),
+            (["--tasks", "choices", "--block-size", "64"], "leave --block-size out"),
+            (["--tasks", "choices", "--ruler", "512"], "give --ruler or --tasks"),
+            (["--tasks", "choices", "--samples", "3"], "--samples goes with --ruler LENGTHS"),
+            (["--limit", "5"], "--limit goes with --tasks NAMES"),
+            (["--allow-code"], "--allow-code goes with --tasks NAMES"),
+            (["--against", "x"], "--against goes with --ruler LENGTHS or --tasks NAMES"),
+            (["--tasks", "choices", "--tau", "2"], "--tau must lie in [0, 1]"),
+            (["--tasks", "code"], "code runs the code that a model writes"),
+            (["--tasks", "long"], "long has up to 500 tokens generated, and the model has room for 128"),
+        ],
+    )
+    def test_what_is_wrong(
+        self, options: list[str], message: str, checkpoint: Path, folder: Path, tmp_path: Path, text: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        (folder / "code.yaml").write_text("task: code\nunsafe_code: true\n")
+        long = WRITING.replace("task: writing", "task: long").replace("max_gen_toks: 9", "max_gen_toks: 500")
+        (folder / "long.yaml").write_text(long.replace("FOLDER", str(folder)))
+        given = [] if "--include" in options or "--tasks" not in options else ["--include", folder]
+        given += [] if "--tasks" in options else ["--data", text]
+        assert message in fails(capsys, "evaluate", "--model", checkpoint, *given, *options, "-w", tmp_path / "w")
+
+    def test_the_papers_tasks_are_named_with_their_data(self) -> None:
+        """All sixteen, or the fourteen that run no code: here is the data of none."""
+        heard = Heard()
+        reporter = replace(heard.reporter, caution=heard.announced.append)
+        with pytest.raises(UserError, match="no data for 14 of 14 tasks") as error:
+            tasks(EvaluateOptions(tasks="paper"), reporter)
+        assert len(str(error.value).splitlines()) == 3
+        assert "hellaswag (Rowan/hellaswag)" in str(error.value)
+        assert "hf download --repo-type dataset" in str(error.value)
+        assert (
+            "left out, as they run the code that a model writes: humaneval_plus, mbpp (--allow-code)" in heard.announced
+        )
