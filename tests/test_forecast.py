@@ -79,12 +79,12 @@ class TestMemory:
         ids=["adapters", "all", "adapters-bfloat16"],
     )
     def test_what_linear_layers_cast_for_themselves(self, own: torch.dtype, learns: Learns) -> None:
-        """By autocast, or to the dtype of adapters on weights that are bfloat16 themselves."""
+        """By autocast, which training in bfloat16 has, also where weights are bfloat16 and adapters float32."""
         model = tiny_model(hidden_size=64, intermediate_size=176).to(own)
         if learns is Learns.ADAPTERS:
             add_adapters(model, LoraConfig(rank=1), seed=0)
         tokens, kept = torch.full((8, 64), 3), _Kept(model)
-        with torch.autocast("cpu", torch.bfloat16, enabled=own == torch.float32):
+        with torch.autocast("cpu", torch.bfloat16):
             kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
         how = Training(1, 1, learns=learns, frozen_item=own.itemsize)
         copies = 2 * model_size(model).without_embeddings if own == torch.float32 else 0

@@ -12,13 +12,12 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
-pass. Under autocast what goes from layer to layer stays float32, and each linear layer casts what enters it; adapters,
-which are float32, have it in float32 where the weights are bfloat16. Layers that are computed again (activation
-checkpointing) keep their input, d, and one at a time the rest. The logits of all tokens are never there at once, only
-those of a chunk (``base.memory.CHUNK_BYTES``). Kernels take little: attention's memory is linear in the tokens. What
-adapters keep by their rank is left out. What an allocator keeps for itself comes on top. Of other families autograd
-keeps within a tenth as much; of Gemma 3, with twice the norms, a quarter more where all weights learn. reports/LOG.md
-has measured peaks beside these.
+pass. In bfloat16 each linear layer casts what enters it; with weights in float32 (autocast) what goes from layer to
+layer stays so. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the
+rest. The logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels
+take little: attention's memory is linear in the tokens. What adapters keep by their rank is left out. What an allocator
+keeps for itself comes on top. Of other families autograd keeps within a tenth as much; of Gemma 3, with twice the
+norms, a quarter more where all weights learn. reports/LOG.md has measured peaks beside these.
 """
 
 from __future__ import annotations
@@ -148,8 +147,7 @@ class PassMemory:
         own = self.item * (3 * ffn + q * self.mixes) + self._attention_item * 2 * (q + kv)
         norms = 2 * channels
         if learns is not Learns.GATES:
-            cast = self.item if self.autocast else FLOAT32
-            own += cast * (5 * channels + ffn + q) if self.item < FLOAT32 else self.item * (2 * channels + ffn + q)
+            own += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
         if learns is Learns.ALL:
             norms *= 2
         return own + FLOAT32 * norms
