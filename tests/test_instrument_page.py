@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,22 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     assert "--probe 'it'\"'\"'s duo' --budget 25" in again.inner_text("#instrument-command")
     assert num_outlined(again) == 25
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
+
+
+def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: Path) -> None:
+    """At once after the slider has moved, when the address does not say so yet."""
+    table = make_domain_table()
+    layouts = propose(table, 4, num_random=0)
+    write_report(tmp_path, table=table, layouts=layouts, written=datetime(2026, 1, 1, tzinfo=timezone.utc))
+    page = open_page(file=tmp_path / "index.html")
+    assert "Written 2026-01-01 00:00:00 UTC" in page.inner_text("header")
+    page.focus("#instrument-budget")
+    page.keyboard.press("End")
+    assert page.evaluate("location.hash") == ""
+    write_report(tmp_path, table=table, layouts=layouts, written=datetime(2026, 1, 2, tzinfo=timezone.utc))
+    page.click("#reload")
+    page.wait_for_selector("time[datetime^='2026-01-02']")
+    assert num_outlined(page) == table.num_heads
 
 
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
