@@ -340,6 +340,18 @@ def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeyp
     assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
 
 
+def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
+    """Maps and tables scrolled on paper too, and pages were left empty before what did not fit on one."""
+    page = open_page()
+    page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
+    page.emulate_media(media="print")
+    wide = "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.ariaLabel)"
+    assert page.eval_on_selector_all(".scroll", wide) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 688
+    assert not page.is_visible("#instrument-budget")
+    assert page.inner_text("#instrument-measured tr:first-child button") == "densest"
+
+
 def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:
     page = browser.new_page(java_script_enabled=False)
     page.goto((workspace / "reports/stdlib-21x3/index.html").as_uri())
