@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,22 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
 
 
+def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: Path) -> None:
+    """At once after the slider has moved, when the address does not say so yet."""
+    table = make_domain_table()
+    layouts = propose(table, 4, num_random=0)
+    write_report(tmp_path, table=table, layouts=layouts, written=datetime(2026, 1, 1, tzinfo=timezone.utc))
+    page = open_page(file=tmp_path / "index.html")
+    assert "Written 2026-01-01 00:00:00 UTC" in page.inner_text("header")
+    page.focus("#instrument-budget")
+    page.keyboard.press("End")
+    assert page.evaluate("location.hash") == ""
+    write_report(tmp_path, table=table, layouts=layouts, written=datetime(2026, 1, 2, tzinfo=timezone.utc))
+    page.click("#reload")
+    page.wait_for_selector("time[datetime^='2026-01-02']")
+    assert num_outlined(page) == table.num_heads
+
+
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     page = open_page("#budget=18")
     row = page.locator("#instrument-measured tr").first
@@ -321,6 +338,18 @@ def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeyp
     assert page.locator("#instrument-measured").count() == 0
     assert num_outlined(page) == 3
     assert not page.is_visible("#instrument-memory-row")  # nobody said the heads' dimension
+
+
+def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
+    """Maps and tables scrolled on paper too, and pages were left empty before what did not fit on one."""
+    page = open_page()
+    page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
+    page.emulate_media(media="print")
+    wide = "boxes => boxes.filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.ariaLabel)"
+    assert page.eval_on_selector_all(".scroll", wide) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 688
+    assert not page.is_visible("#instrument-budget")
+    assert page.inner_text("#instrument-measured tr:first-child button") == "densest"
 
 
 def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:

@@ -184,9 +184,10 @@ class TestQueue:
         for task, value in zip(queue.claim(2, 2), (2.0, 1.0), strict=True):
             queue.finish(task, [value], f"L{task}")
         study = optuna.load_study(study_name="study", storage=f"sqlite:///{tmp_path / 'study.db'}")
+        assert study.metric_names == ["value"]
         assert study.best_value == 1.0
         assert study.best_trial.user_attrs["point"] == "L1"
-        assert study.trials_dataframe()["value"].tolist() == [2.0, 1.0]
+        assert [trial.value for trial in study.trials] == [2.0, 1.0]
 
     def test_a_study_that_fails_midway_is_said_in_a_line(self) -> None:
         with pytest.raises(UserError, match="disk is full"), storage_errors():

@@ -62,9 +62,16 @@ def compare(options: CompareOptions, reporter: Reporter) -> Result:
 
 
 def report(options: ReportOptions, reporter: Reporter) -> Result:
-    """Write reports/NAME/index.html and the figures from what the other commands left in the workspace."""
+    """Write reports/NAME/index.html and the figures from what the other commands left in the workspace.
+
+    With --watch again and again, while others work: the page then has a button that loads what is newest.
+    """
     from spkv_nas.stages import report as stage
 
+    if options.watch:
+        from spkv_nas.stages.watch import watch
+
+        watch(options, reporter)
     return Result(stage.report(options, reporter), show.report, documents.report)
 
 

@@ -273,6 +273,7 @@ function instrument(given) {
       element("said").textContent = "selected: copy it with the keyboard";
     }
   });
+  addEventListener("leave", settle);
   addEventListener("hashchange", () => { if (restore()) begin(); });
   restore();
   begin();

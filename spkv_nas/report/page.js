@@ -63,6 +63,15 @@ for (const map of document.querySelectorAll("svg[data-map]")) {
     cell.setAttribute("aria-label", place(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
   });
 }
+/* A page that is written again and again: load it as it is now, at the same address. */
+const reload = document.getElementById("reload");
+if (reload) {
+  reload.hidden = false;
+  reload.addEventListener("click", () => {
+    dispatchEvent(new Event("leave"));
+    location.reload();
+  });
+}
 /* Tables to download, which the page holds compressed. */
 async function inflate(link) {
   const bytes = Uint8Array.from(atob(link.href.split(",")[1]), letter => letter.charCodeAt(0));

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def write_report(
     calibration: Calibration | None = None,
     predict: Predict | None = None,
     progress: Progress = no_progress,
+    written: datetime | None = None,
 ) -> Path:
     """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
 
@@ -84,6 +86,7 @@ def write_report(
         calibration: times of the model's attention; None where they were not measured.
         predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
         progress: called with (figures drawn, figures in all).
+        written: now, of a page that will be written again: it says so, and has a button that loads it again.
 
     Raises:
         UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
@@ -94,14 +97,14 @@ def write_report(
         search_record=search_record, probes=probes, calibration=calibration, predict=predict,
     )  # fmt: skip
     groups = _charts(inputs)
-    written = [chart for name, charts in groups.items() if name != "search" for chart in charts]
-    for number, chart in enumerate(written, 1):
+    drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
+    for number, chart in enumerate(drawn, 1):
         save_chart(folder, chart)
-        progress(number, len(written))
-    figures = [chart.name for chart in written]
+        progress(number, len(drawn))
+    figures = [chart.name for chart in drawn]
     figures += [name for name in SEARCH_FIGURES if groups["search"] and (folder / f"{name}.png").is_file()]
     page = folder / "index.html"
-    write_atomic(page, _render(inputs, groups, figures))
+    write_atomic(page, _render(inputs, groups, figures, written))
     return page
 
 
@@ -128,7 +131,7 @@ def _singles(charts: list[Chart | Panels]) -> list[Chart]:
     return [one for chart in charts for one in (chart.charts if isinstance(chart, Panels) else (chart,))]
 
 
-def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
+def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetime | None) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -167,6 +170,7 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str]) -> str:
         provenance=tables.provenance(inputs),
         downloads=tables.downloads(inputs),
         figures=figures,
+        written=written,
     )
     return page
 

@@ -132,7 +132,7 @@ class Search:
         kept = f"{self._name}/{kind}-{seed}" + (f"-generation-{generation}" if generation != GENERATION else "")
         queue = Queue(
             self._storage, kept, settings,
-            directions=["minimize"] * (1 if self.cost is None else 2),
+            metrics=["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])],
         )  # fmt: skip
         return _Study(
             kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values()), generation=generation)
@@ -266,7 +266,7 @@ class Search:
         layouts = [*self.baselines.values(), *promoted]
         runs: list[Layout | None] = [None, *layouts]  # None is full attention
         names = [self.judge.run_name(fidelity, layout) for layout in runs]
-        queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names})
+        queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names}, metrics=["finished"])
         self._reporter.reused(len(queue.results()), len(runs), f"{fidelity} retrainings")
         while len(queue.results()) < len(runs):
             tasks = queue.claim(len(runs), 1)
@@ -278,7 +278,7 @@ class Search:
             self._reporter.announce(f"{fidelity} retraining: {title} ({number} of {len(runs)})")
             with queue.holding(tasks):
                 self.judge.retrain(fidelity, layout)
-                queue.finish(tasks[0], _DONE)
+                queue.finish(tasks[0], _DONE, names[tasks[0]])
         changes = self.judge.retrained(fidelity, layouts)
         measured = {layout.content_hash: change for layout, change in zip(layouts, changes, strict=True)}
         return [trial.after(fidelity, measured.get(trial.layout.content_hash)) for trial in trials]

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
@@ -26,7 +27,7 @@ from typing import Any
 
 import optuna
 import psutil
-from optuna.exceptions import DuplicatedStudyError, OptunaError
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, OptunaError
 from optuna.trial import TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -53,6 +54,7 @@ class Queue:
 
     Args:
         settings: whatever decides the results; a study that has others is refused.
+        metrics: names of the values of a task, each the better the lower, for whoever looks at the study.
 
     Raises:
         UserError: the study is there with other settings.
@@ -64,13 +66,14 @@ class Queue:
         name: str,
         settings: Mapping[str, Any],
         *,
-        directions: Sequence[str] = ("minimize",),
+        metrics: Sequence[str] = ("value",),
     ) -> None:
         self._storage, self._results, self._num_read = storage, dict[int, Result](), 0
         self._me, self._key, self._tasks = _Worker.here(), f"{_WORKER} {uuid.uuid4().hex}", set[int]()
+        directions = ["minimize"] * len(metrics)
         with self._storage.turn():
             try:
-                self._study = optuna.create_study(storage=storage.studies, study_name=name, directions=list(directions))
+                self._study = optuna.create_study(storage=storage.studies, study_name=name, directions=directions)
             except DuplicatedStudyError:
                 self._study = optuna.load_study(storage=storage.studies, study_name=name)
             if _SETTINGS not in self._attributes():  # new, or its worker was killed between two writes
@@ -87,6 +90,7 @@ class Queue:
                     f"the study '{name}' is there with another {key}: {recorded.get(key)}, not {settings[key]}\n"
                     "give the same options to go on with it, or another --name"
                 )
+        self._name_metrics(metrics)
         self._tell()
 
     def claim(self, number: int, most: int, known_before: Callable[[int], int] = lambda index: 0) -> list[int]:
@@ -153,6 +157,13 @@ class Queue:
                 self._results.setdefault(told[_INDEX], result)
             self._num_read = len(trials)
         return dict(sorted(self._results.items()))
+
+    def _name_metrics(self, metrics: Sequence[str]) -> None:
+        """Name the values of a study that was just made, or made before they had names."""
+        with _damage(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)  # Optuna's names of metrics
+            if self._study.metric_names != list(metrics) and len(metrics) == len(self._study.directions):
+                self._study.set_metric_names(list(metrics))
 
     def _tell(self) -> None:
         """Write down what this worker holds, and that it is alive."""

@@ -336,6 +336,7 @@ Figures = Annotated[
     str | None,
     Flag("paper: the paper's figures too, as PDF with LaTeX that sets them in its sizes.", values=("paper",)),
 ]
+Watch = Annotated[bool, Flag("Write it again whenever what it reads has changed, until Ctrl-C.", ("--watch",))]
 Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
 TrainStep = Annotated[
     bool,

@@ -307,6 +307,7 @@ class ReportOptions(InWorkspace):
 
     probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     figures: flags.Figures = default(None, "those of the page")
+    watch: flags.Watch = False
 
 
 @dataclass(frozen=True, kw_only=True)

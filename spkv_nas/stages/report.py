@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,22 @@ from spkv_nas.stages.options import ReportOptions
 from spkv_nas.stages.trust import neighbours, trust
 
 
-def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
-    """Write the report of what the workspace holds under the probe's name; the page.
-
-    Raises ``UserError`` for figures that are not known, before anything is read.
-    """
+def check_figures(options: ReportOptions) -> None:
+    """Raises ``UserError`` for figures that are not known."""
     if options.figures not in (None, "paper"):
         raise UserError(f"--figures: expected paper; found '{options.figures}'")
+
+
+def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None) -> Path:
+    """Write the report of what the workspace holds under the probe's name; the page.
+
+    Args:
+        written: now, of a report that will be written again (``stages.watch``).
+
+    Raises:
+        UserError: figures that are not known, before anything is read; or what is there cannot be read.
+    """
+    check_figures(options)
     table = find_table(options.place, options.probe)
     proposal = find_proposal(options.place, table.name)
     folder = options.place.report_dir(table.name)
@@ -61,6 +71,7 @@ def report(options: ReportOptions, reporter: Reporter = SILENT) -> Path:
             calibration=_calibration(folder, table, reporter),
             predict=None if scored is None else _prediction(scored, probes),
             progress=progress,
+            written=written,
         )
 
 
