@@ -1,6 +1,6 @@
 """Peak memory of commands, measured beside what ``spkv-nas plan`` says: python reports/memory.py [STAGE ...].
 
-All stages take half an hour. A command runs in a process of its own, after the same on a tiny model, so that what
+All stages take an hour. A command runs in a process of its own, after the same on a tiny model, so that what
 Python and its libraries take is there before. The peak is the resident memory's, above that. ``MALLOC_MMAP_THRESHOLD_``
 has glibc give back every buffer at once; without it, it keeps what was freed of buffers below 32 MiB, which is an
 allocator's and not the model's.

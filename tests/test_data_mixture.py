@@ -143,6 +143,19 @@ class TestTraining:
         plain = Recipe(**merged(mixed.model_dump(), {"data": {"mix": None}}))
         assert load_corpus(plain, recipe_file.parent, tmp_path / "runs").text == mixed_corpus.text
 
+    def test_other_essays_are_another_text(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
+        """A run that was begun on the first would otherwise go on with the second."""
+        essays = recipe_file.parent / "essays.txt"
+        recipe = Recipe(**merged(mixed.model_dump(), {"data": {"mix": {"ruler": {"haystack": ["essays.txt"]}}}}))
+        found = set()
+        for word in ("first", "second"):
+            essays.write_text(f"This is the {word}. " * 30)
+            found.add(load_corpus(recipe, recipe_file.parent, tmp_path / "runs").text)
+        assert len(found) == 2
+        essays.write_text("One.")
+        with pytest.raises(UserError, match=r"data.mix.ruler.haystack .*essays.txt: 1 sentences"):
+            load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
+
     def test_an_interrupted_branch_resumes_bit_for_bit(
         self, mixed: Recipe, mixed_corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

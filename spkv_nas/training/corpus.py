@@ -36,10 +36,12 @@ class Corpus:
 
     @cached_property
     def text(self) -> str:
-        """16 hexadecimal digits that change with any document, and with the number of their tokens."""
+        """16 hexadecimal digits that change with any document, with the number of their tokens, and with the essays."""
         key = hashlib.sha256()
         for blocks in (self.train, self.heldout):
             blocks.feed(key)
+        if self.essays is not None:
+            key.update(repr(self.essays).encode("utf-8", "surrogatepass"))
         return key.hexdigest()[:16]
 
 
@@ -77,7 +79,7 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
 
     source, blocks = on_main(prepare)
     haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
-    essays = Essays.read([str(base / file) for file in haystack]) if haystack else None
+    essays = Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
     return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data), essays)
 
 

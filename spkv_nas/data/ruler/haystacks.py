@@ -36,8 +36,11 @@ class Essays:
     sentences: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def read(cls, files: Sequence[str]) -> Essays:
-        """Half a million words of files and folders. Raises ``UserError`` where there are too few sentences."""
+    def read(cls, files: Sequence[str], asked_by: str = "--haystack") -> Essays:
+        """Half a million words of files and folders. Raises ``UserError`` where there are too few sentences.
+
+        ``asked_by`` is the option that names the files, for the error.
+        """
         found: list[tuple[str, ...]] = []
         num_words = 0
         for document in islice(documents([*files], Path()), _MOST_DOCUMENTS):
@@ -47,7 +50,7 @@ class Essays:
             if num_words >= _MOST_WORDS:
                 break
         if len(found) < _LEAST:
-            raise UserError(f"--haystack {', '.join(files)}: {len(found)} sentences; needles want {_LEAST} at least")
+            raise UserError(f"{asked_by} {', '.join(files)}: {len(found)} sentences; needles want {_LEAST} at least")
         return cls(tuple(found))
 
     def start(self, rng: Random) -> Haystack:
