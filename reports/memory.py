@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,6 +120,7 @@ def measure(stage: str, place: Path, size: str, length: int) -> None:
     """Print the bytes of a stage above what is there after the same of the tiny model."""
     from spkv_nas.cli import main
 
+    shutil.rmtree(place / "runs", ignore_errors=True)  # or nothing would be trained where an earlier one did it
     main(command(stage, place, "tiny", length))
     base = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew

@@ -149,7 +149,8 @@ class TestStages:
 
     def test_what_training_holds(self, stages: Stages) -> None:
         """16 bytes of a parameter and autocast's 2; DDP adds 4, FSDP2 parts the 16 and gathers some layers."""
-        how, number = Training(160, 8), stages.size.num_parameters
+        how, size = Training(160, 8, micro_batch_size=4), stages.size
+        number = size.num_parameters
 
         def fixed(devices: int, **changes: object) -> float:
             own = replace(stages, site=replace(stages.site, devices=devices))
@@ -157,6 +158,7 @@ class TestStages:
             return (memory.weights + memory.learning) / number
 
         assert fixed(1) == 18
+        assert fixed(1, micro_batch_size=8) == 18 - 4 * size.without_embeddings / number  # as activations go
         assert fixed(1, bfloat16=False) == 16
         assert fixed(8) == 22
         assert 2 < fixed(8, sharded=True) < 2.5

@@ -10,14 +10,16 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
                 or 5 d + f + q                    where each casts it for itself
                 + 2 d                             where all weights learn
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
+                or 2 d + 2 f                      where that layer alone is kept, and frees while it takes
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
 pass. In bfloat16 each linear layer casts what enters it; with weights in float32 (autocast) what goes from layer to
 layer stays so. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the
-rest. The logits of all tokens are never there at once, only those of a chunk (``base.memory.CHUNK_BYTES``). Kernels
-take little: attention's memory is linear in the tokens. What adapters keep by their rank is left out. What an allocator
-keeps for itself comes on top. Of other families autograd keeps within a tenth as much; of Gemma 3, with twice the
-norms, a quarter more where all weights learn. reports/LOG.md has measured peaks beside these.
+rest, once the logits are gone. The logits of all tokens are never there at once, only those of a chunk
+(``base.memory.CHUNK_BYTES``). Kernels take little: attention's memory is linear in the tokens. What adapters keep by
+their rank is left out. What an allocator keeps for itself comes on top. Of other families autograd keeps within a tenth
+as much; of Gemma 3, with twice the norms, a quarter more where all weights learn. reports/LOG.md has measured peaks
+beside these.
 """
 
 from __future__ import annotations
@@ -110,7 +112,10 @@ class PassMemory:
         """Of a forward and a backward pass; the arguments are those of ``kept``."""
         kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
         logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
-        return kept + max(self._backward(num_tokens), logits)
+        if not recomputes:
+            return kept + max(self._backward(num_tokens), logits)
+        layer = num_tokens * (self._layer(learns) + self._predictor)  # computed again once the logits are gone
+        return kept + max(self._backward(num_tokens, frees=True), logits - layer)
 
     def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
         """Of what a forward pass keeps for the backward pass, logits aside.
@@ -124,6 +129,12 @@ class PassMemory:
         gated = 0 if self.gates is None else num_gated(size, self.gates)
         kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
         return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # the last norm's
+
+    def going(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
+        """Of what is ``kept``, what is gone when the backward pass comes to the first layer."""
+        layers = self.size.heads.num_layers
+        each = self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
+        return (layers - 1) * each
 
     @property
     def _attention(self) -> tuple[int, int]:
@@ -152,10 +163,11 @@ class PassMemory:
             norms *= 2
         return own + FLOAT32 * norms
 
-    def _backward(self, num_tokens: int) -> int:
+    def _backward(self, num_tokens: int, *, frees: bool = False) -> int:
+        """Of one layer; what it ``frees`` meanwhile counts where that is most of what is there."""
         q, kv = self._attention
         ffn = self.size.intermediate_size
-        own = max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
+        own = FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
         return num_tokens * (self.item * 2 * self.size.hidden_size + own)
 
     def _hidden(self, num_tokens: int) -> int:

@@ -319,21 +319,26 @@ class Stages:
         size, passes = self.size, how.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
         predictors = self.num_predictor_parameters if gated else 0
         learning = predictors + how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
-        passing = passes.learning(blocks * self.block_size, learns=how.learns, recomputes=how.recomputes)
+        tokens = blocks * self.block_size
+        passing = passes.learning(tokens, learns=how.learns, recomputes=how.recomputes)
         weights = how.weight_item * size.num_parameters + FLOAT32 * (predictors + how.adapters)
-        moved = (FLOAT32 + how.moment_bytes) * learning
+        gradients, moments = FLOAT32 * learning, how.moment_bytes * learning
         layer = size.without_embeddings / size.heads.num_layers
         outside = size.num_parameters - size.without_embeddings
         if how.sharded and devices > 1:
             whole = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and the gradient of one
             share = 0.0 if how.offloads else 1.0 / devices
-            return Bytes(weights * share, moved * share + whole, passing)
+            return Bytes(weights * share, (gradients + moments) * share + whole, passing)
         copies = 0.0
         if passes.autocast:  # its own; of weights that do not learn only as long as they are needed
             shortly = how.recomputes and how.learns is not Learns.ALL
             copies = passes.item * (outside + layer if shortly else size.num_parameters)
-        buckets = FLOAT32 * learning if devices > 1 else 0  # DDP gathers gradients in copies
-        return Bytes(weights, moved + copies + buckets, passing)
+        if devices > 1:
+            gradients *= 2  # DDP gathers them in copies
+        elif how.batch_size <= blocks:  # those of layers come as activations go
+            coming = FLOAT32 * (learning - (outside if how.learns is Learns.ALL else 0))
+            gradients -= min(coming, passes.going(tokens, learns=how.learns, recomputes=how.recomputes))
+        return Bytes(weights, gradients + moments + copies, passing)
 
     def _micro(self, how: Training) -> int:
         own = max(1, how.batch_size // self.site.devices)
