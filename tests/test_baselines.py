@@ -13,8 +13,9 @@ from helpers import BLOCK, fails, gated, logits, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.baselines import COLUMNS, EXACT, KVPRESS, METHODS
+from spkv_nas.artifacts.baselines import EXACT, KVPRESS, METHODS
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
@@ -272,7 +273,7 @@ class TestCommand:
         folder = tmp_path / "w" / "reports" / "dense"
         assert {p.name for p in folder.glob("[!.]*")} == {f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg")}
         rows = pd.read_csv(folder / "baselines.csv")
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == BASELINES.header
         chosen = [method for method in METHODS if method != "streaming" for _ in range(2)]
         assert rows["method"].tolist() == ["full-attention", *["streaming"] * 2, *chosen, *chosen, "sp-kv", "sp-kv"]
         told = rows.dropna(subset=["target_density"])

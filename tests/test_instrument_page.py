@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from browser_cases import NEEDED, browser, open_file
 from helpers import make_comparison, make_domain_table
 
 from spkv_nas.artifacts.density import DensityTable
@@ -25,9 +25,8 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
 from spkv_nas.report.page import write_report
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
+__all__ = ["browser", "open_file"]  # fixtures
+pytestmark = NEEDED
 
 ROOT = Path(__file__).parent.parent
 OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
@@ -49,14 +48,6 @@ def num_outlined(page: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The committed example, a second probe of its model, and the report of both."""
     folder = tmp_path_factory.mktemp("workspace")
@@ -73,24 +64,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_page(browser: Any, workspace: Path) -> Iterator[Any]:
-    """Opens the report, at a hash; at the end nothing may have been said, asked for or thrown."""
-    context = browser.new_context(accept_downloads=True)
-    wrong: list[str] = []
-
-    def opened(state: str = "", file: Path = workspace / "reports/stdlib-21x3/index.html") -> Any:
-        page = context.new_page()
-        page.on("console", lambda message: wrong.append(message.text))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("dialog", lambda dialog: wrong.append(dialog.message))
-        page.on("request", lambda request: wrong.append(request.url) if request.url.split("#")[0] != file.as_uri() and
-                not request.url.startswith("data:text/yaml") else None)  # fmt: skip
-        page.goto(file.as_uri() + state)
-        return page
-
-    yield opened
-    context.close()
-    assert wrong == []
+def open_page(open_file: Any, workspace: Path) -> Any:
+    """Opens the report, at a hash."""
+    return lambda state="", file=workspace / "reports/stdlib-21x3/index.html": open_file(file, state)
 
 
 @pytest.mark.parametrize(

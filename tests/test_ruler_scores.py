@@ -17,12 +17,13 @@ from helpers import fails, gated, logits, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.cli import main
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import generate as make_sample
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.evaluation import ruler
-from spkv_nas.evaluation.ruler import COLUMNS, Answers, Cell, answer, ruler_table, score
+from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, score
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.continuation import Continuations, continue_greedily
@@ -73,7 +74,7 @@ class TestScore:
             Cell("vt", 1024, answers(1, 1, 1, 1), answers(0, 0, 0, 0)),
         ]
         rows = ruler_table(cells)
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == RULER.header
         assert list(rows["task"]) == ["vt", "fwe", "average of 2", "vt", "average of 1"]
         error = np.std([1, 0.5, 0, 1], ddof=1) / 2
         pair = np.std([1, 0, 0, 1], ddof=1) / 2
@@ -205,7 +206,7 @@ class TestCommand:
         assert "ruler.csv" in shown
         folder = place / "reports" / "mine"
         rows = pd.read_csv(folder / "ruler.csv")
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == RULER.header
         assert list(rows["task"]) == ["vt", "average of 1"] * 2
         assert list(rows["length"]) == [512] * 2 + [600] * 2
         assert rows["density"].between(0.05, 0.95).all()

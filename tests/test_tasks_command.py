@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks])")
 
+from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.evaluation.tasks.documents import by_article
 from spkv_nas.evaluation.tasks.run import Found
 from spkv_nas.evaluation.tasks.suite import Asked, load_suite
-from spkv_nas.evaluation.tasks.table import COLUMNS, Results, tasks_table
+from spkv_nas.evaluation.tasks.table import Results, tasks_table
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.options import EvaluateOptions
 from spkv_nas.stages.tasks import tasks
@@ -51,7 +52,7 @@ class TestTable:
         )
         choices = self.asked(folder, "choices")
         rows = tasks_table([Results(choices, [own], [other]), Results(choices, [self.found(1, 0, 0, 0)], [other])])
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == TASKS.header
         assert list(rows["task"]) == ["choices"] * 3 + ["average of 2"]
         error, pair = np.std([1, 0, 1, 1], ddof=1) / 2, np.std([1, 0, 0, 1], ddof=1) / 2
         assert list(rows.iloc[0, 1:]) == [
@@ -184,7 +185,7 @@ class TestCommand:
         assert "average of 3" in shown.out
         assert "it/s" not in shown.err
         rows = pd.read_csv(place / "reports" / "model" / "tasks.csv")
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == TASKS.header
         assert list(rows["task"]) == ["choices", "choices", "both", "writing", "average of 3"]
         assert rows["density"].between(0.05, 0.95).all()
         assert list(rows["against_density"]) == [0.5] * 5

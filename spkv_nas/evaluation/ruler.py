@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,15 @@ import pandas as pd
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.distributed import gathered, own_share
 from spkv_nas.base.memory import Together
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
 from spkv_nas.base.statistics import mean_and_error
-from spkv_nas.base.tables import write_csv
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import accepts_any
 from spkv_nas.model.continuation import continue_greedily
 
-COLUMNS = (
-    "length", "task", "num_samples", "score", "standard_error", "floor", "density", "against", "against_density",
-    "difference", "difference_standard_error",
-)  # fmt: skip
 _TOGETHER = 1 << 15  # tokens of the prompts that pass at once
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
@@ -134,13 +127,13 @@ def _answer(
 
 
 def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """One row per cell, columns ``COLUMNS``, and after each length the average of its tasks; scores in [0, 1].
+    """One row per cell, columns of ``RULER``, and after each length the average of its tasks; scores in [0, 1].
 
     ``difference`` is the model's score minus the other checkpoint's, its error that of the difference by sample.
     """
     frames = []
     for length in dict.fromkeys(cell.length for cell in cells):
-        rows = pd.DataFrame([_row(cell) for cell in cells if cell.length == length], columns=list(COLUMNS))
+        rows = pd.DataFrame([_row(cell) for cell in cells if cell.length == length], columns=RULER.header)
         frames += [rows, _average(rows)]
     return pd.concat(frames, ignore_index=True)
 
@@ -164,11 +157,4 @@ def _average(rows: pd.DataFrame) -> pd.DataFrame:
     average[errors] = np.sqrt((rows[errors] ** 2).sum(skipna=False)) / len(rows)
     whole = {"length": rows["length"].iloc[0], "task": f"average of {len(rows)}"}
     whole["num_samples"] = rows["num_samples"].sum()
-    return pd.DataFrame([{**average, **whole}])[list(COLUMNS)]
-
-
-def write_ruler(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``ruler_table`` to ``ruler.csv``, and where it comes from to ``ruler.yaml``."""
-    with replacing(folder) as new:
-        write_csv(new / "ruler.csv", rows)
-        write_record(new / "ruler.yaml", origin)
+    return pd.DataFrame([{**average, **whole}])[RULER.header]

@@ -73,6 +73,7 @@ class Points:
         error: half the length of each vertical error bar; NaN for none; empty: no point has one.
         tips: what pointing at each shows; empty: nothing.
         names: texts beside them, "" for none; empty: no point has one.
+        layouts: names of the layouts that points without tips stand for, which the page then shows; empty: none.
         farthest: lines of text that a name may move from its point.
         optional: whether a name without room is left out.
         size: radius.
@@ -84,6 +85,7 @@ class Points:
     error: Numbers = ()
     tips: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
     farthest: int = 8
     optional: bool = False
     label: str = ""

@@ -12,13 +12,61 @@ function smallMap(figure, layers, heads) { /* global heads are filled: those of 
     figure.querySelector("h3").textContent = name;
   };
 }
+const REACH = 8; /* of the pointer, from a dot */
 function delta(change, error) {
   return (change < 0 ? "\u2212" : "+") + Math.abs(change).toFixed(3) + " \u00b1 " + (error === null ? "\u2014" : error.toFixed(3));
+}
+/* Dots of one element, each of a layout: the nearest to the pointer, or by arrow keys along the axis; click, or Enter. */
+function linkClouds(given, layouts, goTo) {
+  const said = at => [layouts[at].name, count(layouts[at].mask) + " global heads", ...given.measured.flatMap(([how, results]) =>
+    results.filter(([one]) => one === at).map(([, change, error]) => delta(change, error) + " %, " + how)),
+    ...at < given.known ? [] : ["stopped before all text was read"]].join("\n");
+  for (const chart of document.querySelectorAll("svg.chart:has([data-cloud])")) {
+    const dots = [...chart.querySelectorAll("[data-cloud]")].flatMap(path => {
+      let x = 0, y = 0;
+      const { layouts: places } = data.charts[chart.dataset.chart].marks[path.dataset.cloud];
+      return [...path.getAttribute("d").matchAll(/m(-?\d+) ?(-?\d+)z/g)].map(([, right, down], dot) => [x += Number(right), y += Number(down), places[dot]]);
+    }).filter(([, , at]) => at >= 0).sort((one, other) => one[0] - other[0] || other[1] - one[1]);
+    if (!dots.length) continue;
+    chart.setAttribute("role", "group");
+    const cursor = make(chart, "circle", { class: "cursor", r: REACH, role: "button", tabindex: "0", "data-at": "" });
+    let current;
+    const move = dot => {
+      const [cx, cy, at] = dots[current = dot];
+      for (const [name, value] of Object.entries({ cx, cy, "aria-label": said(at) })) cursor.setAttribute(name, value);
+    };
+    const near = event => {
+      const { x, y } = new DOMPoint(event.clientX, event.clientY).matrixTransform(chart.getScreenCTM().inverse());
+      const away = dots.map(dot => Math.hypot(dot[0] - x, dot[1] - y)), least = Math.min(...away), over = event.target.closest("[role=button]");
+      return least < REACH && (!over || over === cursor) ? away.indexOf(least) : -1;
+    };
+    chart.addEventListener("pointermove", event => {
+      const dot = near(event);
+      if (dot < 0 || dot === current && !tip.hidden) return;
+      move(dot);
+      show(cursor);
+    });
+    chart.addEventListener("click", event => {
+      const dot = near(event);
+      if (dot >= 0) goTo(dots[dot][2]);
+    });
+    cursor.addEventListener("keydown", event => {
+      const next = current + (steps[event.key] || [0, 0]).reduce((sum, step) => sum + step);
+      if (event.key === "Enter" || event.key === " ") goTo(dots[current][2]);
+      else if (!steps[event.key]) return;
+      else if (dots[next]) {
+        move(next);
+        show(cursor);
+      }
+      event.preventDefault();
+    });
+    move(0);
+  }
 }
 function measuredTable(given, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
   if (!element("all")) return;
-  const rows = layouts.map(({ name, mask }, at) => ({ at, cells: [name, count(mask), coverage(mask), ...given.measured.map(() => null)], errors: [] }));
+  const rows = layouts.slice(0, given.known).map(({ name, mask }, at) => ({ at, cells: [name, count(mask), coverage(mask), ...given.measured.map(() => null)], errors: [] }));
   given.measured.forEach(([, results], way) => results.forEach(([at, change, error]) => {
     rows[at].cells[3 + way] = change;
     rows[at].errors[3 + way] = error;

@@ -13,19 +13,28 @@ from spkv_nas.report.chart import Chart, Mark, Points
 _NOT_DATA = {"name", "description", "note", "heading", "width", "height"}  # of a chart: text of the page, or layout
 
 
-def page_data(charts: Iterable[Chart], instrument: Mapping[str, Any] | None = None) -> str:
+def page_data(
+    charts: Iterable[Chart],
+    instrument: Mapping[str, Any] | None = None,
+    places: Mapping[str, int] | None = None,
+) -> str:
     """``{"charts": {name: {title, x, y, marks}}, "instrument": ...}``, charts in data coordinates; cannot end the
     element that it stands in.
 
     Of charts what has its default value is left out, and the places of points that say nothing when pointed at: of
     heads by domain, whose values are the instrument's. Numbers are whole or have five significant digits, NaN is null.
+    Layouts that points stand for are their places among those of the instrument, -1 where there is none.
     """
-    content = {
-        chart.name: {key: value for key, value in _plain(chart).items() if key not in _NOT_DATA} for chart in charts
-    }
-    text = json.dumps(
-        {"charts": content, "instrument": instrument}, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-    )
+
+    def of_chart(chart: Chart) -> dict[str, Any]:
+        content = {key: value for key, value in _plain(chart).items() if key not in _NOT_DATA}
+        for mark in content["marks"]:
+            if "layouts" in mark:
+                mark["layouts"] = [(places or {}).get(name, -1) for name in mark["layouts"]]
+        return content
+
+    content = {"charts": {chart.name: of_chart(chart) for chart in charts}, "instrument": instrument}
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 

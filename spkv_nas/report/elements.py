@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -28,6 +29,13 @@ def add(parent: Element, tag: str, text: str | None = None, **attributes: Any) -
         child.set(key.rstrip("_").replace("_", "-"), value if isinstance(value, str) else px(value))
     child.text, child.tail = text, "\n"
     return child
+
+
+def along(parent: Element, texts: Iterable[tuple[float, str]], **attributes: Any) -> None:
+    """Texts on one line, each at its x; the attributes are those of all."""
+    line = add(parent, "text", **attributes)
+    for x, text in texts:
+        add(line, "tspan", text, x=x).tail = None
 
 
 def px(value: float) -> str:

@@ -63,6 +63,17 @@ def all_evidence(inputs: Inputs) -> list[Evidence]:
     return sorted(merged.values(), key=lambda one: -math.inf if math.isnan(one.steps) else -one.steps)
 
 
+def stopped_trials(inputs: Inputs) -> list[Result]:
+    """Layouts whose scoring was stopped, where a chart shows what they cost; their change is an estimate."""
+    search = inputs.search
+    if search is None or search["cost"].isna().any():
+        return []
+    rows = search.drop(whole_scores(search).index)
+    tried = zip(rows["name"], rows["heads"], rows["zero_shot_delta_percent"], strict=True)
+    masks = ((name, _mask(heads, inputs.table.grid), delta) for name, heads, delta in tried)
+    return [Result(str(name), mask, float(delta), math.nan) for name, mask, delta in masks if mask is not None]
+
+
 def _of_search(inputs: Inputs) -> Iterator[Evidence]:
     if inputs.search is None:
         return

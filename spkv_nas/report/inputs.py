@@ -18,6 +18,7 @@ from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
+from spkv_nas.report.judged import Section
 
 Float = NDArray[np.float64]
 # Of layouts [M, H] their scores [M] and the standard deviations; NaN where nothing is known.
@@ -33,7 +34,8 @@ class Inputs:
     comparison of probes and of a search, None where there was none, ``search_record`` is the content of
     ``search.yaml``; ``trust`` is that of the layout ``densest``, None where it was not measured; ``probes`` are what
     heads can be chosen by on the page, each at its own threshold; ``calibration`` is of the model's heads, None where
-    nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell.
+    nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell;
+    ``judged`` are the sections of further tables.
     """
 
     table: DensityTable
@@ -48,6 +50,7 @@ class Inputs:
     probes: tuple[DensityTable, ...]
     calibration: Calibration | None = None
     predict: Predict | None = None
+    judged: tuple[Section, ...] = ()
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -78,6 +81,7 @@ class Inputs:
         probes: Sequence[DensityTable] = (),
         calibration: Calibration | None = None,
         predict: Predict | None = None,
+        judged: Sequence[Section] = (),
     ) -> Inputs:
         """Without ``probes`` the table is the only one.
 
@@ -88,7 +92,7 @@ class Inputs:
         probes = tuple(probes) or (table,)
         return cls(
             table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes,
-            calibration, predict,
+            calibration, predict, tuple(judged),
         )  # fmt: skip
 
 

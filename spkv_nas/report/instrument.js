@@ -280,6 +280,7 @@ function instrument(given) {
   cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
   measuredTable(given, layouts, mask => coverageOf(table(0, given.signals[0].start).values[0], mask, given.signals[0]), goTo);
   linkPoints(given, goTo);
+  linkClouds(given, layouts, goTo);
   for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
 }
 if (data.instrument) instrument(data.instrument);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,7 +26,7 @@ from spkv_nas.proposal.strategies import densest_first
 from spkv_nas.report.choices import ORDER, coded, shares
 from spkv_nas.report.codes import Code
 from spkv_nas.report.colours import shades
-from spkv_nas.report.evidence import Result, all_evidence
+from spkv_nas.report.evidence import Result, all_evidence, stopped_trials
 from spkv_nas.report.inputs import Inputs
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered beside a probe's own
@@ -47,8 +48,11 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
     measured = [result for one in evidence for result in one.results]
     for result in (*proposed, *measured):
         names.setdefault(result.mask.tobytes(), result.name)
+    num_known = len(names)
+    for result in (stopped := stopped_trials(inputs)):
+        names.setdefault(result.mask.tobytes(), result.name)
     places = {mask: number for number, mask in enumerate(names)}
-    called = {(result.name, places[result.mask.tobytes()]) for result in (*proposed, *measured)}
+    called = {(result.name, places[result.mask.tobytes()]) for result in (*proposed, *measured, *stopped)}
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
@@ -59,11 +63,22 @@ def instrument(inputs: Inputs) -> dict[str, Any] | None:
         "layouts": [[name, _flags(mask)] for mask, name in names.items()],
         "aliases": sorted([name, place] for name, place in called if name != [*names.values()][place]),
         "offered": len({result.mask.tobytes() for result in (*proposed, *retrained)}),  # of them, to compare with
+        "known": num_known,  # of them; the others were stopped before anything could be said
         "measured": [
             [one.how, [[places[each.mask.tobytes()], _number(each.delta), _number(each.error)] for each in one.results]]
             for one in evidence
         ],
     }
+
+
+def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
+    """Of every name that one layout of the instrument alone has, the place of that."""
+    if choices is None:
+        return {}
+    places: dict[str, set[int]] = defaultdict(set)
+    for name, place in (*((name, place) for place, (name, _) in enumerate(choices["layouts"])), *choices["aliases"]):
+        places[name].add(place)
+    return {name: min(found) for name, found in places.items() if len(found) == 1}
 
 
 def _signal(table: DensityTable, inputs: Inputs) -> dict[str, Any] | None:

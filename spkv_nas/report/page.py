@@ -43,7 +43,8 @@ from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.headline import headline
 from spkv_nas.report.inputs import Inputs, Predict
-from spkv_nas.report.instrument import instrument
+from spkv_nas.report.instrument import instrument, layout_places
+from spkv_nas.report.judged import Section
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
@@ -67,6 +68,7 @@ def write_report(
     probes: Sequence[DensityTable] = (),
     calibration: Calibration | None = None,
     predict: Predict | None = None,
+    judged: Sequence[Section] = (),
     progress: Progress = no_progress,
     written: datetime | None = None,
 ) -> Path:
@@ -85,6 +87,7 @@ def write_report(
         probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
         calibration: times of the model's attention; None where they were not measured.
         predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
+        judged: sections of further tables (``report.judged``).
         progress: called with (figures drawn, figures in all).
         written: now, of a page that will be written again: it says so, and has a button that loads it again.
 
@@ -95,6 +98,7 @@ def write_report(
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
         search_record=search_record, probes=probes, calibration=calibration, predict=predict,
+        judged=judged,
     )  # fmt: skip
     groups = _charts(inputs)
     drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
@@ -102,7 +106,8 @@ def write_report(
         save_chart(folder, chart)
         progress(number, len(drawn))
     figures = [chart.name for chart in drawn]
-    figures += [name for name in SEARCH_FIGURES if groups["search"] and (folder / f"{name}.png").is_file()]
+    others = [*(SEARCH_FIGURES if groups["search"] else ()), *(chart.name for chart in _of_judged(inputs))]
+    figures += [name for name in others if (folder / f"{name}.png").is_file()]
     page = folder / "index.html"
     write_atomic(page, _render(inputs, groups, figures, written))
     return page
@@ -126,6 +131,10 @@ def _charts(inputs: Inputs) -> Groups:
     return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}
 
 
+def _of_judged(inputs: Inputs) -> list[Chart]:
+    return [section.chart for section in inputs.judged if section.chart is not None]
+
+
 def _singles(charts: list[Chart | Panels]) -> list[Chart]:
     """Charts as the page shows them, one by one."""
     return [one for chart in charts for one in (chart.charts if isinstance(chart, Panels) else (chart,))]
@@ -139,14 +148,17 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetim
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(csp_hash=_csp_hash, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend)
+    environment.filters.update(
+        csp_hash=_csp_hash, compact=_compact, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend
+    )
     table, search = inputs.table, inputs.search
     charts = {name: _singles(group) for name, group in groups.items()}
     shown = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
+    shown += _of_judged(inputs)
     own, said, choices = headline(inputs), findings(inputs), instrument(inputs)
     page: str = environment.get_template("template.html.j2").render(
         version=__version__,
-        data=Markup(page_data(shown, choices)),
+        data=Markup(page_data(shown, choices, layout_places(choices))),
         script=Markup(_script()),
         instrument=choices,
         charts=charts,
@@ -164,6 +176,7 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetim
         trust=inputs.trust,
         missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
+        judged=inputs.judged,
         search=None if search is None else tables.search_rows(search),
         search_has_cost=search is not None and bool(search["cost"].notna().all()),
         search_findings=[] if search is None else search_findings(search),
@@ -198,10 +211,14 @@ def _tie(sentence: str) -> str:
 
 
 def _script() -> str:
-    """The page's scripts in their order, without indentation, of which no text in them is made."""
+    """The page's scripts in their order."""
     folder = Path(__file__).parent
-    text = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)
-    return re.sub(r"\n\s*", "\n", text)
+    return _compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))
+
+
+def _compact(text: str) -> str:
+    """A script or style without comments and indentation, of which no text in it is made."""
+    return re.sub(r"\s*\n\s*", "\n", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
 
 
 def _csp_hash(content: str) -> str:

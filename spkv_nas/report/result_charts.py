@@ -10,7 +10,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.measure import DENSITY
 from spkv_nas.report.axes import percent_axis, round_axis
 from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
-from spkv_nas.report.words import short, signed, versus_full
+from spkv_nas.report.words import change, short, signed, versus_full
 
 _SHAPES: dict[str, tuple[Shape, Tone, str]] = {
     SP_KV: ("diamond", "ink", "SP-KV"), FULL_ATTENTION: ("square", "ink", "full attention")
@@ -103,7 +103,7 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     """Density against the change of NLL from the dense model: pruning after the fact, and SP-KV as tau moves.
 
     Args:
-        rows: of ``artifacts.baselines.COLUMNS``, the dense model first.
+        rows: of ``artifacts.result_tables.BASELINES``, the dense model first.
     """
     rows = rows[rows["method"] != FULL_ATTENTION]
     gated = rows["method"] == SP_KV
@@ -113,18 +113,19 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     if len(own) > 1:
         marks.append(Line(_percent(own), numbers(own["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink"))
     looks: tuple[tuple[pd.DataFrame, str, Shape, Tone, bool], ...] = (
-        (rows[with_sinks], "pruned, with sinks", "circle", "accent", False),
         (rows[~gated & ~with_sinks], "pruned, without sinks", "circle", "accent", True),
+        (rows[with_sinks], "pruned, with sinks", "circle", "accent", False),
         (own, "SP-KV", "diamond", "ink", False),
     )
     for some, label, shape, tone, hollow in looks:
         if not some.empty:
             names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in some.itertuples())
+            tips = tuple(_rule_tip(name, row) for name, (_, row) in zip(names, some.iterrows(), strict=True))
             if hollow and with_sinks.any():
                 names = ()  # those with sinks lie beside them
             marks.append(
                 Points(_percent(some), numbers(some["delta_nll_percent"]), numbers(some["delta_nll_standard_error"]),
-                       names=names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,
+                       tips, names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,
                        size=4.0)
             )  # fmt: skip
     shown = pd.concat([part for part, *_ in looks])
@@ -133,7 +134,7 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     words = (f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in shown.itertuples())
     return Chart(
         "baselines",
-        "Pruned after the fact",
+        "What density costs by each rule",
         "Density and NLL change: " + "; ".join(words) + ".",
         round_axis("Density, % of keys outside the window", 0.0, 100 * shown["density"].max(), padded=True),
         round_axis("NLL change from the dense model, %", min(0.0, low.min()), max(0.0, high.max()), padded=True),
@@ -146,6 +147,11 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
 
 def _percent(rows: pd.DataFrame) -> tuple[float, ...]:
     return numbers(rows["density"], 100.0)
+
+
+def _rule_tip(name: str, row: pd.Series) -> str:
+    delta = change(row["delta_nll_percent"], row["delta_nll_standard_error"])
+    return f"{name}, {row['sinks']:g} sinks\ndensity {100 * row['density']:.1f} %\n{delta} %"
 
 
 def _tip(row: pd.Series) -> str:

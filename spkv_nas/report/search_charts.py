@@ -99,9 +99,9 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     lines: list[Mark] = []
     samplers = [str(name) for name in rows["sampler"].unique() if name != BASELINE]
     for sampler, (tone, dash) in zip(samplers, SERIES, strict=False):
-        some = rows[rows["sampler"] == sampler]
+        some = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
         every = numbers(some["cost"]), numbers(some["zero_shot_delta_percent"])
-        clouds.append(Points(*every, tone=tone, size=2.8, opacity=0.35))
+        clouds.append(Points(*every, layouts=tuple(map(str, some["name"])), tone=tone, size=2.8, opacity=0.35))
         lines.append(Line(*_front(some, float(rows["cost"].max())), sampler, tone, dash, 1.8))
     starts = rows[rows["sampler"] == BASELINE]
     tips = (

@@ -1,6 +1,7 @@
 """A chart as inline SVG for the report's page. Lengths are SVG user units; colours are the page's classes.
 
-A mark that has a tip says where in the page's data it stands: ``data-at="mark,index"``. Cells of heatmaps get
+A mark that has a tip says where in the page's data it stands: ``data-at="mark,index"``; many dots that stand for
+layouts are one element, which says of which mark: ``data-cloud="mark"``. Cells of heatmaps get
 theirs from the page's script.
 """
 
@@ -17,7 +18,7 @@ from markupsafe import Markup
 from spkv_nas.artifacts.measure import Measure
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Line, Points, Rule, legend_marks
 from spkv_nas.report.colours import scale_stops
-from spkv_nas.report.elements import add, markup, px, svg
+from spkv_nas.report.elements import add, along, markup, px, svg
 from spkv_nas.report.labels import Label, chart_labels, margin
 from spkv_nas.report.svg_maps import LEFT, draw_map
 
@@ -129,10 +130,9 @@ def draw_scale(measure: Measure) -> Markup:
     for percent, fill in scale_stops():
         add(shades, "stop", offset=f"{percent}%", stop_color=fill)
     add(root, "rect", x=LEFT, y=4, width=_SCALE, height=12, rx=2, fill="url(#cividis)")
-    for value in scale.ticks:
-        x = LEFT + _SCALE * float(scale.fraction(value))
-        add(root, "line", class_="axis", x1=x, x2=x, y1=16, y2=20)
-        add(root, "text", scale.text(value), class_="tick", x=x, y=32, text_anchor="middle")
+    ticks = [(LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks]
+    add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))
+    along(root, ticks, class_="tick", y=32, text_anchor="middle")
     add(root, "text", what, class_="tick", x=LEFT, y=49)
     return markup(root)
 
@@ -155,10 +155,10 @@ def _draw_axes(root: Element, frame: Frame) -> None:
 def _draw_ticks(root: Element, frame: Frame, axis: Axis, y: float, down: int) -> None:
     """A horizontal axis at ``y``, its ticks and texts below it, or above with ``down`` -1."""
     add(root, "line", class_="axis", x1=frame.left, x2=frame.right, y1=y, y2=y)
-    for value, text in axis.ticks:
-        x = frame.x(value)
-        add(root, "line", class_="axis", x1=x, x2=x, y1=y, y2=y + 4 * down)
-        add(root, "text", text, class_="tick", x=x, y=y + (18 if down == 1 else -9), text_anchor="middle")
+    strokes = "".join(f"M{px(frame.x(value))} {px(y)}v{4 * down}" for value, _ in axis.ticks)
+    add(root, "path", class_="axis", d=strokes)
+    texts = [(frame.x(value), text) for value, text in axis.ticks]
+    along(root, texts, class_="tick", y=y + (18 if down == 1 else -9), text_anchor="middle")
     if down == -1:
         add(root, "text", axis.title, class_="title", x=(frame.left + frame.right) / 2, y=y - 28, text_anchor="middle")
 
@@ -206,18 +206,20 @@ def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> 
     if bars:
         add(parent, "path", class_=f"error tone-{points.tone}", d="".join(bars))
     if not points.tips and points.shape == "circle" and not points.hollow:  # one element for all
-        add(parent, "path", class_=f"dust tone-{points.tone}", d=_dust(places), stroke_width=2 * points.size,
-             stroke_opacity=points.opacity)  # fmt: skip
+        dots = [(round(x), round(y)) for x, y in places]
+        told = {"data_cloud": str(number)} if points.layouts else {}
+        add(parent, "path", class_=f"dust tone-{points.tone}", d=_dust(dots if points.layouts else sorted(dots)),
+             stroke_width=2 * points.size, stroke_opacity=points.opacity, **told)  # fmt: skip
         return
     group = _group(parent, points)
     for index, (x, y) in enumerate(places):
         _shape(group, points, x, y, points.size, **_at(number, index, points.tips))
 
 
-def _dust(places: list[tuple[float, float]]) -> str:
-    """Lines of no length, to the unit, each begun where the one before is."""
+def _dust(places: list[tuple[int, int]]) -> str:
+    """Lines of no length, each begun where the one before is: in a good order they are short."""
     path, (left, top) = "", (0, 0)
-    for x, y in sorted((round(x), round(y)) for x, y in places):
+    for x, y in places:
         path += f"m{x - left}{' ' if y >= top else ''}{y - top}z"
         left, top = x, y
     return path

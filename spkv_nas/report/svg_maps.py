@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from spkv_nas.report.chart import Chart, Heatmap
 from spkv_nas.report.colours import SHADES, cividis
-from spkv_nas.report.elements import add, px, svg
+from spkv_nas.report.elements import add, along, px, svg
 
 LEFT = 58.0  # of a large map's cells, to its left edge
 _WIDEST = 1048  # what the page has room for
@@ -39,9 +39,8 @@ def draw_map(chart: Chart, cells: Heatmap) -> Element:
         _write_values(add(drawn, "g", class_="values"), cells, step, left, top)
     else:
         _mark_chosen(group, cells)
-    for value, text in chart.x.ticks:
-        x = left + (value + _FILLED / 2) * step
-        add(drawn, "text", text, class_="tick", x=x, y=height - 5, text_anchor="middle")
+    columns_at = [(left + (value + _FILLED / 2) * step, text) for value, text in chart.x.ticks]
+    along(drawn, columns_at, class_="tick", y=height - 5, text_anchor="middle")
     for value, text in chart.y.ticks:
         y = top + (value + _FILLED / 2) * step
         add(drawn, "text", text, class_="tick", x=left - 8 if cells.written else 14, y=y, dy=".35em", text_anchor="end")
@@ -63,14 +62,13 @@ def _draw_cells(group: Element, cells: Heatmap) -> None:
 
 def _write_values(group: Element, cells: Heatmap, step: float, left: float, top: float) -> None:
     for row, values in enumerate(cells.values):
-        lines: dict[str, Element] = {}
+        lines: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for column, value in enumerate(values):
-            if math.isnan(value):
-                continue
-            on = _look(cells, value)[1]
-            if on not in lines:
-                lines[on] = add(group, "text", class_=on, y=top + (row + _FILLED / 2) * step + 4)
-            add(lines[on], "tspan", cells.scale.text(value), x=left + round((column + _FILLED / 2) * step)).tail = None
+            if not math.isnan(value):
+                at = left + round((column + _FILLED / 2) * step)
+                lines[_look(cells, value)[1]].append((at, cells.scale.text(value)))
+        for on, texts in lines.items():
+            along(group, texts, class_=on, y=top + (row + _FILLED / 2) * step + 4)
 
 
 def _mark_chosen(group: Element, cells: Heatmap) -> None:

@@ -23,6 +23,11 @@ def change(percent: float, error: float) -> str:
     return "—" if math.isnan(percent) else f"{signed(percent)} ± {number(error, 3)}"
 
 
+def measured(value: float, error: float) -> str:
+    """A value with its standard error, such as "0.842 ± 0.036"."""
+    return f"{number(value, 3)} ± {number(error, 3)}"
+
+
 def versus_full(row: pd.Series[Any]) -> str:
     """Such as "0.161 ± 0.020 % above full attention"."""
     return above_full(row["delta_nll_percent"], row["delta_nll_standard_error"])

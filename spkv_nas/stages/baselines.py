@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.baselines import EXPECTED, KVZAP, METHODS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.baselines.expected_attention import Rotation
@@ -25,7 +26,6 @@ from spkv_nas.evaluation.baselines.measure import (
     check_prunable,
     measure,
     own_rows,
-    write_baselines,
 )
 from spkv_nas.evaluation.baselines.protocol import Protocol
 from spkv_nas.evaluation.sweep import parse_taus
@@ -104,7 +104,7 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import baselines_chart
 
-    write_baselines(folder, rows, origin)
+    BASELINES.write(folder, rows, origin)
     save_chart(folder, baselines_chart(rows))
 
 

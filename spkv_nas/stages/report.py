@@ -21,6 +21,7 @@ from spkv_nas.base.records import read_record
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import read_agreement
+from spkv_nas.report.judged import read_judged
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
@@ -70,6 +71,7 @@ def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: date
             probes=probes,
             calibration=_calibration(folder, table, reporter),
             predict=None if scored is None else _prediction(scored, probes),
+            judged=read_judged(folder),
             progress=progress,
             written=written,
         )

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.gate_config import suitable_window
+from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
@@ -21,7 +22,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import available, check_task, generate
-from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table, write_ruler
+from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.stages.answering import Loaded, check_mode, hard, identity, load
 from spkv_nas.stages.answering import origin as origin_of
@@ -95,7 +96,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     _say_left_out(places, own, reporter)
     answers = zip(places, own, floor, against, strict=True)
     rows = ruler_table([Cell(*place, one, local, other) for place, one, local, other in answers])
-    on_main(lambda: write_ruler(folder, rows, origin))
+    on_main(lambda: RULER.write(folder, rows, origin))
     return RulerResult(name, rows, folder, samples)
 
 

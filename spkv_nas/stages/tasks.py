@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.version import environment
@@ -42,7 +43,7 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
     """
     check_mode(options)
     from spkv_nas.evaluation.tasks.suite import code_allowed, load_suite
-    from spkv_nas.evaluation.tasks.table import Results, tasks_table, write_tasks
+    from spkv_nas.evaluation.tasks.table import Results, tasks_table
 
     _quiet(reporter)
     assert options.model is not None
@@ -68,7 +69,7 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
         "limit": options.limit,
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
-    on_main(lambda: write_tasks(folder, rows, told))
+    on_main(lambda: TASKS.write(folder, rows, told))
     return TasksResult(name, rows, folder, samples)
 
 

@@ -7,9 +7,8 @@ are counted alike, where ``evaluate`` has the share of tokens whose gates are op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import COLUMNS, H2O, KVZAP, RANDOM, STREAMING
+from spkv_nas.artifacts.baselines import H2O, KVZAP, RANDOM, STREAMING
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
-from spkv_nas.base.tables import write_csv
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.baselines.expected_attention import Rotation, expected_attention
@@ -214,11 +211,11 @@ def own_rows(
 
 
 def baselines_table(found: Sequence[Measurement]) -> pd.DataFrame:
-    """One row per measurement, columns ``COLUMNS``: NLL in nats per token, its change in percent of the first one's.
+    """One row per measurement, columns of ``BASELINES``: NLL in nats per token, its change in percent of the first.
 
     The standard error is that of the difference paired by document. What a row does not have is NaN.
     """
-    rows = pd.DataFrame(list(_cells(found)), columns=list(COLUMNS))
+    rows = pd.DataFrame(list(_cells(found)), columns=BASELINES.header)
     return rows.astype({"sinks": float, "target_density": float, "tau": float})
 
 
@@ -227,10 +224,3 @@ def _cells(found: Sequence[Measurement]) -> Iterator[tuple[Any, ...]]:
         change = paired_difference(one.nll, found[0].nll)
         numbers = (one.nll.mean, change.percent, change.standard_error)
         yield one.method, one.sinks, one.target, one.density, one.tau, *numbers
-
-
-def write_baselines(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table to ``baselines.csv``, and where it comes from to ``baselines.yaml``."""
-    with replacing(folder) as new:
-        write_csv(new / "baselines.csv", rows.astype({"sinks": "Int64"}))
-        write_record(new / "baselines.yaml", origin)

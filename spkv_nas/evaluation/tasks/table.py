@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
+from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.statistics import mean_and_error
-from spkv_nas.base.tables import write_csv
 from spkv_nas.evaluation.tasks.run import Found
 from spkv_nas.evaluation.tasks.suite import Asked
 
-COLUMNS = (
-    "task", "metric", "num_fewshot", "num_samples", "value", "standard_error", "density", "against", "against_density",
-    "difference", "difference_standard_error",
-)  # fmt: skip
 _RESAMPLES = 200  # of samples, for the error of what is no mean of them
 
 
@@ -47,7 +40,7 @@ class _Cell(NamedTuple):
 
 
 def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
-    """One row for each metric of each name, columns ``COLUMNS``, and of several names the average of their first rows,
+    """One row for each metric of each name, columns of ``TASKS``, and of several names the average of their first rows,
     of those that are means of samples.
 
     A group has the means of its tasks, by samples where lm-eval says so. ``difference`` is the checkpoint's value minus
@@ -62,14 +55,7 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
             firsts.append(cells[0][1])
     if len(firsts) > 1:
         rows.append((f"average of {len(firsts)}", "first of each", np.nan, *_mean(firsts, by_size=False)))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def write_tasks(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``tasks_table`` to ``tasks.csv``, and where it comes from to ``tasks.yaml``."""
-    with replacing(folder) as new:
-        write_csv(new / "tasks.csv", rows)
-        write_record(new / "tasks.yaml", origin)
+    return pd.DataFrame(rows, columns=TASKS.header)
 
 
 def _cells(results: Results) -> list[tuple[str, _Cell]]:

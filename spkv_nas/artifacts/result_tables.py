@@ -1,0 +1,105 @@
+"""Tables that judge a checkpoint beside the field, in ``reports/<name>/``: what ``baselines`` and ``evaluate`` write.
+
+Each is a CSV file and a record of where it comes from, under one name. They stand here, with their columns, because the
+report shows them where the libraries that measured them are not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.records import read_record, write_record
+from spkv_nas.base.replace import replacing
+from spkv_nas.base.tables import Column, read_table, write_csv
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table and its record: ``NAME.csv`` and ``NAME.yaml``."""
+
+    name: str
+    columns: tuple[Column, ...]
+
+    @property
+    def header(self) -> list[str]:
+        """The names of the columns."""
+        return [column.name for column in self.columns]
+
+    def write(self, folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
+        """Write the table, and where it comes from."""
+        with replacing(folder) as new:
+            write_csv(new / f"{self.name}.csv", rows)
+            write_record(new / f"{self.name}.yaml", origin)
+
+    def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
+        """The table, what is missing in it as NaN, and its record, empty without one; None where there is no table.
+
+        Raises:
+            UserError: naming file, line and column.
+        """
+        table, record = folder / f"{self.name}.csv", folder / f"{self.name}.yaml"
+        if not table.is_file():
+            return None
+        rows = read_table(table, self.name, self.columns, others=True).reset_index(drop=True)
+        return rows, read_record(record, self.name) if record.is_file() else {}
+
+
+def _number(name: str, low: float = 0.0, high: float = MOST_SHOWN) -> Column:
+    return Column(name, "number", low=low, high=high, gaps=True)
+
+
+def _paired(low: float) -> tuple[Column, ...]:
+    """Of another checkpoint, from its value, at least ``low``; empty where there is none."""
+    return (
+        _number("against", low),
+        _number("against_density", high=1.0),
+        _number("difference", -MOST_SHOWN),
+        _number("difference_standard_error"),
+    )
+
+
+BASELINES = ResultTable(
+    "baselines",
+    (
+        Column("method"),
+        Column("sinks", "whole", gaps=True),
+        _number("target_density", high=1.0),
+        _number("density", high=1.0),
+        _number("tau", high=1.0),
+        _number("nll"),  # nats per token
+        _number("delta_nll_percent", -100.0),  # against the dense model, the first row, paired by document
+        _number("delta_nll_standard_error"),  # in percentage points
+    ),
+)
+RULER = ResultTable(
+    "ruler",
+    (
+        Column("length", "whole"),
+        Column("task"),
+        Column("num_samples", "whole"),
+        _number("score", high=1.0),
+        _number("standard_error"),
+        _number("floor", high=1.0),
+        _number("density", high=1.0),
+        *_paired(0.0),
+    ),
+)
+TASKS = ResultTable(
+    "tasks",
+    (
+        Column("task"),
+        Column("metric"),
+        Column("num_fewshot", "whole", gaps=True),
+        Column("num_samples", "whole"),
+        _number("value", -MOST_SHOWN),
+        _number("standard_error"),
+        _number("density", high=1.0),
+        *_paired(-MOST_SHOWN),
+    ),
+)

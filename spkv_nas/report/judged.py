@@ -1,0 +1,266 @@
+"""Sections of the page on what judges a checkpoint beside the field: pruning after the fact, RULER, downstream tasks.
+
+``SECTIONS`` lists them all: one more is one more line there, with the function that writes its section. Which rows are
+level is said by their own errors. "Level" is a difference of at most two standard errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.result_tables import BASELINES, RULER, TASKS, ResultTable
+from spkv_nas.report.chart import Chart
+from spkv_nas.report.result_charts import baselines_chart
+from spkv_nas.report.words import change, measured, number, signed
+
+_LEVEL, _AT_FLOOR = "level", "at the floor"
+_NEAR = 0.01  # in density: rows no farther apart are compared
+_AVERAGE = "average of "
+_MOST_NAMED = 6
+_PAIR = ("Against", "Its density, %", "Difference")
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a section's table: its head, its cells, and a word on it, "" for none."""
+
+    head: str
+    cells: tuple[str, ...]
+    tag: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page says of one table.
+
+    Attributes:
+        name: of its files, and its id on the page.
+        about: what was measured, and how to read it.
+        findings: sentences.
+        header: of the columns, the first that of the rows' heads.
+        groups: rows, in groups that a line parts.
+        folded: more of them, which are shown when asked for.
+    """
+
+    name: str
+    title: str
+    about: str
+    findings: tuple[str, ...]
+    header: tuple[str, ...]
+    groups: tuple[tuple[Row, ...], ...]
+    folded: tuple[tuple[Row, ...], ...] = ()
+    chart: Chart | None = None
+
+
+def read_judged(folder: Path) -> tuple[Section, ...]:
+    """The sections of the tables that are in a folder of results. Raises ``UserError`` for one that is unreadable."""
+    found = ((kind, make, kind.read(folder)) for kind, make in SECTIONS)
+    return tuple(make(kind.name, *table) for kind, make, table in found if table is not None)
+
+
+def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Groups: the model itself, what knows no density, every density that was asked for, and SP-KV."""
+    kinds = rows["target_density"].where(rows["method"] != SP_KV, -1.0).where(rows["method"] != FULL_ATTENTION, 2.0)
+    groups = [
+        tuple(_baseline(row) for _, row in some.iterrows()) for _, some in rows.groupby(kinds.fillna(1.5), sort=False)
+    ]
+    how = "" if record.get("protocol") != "kvpress" else ", as kvpress reads it"
+    return Section(
+        name,
+        "Pruned after the fact",
+        "The dense model with keys evicted by rules that know nothing of training with gates, on "
+        f"{_text(record)}, read in chunks of {record.get('chunk', '?')} tokens{how}; the window of "
+        f"{record.get('window', '?')} is always kept. "
+        "Density is the share of the keys outside the window that is kept, sinks among them. ΔNLL is against the model "
+        "with all keys, ± one standard error, paired by document; “level” is within two of them. SP-KV is a model of "
+        "its own.",
+        tuple(_of_densities(rows)),
+        ("Method", "Sinks", "Asked for, %", "Density, %", "NLL", "Δ NLL, %"),
+        (),
+        tuple(groups),
+        baselines_chart(rows),
+    )
+
+
+def _baseline(row: pd.Series[Any]) -> Row:
+    is_dense = row["method"] == FULL_ATTENTION
+    delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
+    cells = (
+        number(row["sinks"], 0),
+        number(100 * row["target_density"], 1),
+        number(100 * row["density"], 1),
+        number(row["nll"], 4),
+        "reference" if is_dense else change(delta, error),
+    )
+    return Row(_called(row), cells, "" if is_dense else _level(delta, error))
+
+
+def _called(row: pd.Series[Any]) -> str:
+    if row["method"] == SP_KV:
+        return f"SP-KV, τ = {row['tau']:g}" if row["tau"] else "SP-KV, gates open"
+    return str(row["method"])
+
+
+def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
+    """What loses least at each density that was asked for, what cannot be told from it, and where SP-KV stands."""
+    own = rows[rows["method"] == SP_KV]
+    alone = True
+    for target in rows["target_density"].dropna().unique():
+        near = own[(own["density"] - target).abs() <= _NEAR]
+        alone = alone and near.empty
+        ordered = pd.concat([rows[rows["target_density"] == target], near]).sort_values("delta_nll_percent")
+        (_, best), *others = ordered.iterrows()
+        level = [_with_sinks(row) for _, row in others if _is_level(best, row)]
+        more = (
+            f"; level with it, at no more than two combined standard errors: {_listed(level)}"
+            if level
+            else "; no other rule is level with it"
+        )
+        loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
+        yield f"At {100 * target:g} %, {_with_sinks(best)} loses least, {loss} %{more if others else ''}."
+    if len(own) and alone:
+        yield (
+            "No row of SP-KV is within a point of these densities, so it is compared by the figure alone, between rows."
+        )
+
+
+def _with_sinks(row: pd.Series[Any]) -> str:
+    if row["method"] == SP_KV:
+        return _called(row)
+    return f"{row['method']} {f'with {row.sinks:g} sinks' if row.sinks else 'without sinks'}"
+
+
+def _is_level(best: pd.Series[Any], row: pd.Series[Any]) -> bool:
+    error = math.hypot(best["delta_nll_standard_error"], row["delta_nll_standard_error"])
+    return bool(row["delta_nll_percent"] - best["delta_nll_percent"] <= 2 * error)
+
+
+def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Averages by length; every task when asked for."""
+    paired = bool(rows["against"].notna().any())
+    lines = [(row["length"], row["task"], _ruler_row(row, paired=paired)) for _, row in rows.iterrows()]
+    averages = tuple(row for _, task, row in lines if task.startswith(_AVERAGE))
+    tasks = [(length, row) for length, task, row in lines if not task.startswith(_AVERAGE)]
+    by_length = tuple(
+        tuple(row for at, row in tasks if at == length) for length in dict.fromkeys(at for at, _ in tasks)
+    )
+    at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
+    findings = [f"No better than the floor, within two standard errors: {_listed(at_floor)}."] if at_floor else []
+    haystack = record.get("haystack", "RULER's noise")
+    return Section(
+        name,
+        "RULER",
+        f"{_whose(record)}Share of the answers found, ± one standard error over samples; needles hide in "
+        f"{haystack if isinstance(haystack, str) else 'the essays given'}. The floor is the same checkpoint with "
+        f"every head local to {record.get('floor_window', '?')} tokens: so much takes no long range, or is right by "
+        "chance; its own error is not known here. “Level” is a difference of at most two standard errors, paired by "
+        "sample. An error of 0 says that all samples came out alike, not that more of them would.",
+        (*findings, *_of_pairs(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
+        ("Task", "Tokens", "Samples", "Found", "Floor", "Density, %", *(_PAIR if paired else ())),
+        (averages,),
+        by_length,
+    )
+
+
+def _ruler_row(row: pd.Series[Any], *, paired: bool) -> Row:
+    cells = (
+        number(row["length"], 0),
+        number(row["num_samples"], 0),
+        measured(row["score"], row["standard_error"]),
+        number(row["floor"], 3),
+        number(100 * row["density"], 1),
+        *(_pair(row) if paired else ()),
+    )
+    at_floor = _AT_FLOOR if row["score"] - row["floor"] <= 2 * row["standard_error"] else ""
+    tags = at_floor, _level(row["difference"], row["difference_standard_error"])
+    return Row(str(row["task"]), cells, ", ".join(filter(None, tags)))
+
+
+def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    paired = bool(rows["against"].notna().any())
+    limit = f", the first {record['limit']} samples of each" if record.get("limit") else ""
+    lines = [_task(row, paired=paired) for _, row in rows.iterrows()]
+    averages = tuple(row for row in lines if row.head.startswith(_AVERAGE))
+    return Section(
+        name,
+        "Downstream tasks",
+        f"{_whose(record)}By lm-eval{limit}, ± one standard error over samples. What guessing would give is not in "
+        "this table. “Level” is a difference of at most two standard errors, paired by sample. An error of 0 says that "
+        "all samples came out alike.",
+        tuple(_of_pairs(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
+        ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
+        tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),
+    )
+
+
+def _task(row: pd.Series[Any], *, paired: bool) -> Row:
+    cells = (
+        str(row["metric"]),
+        number(row["num_fewshot"], 0),
+        number(row["num_samples"], 0),
+        measured(row["value"], row["standard_error"]),
+        number(100 * row["density"], 1),
+        *(_pair(row) if paired else ()),
+    )
+    return Row(str(row["task"]), cells, _level(row["difference"], row["difference_standard_error"]))
+
+
+def _whose(record: Record) -> str:
+    """Which checkpoints these are, so far as the record says it."""
+    against = record.get("against")
+    other = f", against {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
+    return f"{record['model']}{other}. " if "model" in record else ""
+
+
+def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
+    """The columns of ``_PAIR``."""
+    difference = change(row["difference"], row["difference_standard_error"])
+    return number(row["against"], 3), number(100 * row["against_density"], 1), difference
+
+
+def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iterable[str]:
+    """Which rows are clearly better and clearly worse than the other checkpoint's."""
+    if not paired:
+        return
+    clear = [
+        (name, float(row["difference"]))
+        for name, (_, row) in zip(names, rows.iterrows(), strict=True)
+        if abs(row["difference"]) > 2 * row["difference_standard_error"]
+    ]
+    for way, some in (("above", [one for one in clear if one[1] > 0]), ("below", [one for one in clear if one[1] < 0])):
+        if some:
+            listed = _listed([f"{name} ({signed(difference)})" for name, difference in some])
+            yield f"By more than two standard errors {way} the other checkpoint: {listed}."
+    if not clear:
+        yield "No row is told apart from the other checkpoint's by two standard errors."
+
+
+def _level(difference: float, error: float) -> str:
+    return _LEVEL if abs(difference) <= 2 * error else ""  # not where either is NaN
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    return ", ".join([*names[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+
+
+def _text(record: Record) -> str:
+    tokens, documents = record.get("num_tokens"), record.get("num_documents")
+    if not isinstance(tokens, int) or not isinstance(documents, int):
+        return "its text"
+    return f"{tokens:,} tokens of {documents:,} documents"
+
+
+SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section]], ...] = (
+    (BASELINES, _baselines),
+    (RULER, _ruler),
+    (TASKS, _tasks),
+)

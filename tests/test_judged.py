@@ -1,0 +1,143 @@
+"""What judges a checkpoint beside the field, on the report's page: the numbers of its files, and honest words."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import Page, make_domain_table
+
+from spkv_nas.artifacts.result_tables import BASELINES, RULER, TASKS, ResultTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import show
+from spkv_nas.report import page as report_page
+from spkv_nas.report.judged import SECTIONS, Row, Section, read_judged
+from spkv_nas.report.page import write_report
+from spkv_nas.stages.baselines import BaselinesResult
+from spkv_nas.stages.ruler import RulerResult
+from spkv_nas.stages.tasks import TasksResult
+
+COMMITTED = Path(__file__).parent.parent / "reports" / "stdlib-21x3"
+NAN = np.nan
+RULER_ROWS = (
+    (512, "niah_single_1", 100, 0.98, 0.014, 0.0, 0.28, 0.99, 1.0, -0.01, 0.0099),
+    (512, "cwe", 100, 0.1234, 0.0123, 0.11, 0.31, 0.2, 1.0, -0.0766, 0.0234),
+    (512, "average of 2", 200, 0.5517, 0.0093, 0.055, 0.295, 0.595, 1.0, -0.0433, 0.0127),
+)
+TASKS_ROWS = (
+    ("arc_easy", "acc", 25, 200, 0.61, 0.0345, 0.3, 0.58, 1.0, 0.03, 0.0212),
+    ("lambada", "perplexity", 0, 200, 12.3456, 0.789, 0.32, 11.0, 1.0, 1.3456, 0.21),
+)
+
+
+def write(table: ResultTable, folder: Path, rows: Any, **origin: Any) -> None:
+    table.write(folder, pd.DataFrame(rows, columns=table.header), origin)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Results with every table: the committed one, and two that are made up."""
+    for file in COMMITTED.glob("baselines.*"):
+        shutil.copy(file, tmp_path)
+    write(RULER, tmp_path, RULER_ROWS, model="m/own", against={"model": "m/other"}, floor_window=32)
+    write(TASKS, tmp_path, TASKS_ROWS, limit=200)
+    return tmp_path
+
+
+def numbers(text: str) -> list[str]:
+    """Every number in a text that has a point, without its sign."""
+    return re.findall(r"\d[\d,]*\.\d+", text)
+
+
+def rows_of(section: Section) -> list[Row]:
+    return [row for rows in (*section.groups, *section.folded) for row in rows]
+
+
+def cells(section: Section) -> str:
+    return " ".join(" ".join((row.head, *row.cells)) for row in rows_of(section))
+
+
+def test_numbers_are_those_of_the_file_and_of_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the page's numbers none is but the file's, rounded, and the command's tables say the same."""
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    sections = {section.name: section for section in read_judged(folder)}
+    file = write_report(folder, table=make_domain_table(), layouts={}, judged=tuple(sections.values()))
+    page = Page(file.read_text(encoding="utf-8"))
+    results: Mapping[str, Any] = {
+        "baselines": (show.baselines, lambda rows: BaselinesResult("mine", rows, folder)),
+        "ruler": (show.ruler, lambda rows: RulerResult("mine", rows, folder, folder)),
+        "tasks": (show.tasks, lambda rows: TasksResult("mine", rows, folder, folder)),
+    }
+    for kind, _ in SECTIONS:
+        found = kind.read(folder)
+        assert found is not None
+        say, result = results[kind.name]
+        say(result(found[0]))
+        said, shown = numbers(capsys.readouterr().out), numbers(cells(sections[kind.name]))
+        assert set(said) <= set(shown), kind.name
+        own = [scale * abs(value) for value in found[0].select_dtypes("number").stack().dropna() for scale in (1, 100)]
+        for number in shown:
+            value, digits = float(number.replace(",", "")), len(number.partition(".")[2])
+            assert min(abs(value - one) for one in own) <= 0.5000001 * 10**-digits, (kind.name, number)
+        cell_texts = {text.replace("\N{NO-BREAK SPACE}", " ") for text in page.texts["td"]}
+        assert {cell for row in rows_of(sections[kind.name]) for cell in row.cells} <= cell_texts
+
+
+def test_sections_are_there_for_tables_that_are_there(folder: Path) -> None:
+    (folder / "ruler.csv").unlink()
+    (folder / "tasks.yaml").unlink()  # a table alone will do
+    assert [section.name for section in read_judged(folder)] == ["baselines", "tasks"]
+    assert read_judged(folder / "elsewhere") == ()
+
+
+def test_what_cannot_be_told_apart_is_called_level(folder: Path) -> None:
+    pruned, ruler, tasks = read_judged(folder)
+    assert pruned.findings[0] == (
+        "At 20 %, kvzap with 4 sinks loses least, +0.662 ± 0.100 %; level with it, at no more than two combined "
+        "standard errors: kvzap without sinks."
+    )
+    assert "No row of SP-KV is within a point" in pruned.findings[-1]
+    tagged = {row.head for rows in pruned.folded for row in rows if row.tag == "level"}
+    assert tagged == {"SP-KV, gates open", "SP-KV, τ = 0.3"}  # -0.353 ± 0.229 and -0.369 ± 0.241
+    assert ruler.about.startswith("m/own, against m/other. ")
+    assert [row.tag for rows in ruler.folded for row in rows] == ["level", "at the floor"]
+    assert ruler.findings == (
+        "No better than the floor, within two standard errors: cwe at 512.",
+        "By more than two standard errors below the other checkpoint: cwe at 512 (−0.077), average of 2 at 512 "  # noqa: RUF001
+        "(−0.043).",  # noqa: RUF001
+    )
+    assert [row.tag for rows in tasks.groups for row in rows] == ["level", ""]
+
+
+def test_sp_kv_competes_at_its_density(folder: Path) -> None:
+    """Within a point of what was asked for, it is a rival of the rules."""
+    found = BASELINES.read(folder)
+    assert found is not None
+    rows, origin = found
+    rows.loc[rows["tau"] == 0.5, "density"] = 0.205
+    BASELINES.write(folder, rows, origin)
+    (pruned, *_) = read_judged(folder)
+    assert pruned.findings[0].startswith("At 20 %, SP-KV, τ = 0.5 loses least, +0.554 ± 0.203 %; level with it")
+    assert len(pruned.findings) == 2
+
+
+def test_one_checkpoint_alone_is_compared_with_none(tmp_path: Path) -> None:
+    write(RULER, tmp_path, [(*row[:7], *(NAN,) * 4) for row in RULER_ROWS], floor_window=32)
+    (ruler,) = read_judged(tmp_path)
+    assert "Difference" not in ruler.header
+    assert ruler.findings == ("No better than the floor, within two standard errors: cwe at 512.",)
+
+
+def test_an_unreadable_table_is_named(folder: Path) -> None:
+    text = (folder / "ruler.csv").read_text()
+    (folder / "ruler.csv").write_text(text.replace("0.98", "much"))
+    with pytest.raises(UserError, match=r"ruler\.csv, line 2: column 'score' must be a number in \[0, 1\]; found 'mu"):
+        read_judged(folder)
