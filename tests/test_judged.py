@@ -17,8 +17,9 @@ from spkv_nas.artifacts.result_tables import BASELINES, RULER, TASKS, ResultTabl
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import show
 from spkv_nas.report import page as report_page
-from spkv_nas.report.judged import SECTIONS, Row, Section, read_judged
+from spkv_nas.report.judged import SECTIONS, read_judged
 from spkv_nas.report.page import write_report
+from spkv_nas.report.section import Row, Section
 from spkv_nas.stages.baselines import BaselinesResult
 from spkv_nas.stages.ruler import RulerResult
 from spkv_nas.stages.tasks import TasksResult

@@ -45,8 +45,8 @@ def finish_all(queue: Queue, tasks: list[int]) -> None:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """This process is another one."""
-    here = replace(queue_module._Worker.here(), **changes)
-    monkeypatch.setattr(queue_module._Worker, "here", lambda: here)
+    here = replace(queue_module.Worker.here(), **changes)
+    monkeypatch.setattr(queue_module.Worker, "here", lambda: here)
 
 
 class TestQueue:

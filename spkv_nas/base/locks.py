@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from spkv_nas.base.errors import UserError, first_line
@@ -84,6 +85,15 @@ def locked(folder: Path, what: str, announce: Announce = silent) -> Iterator[Non
         yield
     finally:
         lock.free()
+
+
+def is_held(folder: Path) -> bool:
+    """Whether somebody says to hold a folder, who is there still or on another machine; takes no lock."""
+    try:
+        note = json.loads((folder / _OWNER).read_text())
+        return bool(note["host"] != socket.gethostname()) or psutil.pid_exists(int(note["process"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _owner(folder: Path) -> str:

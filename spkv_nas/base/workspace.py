@@ -11,7 +11,7 @@ from spkv_nas.base.files import is_file
 from spkv_nas.base.names import check_name
 from spkv_nas.base.replace import settle
 
-_PROBES = "probes"
+_PROBES, _REPORTS = "probes", "reports"
 BUDGETS, SEARCH = LAYOUT_FOLDERS = ("budgets", "search")  # below ``layouts/<name>/``: layouts of a range, of a search
 
 
@@ -34,6 +34,11 @@ class Workspace:
         names = (table.parent.name for table in (self.root / _PROBES).glob("*/density.csv"))
         return sorted(name for name in names if not name.startswith("."))
 
+    @property
+    def reports(self) -> Path:
+        """The folder of all reports."""
+        return self.root / _REPORTS
+
     def layout_dir(self, name: str) -> Path:
         """Layouts and their coverage: ``layouts/<name>/``."""
         folder = self._dir("layouts", name)
@@ -43,7 +48,7 @@ class Workspace:
 
     def report_dir(self, name: str) -> Path:
         """Comparison and report: ``reports/<name>/``."""
-        return self._dir("reports", name)
+        return self._dir(_REPORTS, name)
 
     def run_dir(self, name: str) -> Path:
         """Checkpoints and caches: ``runs/<name>/``."""

@@ -64,7 +64,8 @@ def compare(options: CompareOptions, reporter: Reporter) -> Result:
 def report(options: ReportOptions, reporter: Reporter) -> Result:
     """Write reports/NAME/index.html and the figures from what the other commands left in the workspace.
 
-    With --watch again and again, while others work: the page then has a button that loads what is newest.
+    Of several probes or searches also an index of them, reports/index.html. With --watch again and again, while others
+    work: the page then also shows what they have got so far, and has a button that loads what is newest.
     """
     from spkv_nas.stages import report as stage
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measure import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import decades_axis, name_axis, round_axis
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, numbers
@@ -46,6 +47,15 @@ def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float
         (Heatmap(_rows(table.values), chosen=chosen, written=False, scale=table.measure.scale, same_as=_DENSITY),),
         heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
     )
+
+
+def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, number: int) -> Chart:
+    """A small map of values [L, Hkv] alone; ``number`` tells it from others on the page. No scale: of shares."""
+    layers, heads = values.shape
+    axes = (Axis("layer", -0.5, layers - 0.5, ()), Axis("KV head", heads - 0.5, -0.5, ()))
+    about = f"{layers} layers from left to right, {heads} KV heads from top to bottom."
+    cells = Heatmap(_rows(values), written=False, scale=scale or PERCENT)
+    return Chart(f"thumbnail-{number}", title, about, *axes, (cells,))
 
 
 def grid_chart(layout: Layout) -> Chart:

@@ -18,7 +18,7 @@ from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.stability import Certainty, bootstrap, knee
-from spkv_nas.report.judged import Section
+from spkv_nas.report.section import Section
 
 Float = NDArray[np.float64]
 # Of layouts [M, H] their scores [M] and the standard deviations; NaN where nothing is known.
@@ -35,7 +35,7 @@ class Inputs:
     ``search.yaml``; ``trust`` is that of the layout ``densest``, None where it was not measured; ``probes`` are what
     heads can be chosen by on the page, each at its own threshold; ``calibration`` is of the model's heads, None where
     nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell;
-    ``judged`` are the sections of further tables.
+    ``judged`` are the sections of further tables, ``under_way`` is that of what is not finished.
     """
 
     table: DensityTable
@@ -51,6 +51,7 @@ class Inputs:
     calibration: Calibration | None = None
     predict: Predict | None = None
     judged: tuple[Section, ...] = ()
+    under_way: Section | None = None
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -82,6 +83,7 @@ class Inputs:
         calibration: Calibration | None = None,
         predict: Predict | None = None,
         judged: Sequence[Section] = (),
+        under_way: Section | None = None,
     ) -> Inputs:
         """Without ``probes`` the table is the only one.
 
@@ -92,7 +94,7 @@ class Inputs:
         probes = tuple(probes) or (table,)
         return cls(
             table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes,
-            calibration, predict, tuple(judged),
+            calibration, predict, tuple(judged), under_way,
         )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import pandas as pd
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES, RULER, TASKS, ResultTable
-from spkv_nas.report.chart import Chart
 from spkv_nas.report.result_charts import baselines_chart
+from spkv_nas.report.section import Row, Section
 from spkv_nas.report.words import change, measured, number, signed
 
 _LEVEL, _AT_FLOOR = "level", "at the floor"
@@ -26,38 +25,6 @@ _AVERAGE = "average of "
 _MOST_NAMED = 6
 _PAIR = ("Against", "Its density, %", "Difference")
 Record = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of a section's table: its head, its cells, and a word on it, "" for none."""
-
-    head: str
-    cells: tuple[str, ...]
-    tag: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """What the page says of one table.
-
-    Attributes:
-        name: of its files, and its id on the page.
-        about: what was measured, and how to read it.
-        findings: sentences.
-        header: of the columns, the first that of the rows' heads.
-        groups: rows, in groups that a line parts.
-        folded: more of them, which are shown when asked for.
-    """
-
-    name: str
-    title: str
-    about: str
-    findings: tuple[str, ...]
-    header: tuple[str, ...]
-    groups: tuple[tuple[Row, ...], ...]
-    folded: tuple[tuple[Row, ...], ...] = ()
-    chart: Chart | None = None
 
 
 def read_judged(folder: Path) -> tuple[Section, ...]:
@@ -86,7 +53,7 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
         ("Method", "Sinks", "Asked for, %", "Density, %", "NLL", "Δ NLL, %"),
         (),
         tuple(groups),
-        baselines_chart(rows),
+        (baselines_chart(rows),),
     )
 
 

@@ -7,16 +7,12 @@ charts on the page stand in it once, as JSON, where its script reads them.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from spkv_nas.artifacts.density import DensityTable
@@ -42,13 +38,13 @@ from spkv_nas.report.density_charts import (
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.headline import headline
+from spkv_nas.report.html import compact, render
 from spkv_nas.report.inputs import Inputs, Predict
 from spkv_nas.report.instrument import instrument, layout_places
-from spkv_nas.report.judged import Section
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.svg import draw, draw_scale, legend
+from spkv_nas.report.section import Section
 
 _SCRIPTS = ("page", "codes", "map", "layout_file", "costs", "compare", "instrument")
 Groups = dict[str, list[Chart | Panels]]
@@ -69,6 +65,8 @@ def write_report(
     calibration: Calibration | None = None,
     predict: Predict | None = None,
     judged: Sequence[Section] = (),
+    under_way: Section | None = None,
+    pictures: bool = True,
     progress: Progress = no_progress,
     written: datetime | None = None,
 ) -> Path:
@@ -88,6 +86,8 @@ def write_report(
         calibration: times of the model's attention; None where they were not measured.
         predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
         judged: sections of further tables (``report.judged``).
+        under_way: the section of what other commands have not finished, if there is anything.
+        pictures: whether to draw the figures too; otherwise the page leads to those that are there.
         progress: called with (figures drawn, figures in all).
         written: now, of a page that will be written again: it says so, and has a button that loads it again.
 
@@ -98,16 +98,17 @@ def write_report(
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
         search_record=search_record, probes=probes, calibration=calibration, predict=predict,
-        judged=judged,
+        judged=judged, under_way=under_way,
     )  # fmt: skip
     groups = _charts(inputs)
     drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
-    for number, chart in enumerate(drawn, 1):
-        save_chart(folder, chart)
-        progress(number, len(drawn))
-    figures = [chart.name for chart in drawn]
-    others = [*(SEARCH_FIGURES if groups["search"] else ()), *(chart.name for chart in _of_judged(inputs))]
-    figures += [name for name in others if (folder / f"{name}.png").is_file()]
+    if pictures:
+        for number, chart in enumerate(drawn, 1):
+            save_chart(folder, chart)
+            progress(number, len(drawn))
+    judged_charts = [chart.name for section in inputs.judged for chart in section.charts]
+    figures = [chart.name for chart in drawn] + [*(SEARCH_FIGURES if groups["search"] else ()), *judged_charts]
+    figures = [name for name in figures if (folder / f"{name}.png").is_file()]
     page = folder / "index.html"
     write_atomic(page, _render(inputs, groups, figures, written))
     return page
@@ -131,32 +132,20 @@ def _charts(inputs: Inputs) -> Groups:
     return {name: [chart for chart in charts if chart is not None] for name, charts in groups.items()}
 
 
-def _of_judged(inputs: Inputs) -> list[Chart]:
-    return [section.chart for section in inputs.judged if section.chart is not None]
-
-
 def _singles(charts: list[Chart | Panels]) -> list[Chart]:
     """Charts as the page shows them, one by one."""
     return [one for chart in charts for one in (chart.charts if isinstance(chart, Panels) else (chart,))]
 
 
 def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetime | None) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(
-        csp_hash=_csp_hash, compact=_compact, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend
-    )
     table, search = inputs.table, inputs.search
+    under_way = [] if inputs.under_way is None else [inputs.under_way]
     charts = {name: _singles(group) for name, group in groups.items()}
     shown = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
-    shown += _of_judged(inputs)
+    shown += [chart for section in (*inputs.judged, *under_way) for chart in section.charts]
     own, said, choices = headline(inputs), findings(inputs), instrument(inputs)
-    page: str = environment.get_template("template.html.j2").render(
+    return render(
+        "page.html.j2",
         version=__version__,
         data=Markup(page_data(shown, choices, layout_places(choices))),
         script=Markup(_script()),
@@ -177,6 +166,7 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetim
         missed=tables.missed_rows(inputs),
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         judged=inputs.judged,
+        under_way=under_way,
         search=None if search is None else tables.search_rows(search),
         search_has_cost=search is not None and bool(search["cost"].notna().all()),
         search_findings=[] if search is None else search_findings(search),
@@ -185,7 +175,6 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetim
         figures=figures,
         written=written,
     )
-    return page
 
 
 def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
@@ -203,24 +192,7 @@ def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
     ]
 
 
-def _tie(sentence: str) -> str:
-    """No line break before a percent sign nor around a plus-minus or an equals sign."""
-    for sign in (" %", " ± ", " = "):
-        sentence = sentence.replace(sign, sign.replace(" ", "\N{NO-BREAK SPACE}"))
-    return sentence
-
-
 def _script() -> str:
     """The page's scripts in their order."""
     folder = Path(__file__).parent
-    return _compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))
-
-
-def _compact(text: str) -> str:
-    """A script or style without comments and indentation, of which no text in it is made."""
-    return re.sub(r"\s*\n\s*", "\n", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
-
-
-def _csp_hash(content: str) -> str:
-    """The Content-Security-Policy source that allows an inline style or script of exactly this content."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+    return compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))

@@ -24,8 +24,9 @@ def draw_map(chart: Chart, cells: Heatmap) -> Element:
     """A chart's cells with the names of rows and columns."""
     columns, rows = len(cells.values[0]), len(cells.values)
     step = float(min(48, max(26, _WIDEST // columns))) if cells.written else 18.0
-    left, top = (LEFT, 4.0) if cells.written else (20.0, 6.0)
-    width, height = left + columns * step + 4, top + rows * step + (20 if cells.written else 18)
+    left, top = (LEFT, 4.0) if cells.written else (20.0 if chart.y.ticks else 0.0, 6.0)
+    foot = 20 if cells.written else 18 if chart.x.ticks else 4
+    width, height = left + columns * step + 4, top + rows * step + foot
     drawn = svg(chart, "map" if cells.written else "small", width, height)
     drawn.set("width", px(width if cells.written else 1.4 * width))
     group = add(drawn, "g", class_="cells", transform=f"translate({px(left)} {px(top)}) scale({px(step)})")

@@ -36,8 +36,8 @@ from spkv_nas.search.storage import IF_DAMAGED, Storage
 
 HEARTBEAT, GRACE = 20.0, 300.0  # seconds
 FORMAT = 2  # of a study; before that a layout had a parameter per head
-_SETTINGS, _FORMAT, _WORKER = "settings", "format", "worker"  # user attributes of a study; the last begins the keys
-_INDEX, _POINT, _STOPPED, _HASH = "index", "point", "stopped", "hash"  # user attributes of a trial
+SETTINGS, _FORMAT, WORKER = "settings", "format", "worker"  # user attributes of a study; the last begins the keys
+INDEX, POINT, STOPPED, _HASH = "index", "point", "stopped", "hash"  # user attributes of a trial
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,16 @@ class Queue:
         metrics: Sequence[str] = ("value",),
     ) -> None:
         self._storage, self._results, self._num_read = storage, dict[int, Result](), 0
-        self._me, self._key, self._tasks = _Worker.here(), f"{_WORKER} {uuid.uuid4().hex}", set[int]()
+        self._me, self._key, self._tasks = Worker.here(), f"{WORKER} {uuid.uuid4().hex}", set[int]()
         directions = ["minimize"] * len(metrics)
         with self._storage.turn():
             try:
                 self._study = optuna.create_study(storage=storage.studies, study_name=name, directions=directions)
             except DuplicatedStudyError:
                 self._study = optuna.load_study(storage=storage.studies, study_name=name)
-            if _SETTINGS not in self._attributes():  # new, or its worker was killed between two writes
-                self._study.set_user_attr(_SETTINGS, {_FORMAT: FORMAT, **settings})
-        recorded = self._attributes()[_SETTINGS]
+            if SETTINGS not in self._attributes():  # new, or its worker was killed between two writes
+                self._study.set_user_attr(SETTINGS, {_FORMAT: FORMAT, **settings})
+        recorded = self._attributes()[SETTINGS]
         if recorded.get(_FORMAT) != FORMAT:
             raise UserError(
                 f"the study '{name}' is of another version of spkv-nas\n"
@@ -115,7 +115,7 @@ class Queue:
     def finish(self, index: int, values: Sequence[float], point: str = "", *, stopped: bool = False) -> None:
         """Record a result; a NaN as infinite, which Optuna would call a failure."""
         result = Result(point, [math.inf if math.isnan(value) else float(value) for value in values], stopped)
-        told = {_INDEX: index, _POINT: point, _STOPPED: stopped, _HASH: _hash(index, result)}
+        told = {INDEX: index, POINT: point, STOPPED: stopped, _HASH: _hash(index, result)}
         self._study.add_trial(create_trial(values=result.values, user_attrs=told))
         self._tasks = self._tasks - {index}
 
@@ -146,15 +146,15 @@ class Queue:
             trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
             for trial in trials[self._num_read :]:
                 told = trial.user_attrs
-                if _INDEX not in told:  # put there by hand
+                if INDEX not in told:  # put there by hand
                     continue
-                result = Result(told[_POINT], trial.values, told[_STOPPED])
-                if told[_HASH] != _hash(told[_INDEX], result):
+                result = Result(told[POINT], trial.values, told[STOPPED])
+                if told[_HASH] != _hash(told[INDEX], result):
                     raise UserError(
                         f"the study '{self._study.study_name}' is damaged: its trial {trial.number} has changed\n"
                         f"{IF_DAMAGED}"
                     )
-                self._results.setdefault(told[_INDEX], result)
+                self._results.setdefault(told[INDEX], result)
             self._num_read = len(trials)
         return dict(sorted(self._results.items()))
 
@@ -169,12 +169,12 @@ class Queue:
         """Write down what this worker holds, and that it is alive."""
         self._study.set_user_attr(self._key, asdict(replace(self._me, seen=time.time(), tasks=list(self._tasks))))
 
-    def _others(self) -> list[_Worker]:
+    def _others(self) -> list[Worker]:
         with _damage():
             return [
-                _Worker(**told)
+                Worker(**told)
                 for key, told in self._attributes().items()
-                if key.startswith(_WORKER) and key != self._key
+                if key.startswith(WORKER) and key != self._key
             ]
 
     def _attributes(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Queue:
 
 
 @dataclass(frozen=True)
-class _Worker:
+class Worker:
     """A process, the time of its last sign of life, and the tasks that it has claimed."""
 
     host: str
@@ -193,7 +193,7 @@ class _Worker:
     tasks: Sequence[int] = ()
 
     @classmethod
-    def here(cls) -> _Worker:
+    def here(cls) -> Worker:
         """This process."""
         return cls(_machine(), os.getpid(), psutil.Process().create_time())
 

@@ -305,7 +305,7 @@ class PalindromeOptions(Trains):
 class ReportOptions(InWorkspace):
     """Of ``report``."""
 
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+    probe: flags.OptionalProbe = default(None, "all that have layouts")
     figures: flags.Figures = default(None, "those of the page")
     watch: flags.Watch = False
 

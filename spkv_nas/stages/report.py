@@ -9,25 +9,23 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import read_comparison
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import read_search, whole_scores
+from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import read_record
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.proposal.agreement import read_agreement
-from spkv_nas.report.judged import read_judged
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.common import find_proposal, find_table
+from spkv_nas.stages.index import pages, write_workspace_index
 from spkv_nas.stages.options import ReportOptions
+from spkv_nas.stages.results import read_results
 from spkv_nas.stages.trust import neighbours, trust
+from spkv_nas.stages.under_way import under_way
 
 
 def check_figures(options: ReportOptions) -> None:
@@ -36,44 +34,62 @@ def check_figures(options: ReportOptions) -> None:
         raise UserError(f"--figures: expected paper; found '{options.figures}'")
 
 
-def report(options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None) -> Path:
-    """Write the report of what the workspace holds under the probe's name; the page.
+def report(
+    options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None, pictures: bool = True
+) -> Path:
+    """Write the pages of what the workspace holds, and an index if there are several probes; the page, or the index.
+
+    With ``options.probe`` that page alone, and the index.
 
     Args:
-        written: now, of a report that will be written again (``stages.watch``).
+        written: now, of a report that will be written again (``stages.watch``): it also shows what is not finished.
+        pictures: whether to draw the figures beside the pages too.
 
     Raises:
         UserError: figures that are not known, before anything is read; or what is there cannot be read.
     """
     check_figures(options)
-    table = find_table(options.place, options.probe)
-    proposal = find_proposal(options.place, table.name)
-    folder = options.place.report_dir(table.name)
-    comparison, record = folder / "comparison.csv", folder / "comparison.yaml"
-    agreement, search = folder / "agreement.csv", folder / "search.csv"
-    search_record = folder / "search.yaml"
-    at_tau, probes = proposal.table(table), [table, *neighbours(options.place, table)]
-    scored = read_search(search) if search.is_file() else None
-    compared = read_comparison(comparison) if comparison.is_file() else None
-    if options.figures is not None:
-        reporter.announce(f"figures for a paper: {_write_paper(folder, at_tau, proposal.layouts, compared)}")
+    place = options.place
+    tables = [find_table(place, options.probe)] if options.probe is not None else []
+    tables = tables or [find_table(place, name) for name in pages(place)] or [find_table(place, None)]
+    found = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
+    index = write_workspace_index(place, written=written)
+    return found[0] if index is None or options.probe is not None else index
+
+
+def page_names(options: ReportOptions) -> list[str]:
+    """The names of the pages that ``report`` writes."""
+    place = options.place
+    return pages(place) if options.probe is None else [find_table(place, options.probe).name]
+
+
+def _page(
+    options: ReportOptions, table: DensityTable, reporter: Reporter, written: datetime | None, *, pictures: bool
+) -> Path:
+    """Write the page of a probe."""
+    place = options.place
+    proposal = find_proposal(place, table.name)
+    folder = place.report_dir(table.name)
+    at_tau, probes = proposal.table(table), [table, *neighbours(place, table)]
+    results = read_results(folder)
+    if options.figures is not None and pictures:
+        paper = _write_paper(folder, at_tau, proposal.layouts, results.get("comparison"))
+        reporter.announce(f"figures for a paper: {paper}")
+    scored = results.get("search")
     with reporter.bar("drawing") as progress:
         return write_report(
             folder,
             table=at_tau,
             layouts=proposal.layouts,
-            comparison=compared,
-            record=read_record(record, "comparison") if is_file(record) else None,
-            agreement=read_agreement(agreement) if agreement.is_file() else None,
-            search=scored,
             trust=_trust(options, at_tau, proposal.layouts),
-            search_record=read_record(search_record, "search") if is_file(search_record) else None,
             probes=probes,
             calibration=_calibration(folder, table, reporter),
             predict=None if scored is None else _prediction(scored, probes),
-            judged=read_judged(folder),
+            under_way=None if written is None else under_way(place, table.name, reporter),
+            pictures=pictures,
             progress=progress,
             written=written,
+            **results,
         )
 
 

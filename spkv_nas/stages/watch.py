@@ -1,7 +1,9 @@
 """Watch: the report written again whenever what it reads has changed, while other commands work on the workspace.
 
-Files are looked at by their sizes and times alone, every few seconds. What another command has not finished writing, or
-has not begun, is waited for.
+Results are looked at by the sizes and times of their files alone, every few seconds. What another command has not
+finished writing, or has not begun, is waited for. What a search or a training leaves while it still works
+(``stages.under_way``) is read at every look; where that alone has changed, no picture is drawn again. Looking takes a
+tenth of a core at most, of which those who work have more need.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ from typing import NoReturn
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.report.section import Section
 from spkv_nas.stages.options import ReportOptions
-from spkv_nas.stages.report import check_figures, report
+from spkv_nas.stages.report import check_figures, page_names, report
+from spkv_nas.stages.results import SEARCH
+from spkv_nas.stages.under_way import under_way
 
-EVERY = 3.0  # seconds between two looks
-_OWN = ("layouts", "reports")  # kinds of folders of which a report reads that of its name; of probes it reads all
+EVERY, SELDOM = 3.0, 60.0  # seconds between two looks, at least and at most
+_SHARE = 9  # times as long as a look takes is waited for the next
+_OWN = ("layouts", "reports")  # kinds of folders of which a page reads that of its name; of probes it reads all
 _READ = (".csv", ".tsv", ".yaml", ".npz")  # endings of what a report reads; it writes none of them
 Seen = dict[Path, tuple[int, int]]  # (nanoseconds of the last change, bytes) of files
 
@@ -28,7 +34,7 @@ Seen = dict[Path, tuple[int, int]]  # (nanoseconds of the last change, bytes) of
 def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[float], None] = time.sleep) -> NoReturn:
     """Write the report, and again whenever a file that it is of has changed, until a signal or ``wait`` raises.
 
-    ``wait`` is called between two looks, with ``EVERY``.
+    ``wait`` is called between two looks, with seconds.
 
     Raises:
         UserError: figures that are not known, or a workspace that cannot be written, before anything is read.
@@ -36,23 +42,29 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
     check_figures(options)
     options.place.check_writable()
     before: Seen | None = None
-    name = said = ""
+    names: list[str] = []
+    shown: dict[str, Section | None] = {}
+    said = ""
     while True:
+        began = time.monotonic()
         seen = _look(options)
-        if _of(seen, name) != before:
+        changed = _of(seen, names, options) != before
+        now = {name: under_way(options.place, name, reporter) for name in names}
+        if changed or now != shown:
             try:
-                page = report(options, reporter, written=datetime.now(timezone.utc))
-                name, said = page.parent.name, ""
+                page = report(options, reporter, written=datetime.now(timezone.utc), pictures=changed)
+                names, said = page_names(options), ""
+                shown = {name: under_way(options.place, name, reporter) for name in names} if changed else now
                 reporter.announce(f"written: {page}")
             except (UserError, OSError) as error:
                 if said != (said := f"waiting: {first_line(error)}"):
                     reporter.announce(said)
-            before = _of(seen, name)
-        wait(EVERY)
+            before = _of(seen, names, options)
+        wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.monotonic() - began))))
 
 
 def _look(options: ReportOptions) -> Seen:
-    """Every file that a report of the workspace can read."""
+    """Every file of results that a report of the workspace can read."""
     root, seen = options.place.root, {}
     named = [Path(options.probe)] if options.probe is not None else []
     for path in chain(*((root / kind).glob("*/*") for kind in ("probes", *_OWN)), named):
@@ -63,10 +75,17 @@ def _look(options: ReportOptions) -> Seen:
     return seen
 
 
-def _of(seen: Seen, name: str) -> Seen:
-    """Those of one report: its layouts and results, and all probes; every file while its name is not known, ""."""
-    if not name:
+def _of(seen: Seen, names: list[str], options: ReportOptions) -> Seen:
+    """Those of the pages: their layouts and results, and all probes; every file while no page has been written.
+
+    Where the pages are all that there are, also layouts and searches that would make one more.
+    """
+    if not names:
         return seen
     return {
-        path: state for path, state in seen.items() if path.parent.parent.name not in _OWN or path.parent.name == name
+        path: state
+        for path, state in seen.items()
+        if path.parent.parent.name not in _OWN
+        or path.parent.name in names
+        or (options.probe is None and (path.name == SEARCH or path.parent.parent.name == "layouts"))
     }

@@ -1,0 +1,86 @@
+"""How far a search has come, from its database while others work in it: looked at without writing anything.
+
+Standard errors are not there, nor what the baselines score: these the search writes at its end.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import quote
+
+import pandas as pd
+from optuna.exceptions import OptunaError
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from spkv_nas.artifacts.search_table import Retraining
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.search.queue import INDEX, POINT, SETTINGS, STOPPED, WORKER, Worker
+
+FILE = "study.db"  # of a search without a storage of its own
+_RETRAINING = re.compile(r"(short|full)-[0-9a-f]{8}")
+_STUDY = re.compile(r"(.+?)-([0-9]+)(?:-generation-[0-9]+)?")
+_COLUMNS = ("sampler", "seed", "trial", "heads", "stopped", "zero_shot_delta_percent", "cost")
+
+
+@dataclass
+class SearchProgress:
+    """What the workers of a search have finished.
+
+    Attributes:
+        scored: layouts, columns name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent (an estimate where
+            stopped), cost (NaN without a second objective).
+        retrained: by fidelity, how many are finished, and how many are to be.
+        num_workers: how many are there now.
+    """
+
+    scored: pd.DataFrame
+    retrained: dict[Retraining, tuple[int, int]] = field(default_factory=dict)
+    num_workers: int = 0
+
+
+def read_progress(file: Path, name: str) -> SearchProgress | None:
+    """Of the search ``name`` in an SQLite file; None where there is none of it.
+
+    Raises:
+        UserError: the file cannot be read, as while it is made.
+    """
+    url = f"sqlite:///file:{quote(str(file.absolute()))}?mode=ro&uri=true"
+    try:
+        storage = RDBStorage(
+            url, engine_kwargs={"poolclass": NullPool}, skip_compatibility_check=True, skip_table_creation=True
+        )
+        return _read(storage, f"{name}/")
+    except (SQLAlchemyError, OptunaError, KeyError, ValueError, TypeError) as error:
+        raise UserError(f"the study {file} cannot be read: {first_line(error)}") from error
+
+
+def _read(storage: RDBStorage, prefix: str) -> SearchProgress | None:
+    studies = [study for study in storage.get_all_studies() if study.study_name.startswith(prefix)]
+    rows: list[tuple[object, ...]] = []
+    found = SearchProgress(pd.DataFrame())
+    processes = set()
+    for study in studies:
+        kind = study.study_name.removeprefix(prefix)
+        trials = storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.COMPLETE,))
+        done = [trial for trial in trials if INDEX in trial.user_attrs]
+        workers = (Worker(**told) for key, told in study.user_attrs.items() if key.startswith(WORKER))
+        processes |= {(worker.host, worker.process) for worker in workers if worker.is_alive}
+        if retraining := _RETRAINING.fullmatch(kind):
+            fidelity: Retraining = "short" if retraining[1] == "short" else "full"
+            found.retrained[fidelity] = len(done), len(study.user_attrs.get(SETTINGS, {}).get("runs", ()))
+        elif sampler := _STUDY.fullmatch(kind):
+            for trial in done:
+                told = trial.user_attrs
+                cost = trial.values[1] if len(trial.values) > 1 else float("nan")
+                rows.append(
+                    (sampler[1], int(sampler[2]), told[INDEX], told[POINT], told[STOPPED], trial.values[0], cost)
+                )
+    scored = pd.DataFrame(rows, columns=list(_COLUMNS)).drop_duplicates(["sampler", "seed", "trial"])
+    names = [f"{row.sampler}-{row.seed}-{row.trial}" for row in scored.itertuples()]
+    found.scored, found.num_workers = scored.assign(name=names), len(processes)
+    return found if studies else None

@@ -1,0 +1,109 @@
+"""The index of a workspace's reports: a card for every probe and search, whose links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+import pytest
+from helpers import Page, make_comparison, make_domain_table, make_search
+
+from spkv_nas.artifacts.comparison import write_comparison
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.tables import write_csv
+from spkv_nas.report import page as report_page
+from spkv_nas.stages.options import ReportOptions
+from spkv_nas.stages.report import report
+
+HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder
+
+
+def write_probe(place: Path, name: str, *, model: str, layouts: bool) -> None:
+    rows = make_domain_table(density=np.random.default_rng(len(name)).uniform(size=(4, 2)).round(3)).rows
+    DensityTable(name, rows, window=8, metadata={"model": model}).write(place / "probes" / name)
+    if layouts:
+        Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(place / "layouts" / name / "densest.yaml")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two probes of one model, one with layouts and results, another model's, one without layouts, and a search."""
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    write_probe(tmp_path, "first", model="one", layouts=True)
+    write_probe(tmp_path, "first & duo", model="one", layouts=False)
+    write_probe(tmp_path, HOSTILE, model="two", layouts=True)
+    write_probe(tmp_path, "third", model="three", layouts=False)
+    write_comparison(
+        tmp_path / "reports/first/comparison.csv",
+        make_comparison(strategy=["full-attention", "sp-kv", "densest", "sparsest", "other"]),
+    )
+    for name in ("first", "on its own"):
+        write_csv(tmp_path / "reports" / name / "search.csv", make_search().astype({"trial": int, "num_global": int}))
+    return tmp_path
+
+
+def links(page: Page) -> list[str]:
+    return [str(one["href"]) for one in page.all("a")]
+
+
+@pytest.mark.filterwarnings("ignore")  # of tables of eight heads that nobody probed
+def test_every_card_leads_somewhere(place: Path) -> None:
+    index = report(ReportOptions(workspace=place))
+    assert index == place / "reports/index.html"
+    page = Page(index.read_text(encoding="utf-8"))
+    said = " ".join(" ".join(page.texts["p"]).split()).replace("\N{NO-BREAK SPACE}", " ")
+    words = [text.strip() for text in page.texts["a"]]
+    assert words[words.index("first") :][:4] == ["first", "Comparison", "Search", "Layouts"]
+    assert len([one for one in page.all("svg") if "small" in str(one["class"])]) == 5
+    for link in links(page):
+        parts = urlsplit(link)
+        file = index.parent / unquote(parts.path)
+        assert file.is_file(), link
+        assert not parts.scheme
+        text = file.read_text(encoding="utf-8")
+        anchor = parse_qs(parts.fragment)
+        if anchor:
+            assert anchor == {"signal": ["first & duo"], "budget": ["3"]}
+            assert "first & duo" in text
+        elif parts.fragment:
+            assert f'id="{parts.fragment}"' in text
+    assert "A choice on the page of first." in said
+    assert "There are no layouts of it yet" in said
+    assert "its best, density-0-1: 3 heads global, +0.400 ± 0.100 % retrained in full." in said
+    lead = Page((place / "reports/first/index.html").read_text(encoding="utf-8"))
+    assert "".join(lead.texts["p"][:1]).replace("\N{NO-BREAK SPACE}", " ") in said
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_are_text_and_nothing_runs(place: Path) -> None:
+    text = report(ReportOptions(workspace=place)).read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.all("img", "script", "link", "object", "iframe")
+    assert HOSTILE in page.texts["a"]
+    policy = next(one["content"] for one in page.all("meta") if one.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert not any(key.startswith("on") or key == "style" for _, attributes in page.elements for key in attributes)
+    assert len(re.findall("<style>", text)) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_page_of_many_is_written_when_it_is_named(place: Path) -> None:
+    page = report(ReportOptions(workspace=place, probe="first"))
+    assert page == place / "reports/first/index.html"
+    assert not (place / "reports" / HOSTILE / "index.html").exists()
+    assert (place / "reports/index.html").is_file()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_probe_needs_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(report_page, "save_chart", lambda _, chart: drawn.append(chart.name))
+    write_probe(tmp_path, "only", model="one", layouts=True)
+    assert report(ReportOptions(workspace=tmp_path)) == tmp_path / "reports/only/index.html"
+    assert not (tmp_path / "reports/index.html").exists()
+    assert "density" in drawn

@@ -1,0 +1,144 @@
+"""A watched report while other commands work: what a search has scored, what a training has logged."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Page
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.manifest import write_manifest
+from spkv_nas.base.progress import Reporter
+from spkv_nas.report import page as report_page
+from spkv_nas.search import queue as queue_module
+from spkv_nas.search.queue import Queue
+from spkv_nas.search.storage import Storage
+from spkv_nas.stages.options import ReportOptions
+from spkv_nas.stages.watch import watch
+
+TABLE = "layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n"
+
+
+class Ended(BaseException):
+    """In place of the signal that ends the watching."""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "probes/mine").mkdir(parents=True)
+    (tmp_path / "probes/mine/density.csv").write_text(TABLE)
+    Layout(("LG", "GL"), 8, "densest").write(tmp_path / "layouts/mine/densest.yaml")
+    return tmp_path
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the pictures that are drawn."""
+    names: list[str] = []
+    monkeypatch.setattr(report_page, "save_chart", lambda _, chart: names.append(chart.name))
+    return names
+
+
+def watched(place: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
+    """What the page says is under way after each look: "" where it was not written, "nothing" without a section."""
+    page, seen = place / "reports/mine/index.html", list[str]()
+
+    def wait(_: float) -> None:
+        text = page.read_text(encoding="utf-8") if page.exists() else ""
+        part = text.partition('<section aria-labelledby="under-way">')[2].partition("</section>")[0]
+        seen.append(" ".join(" ".join(chain(*Page(part).texts.values())).split()) or ("nothing" if text else ""))
+        page.unlink(missing_ok=True)
+        act = next(steps, None)
+        if act is None:
+            raise Ended
+        act()
+
+    with pytest.raises(Ended):
+        watch(ReportOptions(workspace=place), Reporter(), wait)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore")  # of a table of four heads that nobody probed
+def test_scores_of_a_search_are_shown_as_they_come(
+    place: Path, drawn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No picture is drawn again for them; a search that was killed is not said to be at work."""
+    folder = place / "runs/mine/search"
+
+    def study(name: str, **settings: Any) -> Queue:
+        return Queue(Storage(f"sqlite:///{folder / 'study.db'}", folder / "queue.lock"), name, settings)
+
+    def score(index: int, value: float, point: str, *, stopped: bool = False) -> Callable[[], None]:
+        return lambda: study("mine/surrogate-0").finish(index, [value], point, stopped=stopped)
+
+    def retrain() -> None:
+        study("mine/short-0123abcd", runs=["a", "b", "c"]).finish(1, [0.0], "b")
+
+    def kill() -> None:
+        monkeypatch.setattr(queue_module.Worker, "is_alive", False)
+
+    def steps() -> Iterator[Callable[[], None]]:
+        yield score(0, 1.5, "LG GL")
+        yield lambda: None
+        yield score(1, 0.75, "GG LL", stopped=True)
+        yield lambda: study("other/surrogate-0").finish(0, [9.0], "GG GG")
+        yield retrain
+        yield kill
+        yield lambda: (place / "reports/mine/search.csv").write_text("half")
+
+    before, first, same, second, other, retrained, killed, finished = watched(place, steps())
+    assert before == "nothing"
+    assert drawn.count("density") == 1
+    assert "Search: 1 layouts scored (surrogate 1), 0 of them stopped; a process is at it." in first
+    assert "surrogate-0-0 2 +1.500" in first
+    assert "2 layouts scored (surrogate 2), 1 of them stopped" in second
+    assert "surrogate-0-1" not in second  # an estimate is not among the best
+    assert "Retraining, short: 1 of 3 finished." in retrained
+    assert "no process is at it: the same command goes on" in killed
+    assert (same, other, finished) == ("", "", "")  # nothing new, another search, and a table that is half written
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_log_of_a_training_is_shown_with_every_checkpoint(place: Path, drawn: list[str]) -> None:
+    run = place / "runs/mine/branches/sp-kv-0123-seed0"
+
+    def checkpoint(step: int, *, whole: bool = True) -> Callable[[], None]:
+        def act() -> None:
+            folder = run / f"checkpoint-{step}"
+            folder.mkdir(parents=True)
+            log = [{"step": at, "loss": 3.0 - at / 100} for at in range(10, step + 1, 10)]
+            log += [{"step": step, "heldout_soft_nll": 2.5, "heldout_hard_nll": 2.625, "heldout_density": 0.5}]
+            state = {"global_step": step, "max_steps": 160, "log_history": log}
+            (folder / "trainer_state.json").write_text(json.dumps(state))
+            if whole:
+                write_manifest(folder)
+
+        return act
+
+    def own(process: int) -> Callable[[], None]:
+        note = json.dumps({"process": process, "host": socket.gethostname()})
+        return lambda: (run / ".lock-owner").write_text(note) and None
+
+    def steps() -> Iterator[Callable[[], None]]:
+        yield checkpoint(20)
+        yield own(os.getpid())
+        yield checkpoint(40, whole=False)
+        yield checkpoint(60)
+        yield lambda: (run / "final").mkdir()
+
+    before, first, owned, half, last, finished = watched(place, steps())
+    assert before == "nothing"
+    assert "step 20 of 160 at its last checkpoint, loss 2.8000, held out, soft gates 2.5000, held out, hard" in first
+    assert "no process is at it" in first
+    assert "a process is at it" in owned
+    assert half == ""
+    assert "step 60 of 160 at its last checkpoint, loss 2.4000" in last
+    assert finished == "nothing"
+    assert drawn.count("density") == 1
