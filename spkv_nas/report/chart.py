@@ -73,6 +73,7 @@ class Points:
         error: half the length of each vertical error bar; NaN for none; empty: no point has one.
         tips: what pointing at each shows; empty: nothing.
         names: texts beside them, "" for none; empty: no point has one.
+        form: what all tips share, around each of their words, which stand in ``tips`` alone; empty: they share nothing.
         layouts: names of the layouts that points without tips stand for, which the page then shows; empty: none.
         farthest: lines of text that a name may move from its point.
         optional: whether a name without room is left out.
@@ -86,6 +87,7 @@ class Points:
     tips: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
+    form: tuple[str, ...] = ()
     farthest: int = 8
     optional: bool = False
     label: str = ""

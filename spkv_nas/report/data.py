@@ -21,8 +21,8 @@ def page_data(
     """``{"charts": {name: {title, x, y, marks}}, "instrument": ...}``, charts in data coordinates; cannot end the
     element that it stands in.
 
-    Of charts what has its default value is left out, and the places of points that say nothing when pointed at: of
-    heads by domain, whose values are the instrument's. Numbers are whole or have five significant digits, NaN is null.
+    Of charts what has its default value is left out, and the places of points that say nothing when pointed at, or say
+    where they are: of heads by domain. Numbers are whole or have five significant digits, NaN is null.
     Layouts that points stand for are their places among those of the instrument, -1 where there is none.
     """
 
@@ -44,7 +44,7 @@ def _plain(value: Any) -> Any:
         kind = {"kind": type(value).__name__.lower()} if isinstance(value, Mark) else {}
         given = {field.name: getattr(value, field.name) for field in fields(value)}
         usual = {field.name: field.default for field in fields(value)}
-        if isinstance(value, Points) and not (value.tips or value.names):
+        if isinstance(value, Points) and (value.form or not (value.tips or value.names)):
             usual |= {"x": value.x, "y": value.y}
         return kind | {name: _plain(content) for name, content in given.items() if content != usual[name]}
     if isinstance(value, tuple):

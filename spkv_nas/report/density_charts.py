@@ -93,14 +93,16 @@ def domain_chart(table: DensityTable) -> Chart:
     marks: list[Points] = []
     for place, (domain, mean) in enumerate(zip(table.domains, profile["mean"].tolist(), strict=True)):
         values = numbers(table.domain_density(domain, signed=True).ravel())
-        tips = tuple(
-            f"{domain}\nlayer {k // table.num_kv_heads}, KV head {k % table.num_kv_heads}: {measure.exact(value)}"
+        tips: tuple[str, ...] = tuple(
+            f"{k // table.num_kv_heads} {k % table.num_kv_heads} {measure.exact(value)}"
             for k, value in enumerate(values)
         )
+        form: tuple[str, ...] = (f"{domain}\nlayer ", ", KV head ", ": ", "")
         across = tuple(place + jitter(k) for k in range(len(values)))
-        pointed = tips if len(table.rows) <= _MOST_POINTED else ()
+        if len(table.rows) > _MOST_POINTED:
+            tips, form = (), ()
         marks += [
-            Points(values, across, tips=pointed, size=3.6, opacity=0.45, label="" if place else "KV head"),
+            Points(values, across, tips=tips, form=form, size=3.6, opacity=0.45, label="" if place else "KV head"),
             Points((mean,), (float(place),), tips=(f"{domain}\nmean {measure.exact(mean)}",),
                    names=(measure.rough(mean),), shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
         ]  # fmt: skip

@@ -6,7 +6,10 @@ function hide() { tip.hidden = true; }
 function tipOf(mark) {
   if (mark.hasAttribute("aria-label")) return mark.getAttribute("aria-label");
   const [number, index] = mark.dataset.at.split(",");
-  return data.charts[mark.closest("[data-chart]").dataset.chart].marks[number].tips[index];
+  const { tips, form } = data.charts[mark.closest("[data-chart]").dataset.chart].marks[number];
+  if (!form) return tips[index];
+  const words = tips[index].split(" ");
+  return form.map((part, at) => part + (words[at] || "")).join("");
 }
 function show(mark) {
   tip.textContent = tipOf(mark);

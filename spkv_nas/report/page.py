@@ -101,17 +101,22 @@ def write_report(
         judged=judged, under_way=under_way,
     )  # fmt: skip
     groups = _charts(inputs)
-    drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
-    if pictures:
-        for number, chart in enumerate(drawn, 1):
-            save_chart(folder, chart)
-            progress(number, len(drawn))
-    judged_charts = [chart.name for section in inputs.judged for chart in section.charts]
-    figures = [chart.name for chart in drawn] + [*(SEARCH_FIGURES if groups["search"] else ()), *judged_charts]
-    figures = [name for name in figures if (folder / f"{name}.png").is_file()]
+    figures = _figures(folder, groups, inputs, progress if pictures else None)
     page = folder / "index.html"
     write_atomic(page, _render(inputs, groups, figures, written))
     return page
+
+
+def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | None) -> list[str]:
+    """Draw the page's own figures, unless ``progress`` is None; the names of all that are there then."""
+    drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
+    if progress is not None:
+        for number, chart in enumerate(drawn, 1):
+            save_chart(folder, chart)
+            progress(number, len(drawn))
+    names = [chart.name for chart in drawn] + [*(SEARCH_FIGURES if groups["search"] else ())]
+    names += [chart.name for section in inputs.judged for chart in section.charts]
+    return [name for name in names if (folder / f"{name}.png").is_file()]
 
 
 def _charts(inputs: Inputs) -> Groups:

@@ -125,7 +125,7 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
                 names = ()  # those with sinks lie beside them
             marks.append(
                 Points(_percent(some), numbers(some["delta_nll_percent"]), numbers(some["delta_nll_standard_error"]),
-                       tips, names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,
+                       tips, names=names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,
                        size=4.0)
             )  # fmt: skip
     shown = pd.concat([part for part, *_ in looks])

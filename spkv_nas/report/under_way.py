@@ -17,8 +17,8 @@ from spkv_nas.report.words import number, signed
 
 _BEST = 5  # layouts of a search that are shown
 _CURVES: tuple[tuple[str, str, Tone], ...] = (
-    ("heldout_soft_nll", "held out, soft gates", "accent"),
-    ("heldout_hard_nll", "held out, hard gates", "second"),
+    ("heldout_soft_nll", "held-out NLL with soft gates", "accent"),
+    ("heldout_hard_nll", "held-out NLL with hard gates", "second"),
 )
 
 
@@ -58,20 +58,24 @@ def searching(scored: pd.DataFrame, retrained: Mapping[Retraining, tuple[int, in
     if scored.empty:
         return Part((f"Search: no layout is scored yet; {there}.",))
     by_sampler = ", ".join(f"{sampler} {len(some)}" for sampler, some in scored.groupby("sampler", sort=False))
-    said = [f"Search: {len(scored)} layouts scored ({by_sampler}), {scored['stopped'].sum()} of them stopped; {there}."]
+    stopped = f"{int(scored['stopped'].sum())} of them stopped"
+    said = [f"Search: {len(scored)} layout{'s' * (len(scored) > 1)} scored ({by_sampler}), {stopped}; {there}."]
     said += [f"Retraining, {kind}: {done} of {number} finished." for kind, (done, number) in retrained.items()]
-    finite = scored[np.isfinite(scored["zero_shot_delta_percent"])]
-    if finite.empty:
+    whole = scored[np.isfinite(scored["zero_shot_delta_percent"]) & ~scored["stopped"].astype(bool)]
+    if whole.empty:
         return Part(tuple(said))
-    whole = finite[~finite["stopped"].astype(bool)].sort_values("zero_shot_delta_percent", kind="stable")
+    ordered = whole.sort_values("zero_shot_delta_percent", kind="stable").head(_BEST)
     best = tuple(
         Row(name, (str(heads.count("G")), signed(delta)))
         for name, heads, delta in zip(
-            *(whole.head(_BEST)[column] for column in ("name", "heads", "zero_shot_delta_percent")), strict=True
+            *(ordered[column] for column in ("name", "heads", "zero_shot_delta_percent")), strict=True
         )
     )
-    cost = "cost" if finite["cost"].notna().all() else None
-    chart = replace(progress_chart(finite, cost), name="under-way-search", title="The best so far")
+    cost = "cost" if whole["cost"].notna().all() else None
+    chart = replace(
+        progress_chart(whole, cost), name="under-way-search", title="The best so far",
+        note="Of layouts that were scored on the whole text. Thick: mean over seeds; thin: each.",
+    )  # fmt: skip
     return Part(tuple(said), (chart,), best)
 
 
@@ -85,9 +89,9 @@ def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held
     said = f"Training {name}: step {step:,} of {num_steps:,} at its last checkpoint"
     lines = [(label, tone, *_curve(log, column)) for column, label, tone in _CURVES]
     losses = _curve(log, "loss")
-    named = [(label, values[-1]) for label, _, _, values in lines if values]
-    named = [*([("loss", losses[1][-1])] if losses[1] else []), *named]
-    said += "".join(f", {label} {number(value, 4)}" for label, value in named) + f"; {there}."
+    if losses[1]:
+        said += f", loss {number(losses[1][-1], 4)}"
+    said += "".join(f", {label} {number(values[-1], 4)}" for label, _, _, values in lines if values) + f"; {there}."
     if not losses[1]:
         return Part((said,))
     values = [value for _, _, _, curve in lines for value in curve] + list(losses[1])

@@ -25,7 +25,7 @@ from spkv_nas.stages.results import SEARCH
 from spkv_nas.stages.under_way import under_way
 
 EVERY, SELDOM = 3.0, 60.0  # seconds between two looks, at least and at most
-_SHARE = 9  # times as long as a look takes is waited for the next
+_SHARE = 9  # times as long as a look takes of a core is waited for the next
 _OWN = ("layouts", "reports")  # kinds of folders of which a page reads that of its name; of probes it reads all
 _READ = (".csv", ".tsv", ".yaml", ".npz")  # endings of what a report reads; it writes none of them
 Seen = dict[Path, tuple[int, int]]  # (nanoseconds of the last change, bytes) of files
@@ -46,7 +46,7 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
     shown: dict[str, Section | None] = {}
     said = ""
     while True:
-        began = time.monotonic()
+        began = time.process_time()
         seen = _look(options)
         changed = _of(seen, names, options) != before
         now = {name: under_way(options.place, name, reporter) for name in names}
@@ -60,7 +60,7 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
                 if said != (said := f"waiting: {first_line(error)}"):
                     reporter.announce(said)
             before = _of(seen, names, options)
-        wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.monotonic() - began))))
+        wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.process_time() - began))))
 
 
 def _look(options: ReportOptions) -> Seen:
