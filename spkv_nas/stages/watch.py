@@ -49,18 +49,23 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
         began = time.process_time()
         seen = _look(options)
         changed = _of(seen, names, options) != before
-        now = {name: under_way(options.place, name, reporter) for name in names}
-        if changed or now != shown:
-            try:
+        try:
+            now = _under_way(options, names, reporter)
+            if changed or now != shown:
                 page = report(options, reporter, written=datetime.now(timezone.utc), pictures=changed)
                 names, said = page_names(options), ""
-                shown = {name: under_way(options.place, name, reporter) for name in names} if changed else now
+                shown = _under_way(options, names, reporter) if changed else now
                 reporter.announce(f"written: {page}")
-            except (UserError, OSError) as error:
-                if said != (said := f"waiting: {first_line(error)}"):
-                    reporter.announce(said)
+        except (UserError, OSError) as error:
+            if said != (said := f"waiting: {first_line(error)}"):
+                reporter.announce(said)
+        if changed:
             before = _of(seen, names, options)
         wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.process_time() - began))))
+
+
+def _under_way(options: ReportOptions, names: list[str], reporter: Reporter) -> dict[str, Section | None]:
+    return {name: under_way(options.place, name, reporter) for name in names}
 
 
 def _look(options: ReportOptions) -> Seen:
