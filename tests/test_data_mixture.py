@@ -18,6 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_SEED
 from spkv_nas.base.schema import merged
 from spkv_nas.data.mixture import Mixture
+from spkv_nas.data.order import BlockOrder, mixed_order
 from spkv_nas.data.ruler.blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.model.loss import NO_TARGET
@@ -37,16 +38,16 @@ class TestMixture:
         start=st.integers(0, 10_000), length=st.integers(1, 200),
     )  # fmt: skip
     def test_every_stretch_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
-        mixture = Mixture(share, num_text, seed)
+        mixture = Mixture.drawn(share, num_text, seed)
         found = sum(mixture.at(place)[0] for place in range(start, start + length))
         assert abs(found - share * length) <= 1 + 1e-6
 
     @pytest.mark.parametrize("share", [0.017, 0.5, 1.0])
     def test_each_number_once_and_the_text_as_often_as_it_comes_round(self, share: float) -> None:
-        mixture = Mixture(share, num_text=10, seed=3)
+        mixture, order = Mixture.drawn(share, num_text=10, seed=3), BlockOrder(mixed_order, 10, 3, 10)
         places = [mixture.at(place) for place in range(1000)]
         synthetic = [number for is_synthetic, number in places if is_synthetic]
-        text = [number for is_synthetic, number in places if not is_synthetic]
+        text = [order.at(number) for is_synthetic, number in places if not is_synthetic]
         assert synthetic == list(range(len(synthetic)))
         counts = Counter(text)
         assert not counts or max(counts.values()) - min(counts.values()) <= 1
@@ -54,7 +55,9 @@ class TestMixture:
         assert text[:10] != text[10:20] or not text
 
     def test_another_seed_has_another_order(self) -> None:
-        orders = [[Mixture(0.3, 100, seed).at(place) for place in range(50)] for seed in (0, 0, 1)]
+        mixtures = [[Mixture.drawn(0.3, 100, seed).at(place) for place in range(50)] for seed in (0, 0, 1)]
+        orders = [[BlockOrder(mixed_order, 100, seed, 100).at(place) for place in range(50)] for seed in (0, 0, 1)]
+        assert mixtures[0] == mixtures[1] != mixtures[2]
         assert orders[0] == orders[1] != orders[2]
 
 

@@ -35,6 +35,7 @@ _COLUMNS = (
     Column("note", default=""),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
+EXTENDED = ("extended_nll", "extended_delta_percent", "extended_delta_standard_error")  # where blocks grew longer
 
 
 def write_comparison(path: Path, rows: pd.DataFrame) -> None:

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from spkv_nas.artifacts.comparison import EXTENDED
 from spkv_nas.cli.console import caution, err, out, say, say_where
 
 if TYPE_CHECKING:
@@ -141,15 +142,18 @@ def agreement(result: AgreementResult) -> None:
 
 def comparison(result: Comparison) -> None:
     """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
+    extended = EXTENDED[0] in result.rows
     shown = Table(
         "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
-        title="retrained from one dense checkpoint",
+        *(["extended\nNLL", "extended\nΔNLL %"] if extended else []), title="retrained from one dense checkpoint",
     )  # fmt: skip
     for row in result.rows.itertuples():
+        longer = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
         shown.add_row(
             row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
             change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
+            *([f"{longer[0]:.4f}", change(*longer[1:])] if extended else []),
         )  # fmt: skip
     out.print(shown)
     for row in result.rows[result.rows["note"] != ""].itertuples():

@@ -8,44 +8,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The order of a run's blocks.
+    """Which blocks of a run are synthetic.
 
     Attributes:
-        share: of the blocks that are synthetic.
-        num_text: blocks of text that there are; each comes once before any comes again.
+        share: of the blocks.
+        phase: in [0, 1), where the first one comes.
+        before: blocks before the first place.
+        numbered_from: the number of the first synthetic one.
     """
 
     share: float
-    num_text: int
-    seed: int
+    phase: float = 0.0
+    before: int = 0
+    numbered_from: int = 0
+
+    @classmethod
+    def drawn(cls, share: float, num_text: int, seed: int) -> Mixture:
+        """A mixture with a text of ``num_text`` blocks, from a seed."""
+        return cls(share, float(np.random.default_rng([seed, num_text]).random()))
 
     def at(self, place: int) -> tuple[bool, int]:
-        """(whether the block at ``place`` is synthetic, its number among the synthetic ones or of the text's)."""
-        before = self._synthetic(place)
-        if self._synthetic(place + 1) > before:
-            return True, before
-        epoch, number = divmod(place - before, self.num_text)
-        return False, int(_shuffled(self.num_text, self.seed, epoch)[number])
+        """(whether the block at ``place`` is synthetic, its number among the synthetic ones or the text's)."""
+        found = self.synthetic(place)
+        if self.synthetic(place + 1) > found:
+            return True, self.numbered_from + found
+        return False, place - found
 
-    def _synthetic(self, place: int) -> int:
+    def synthetic(self, place: int) -> int:
         """Synthetic blocks before a place."""
-        return math.floor(self.share * place + self._start)
+        return self._until(place) - self._until(0)
 
-    @property
-    def _start(self) -> float:
-        """In [0, 1): where the first one comes."""
-        return float(np.random.default_rng([self.seed, self.num_text]).random())
+    def longer(self, ratio: int, start: int) -> Mixture:
+        """The same share of blocks of ``ratio`` parts, from the place ``start`` on, a multiple of it."""
+        return Mixture(self.share, self.phase, start // ratio, -(-self.synthetic(start) // ratio))
 
-
-@lru_cache(maxsize=2)
-def _shuffled(number: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the text in an epoch."""
-    return np.random.default_rng([seed, epoch, number]).permutation(number)
+    def _until(self, place: int) -> int:
+        return math.floor(self.share * (self.before + place) + self.phase)

@@ -29,13 +29,15 @@ def training_arguments(
         seed: of the data order; the recipe's by default.
 
     Raises:
-        UserError: there is no such device, or the processes cannot share a batch evenly.
+        UserError: there is no such device, or the processes cannot share a batch evenly, in its longest blocks.
     """
     sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
     on_gpu = device.startswith("cuda")
-    own = blocks_per_process(phase.batch_size)
-    micro_batch_size = max(n for n in range(1, min(own, recipe.micro_batch_size or own) + 1) if own % n == 0)
+    least = recipe.least_blocks(phase)
+    own = least * blocks_per_process(phase.batch_size // least)
+    most = min(own, recipe.micro_batch_size or own)
+    micro_batch_size = max(n for n in range(least, max(most, least) + 1, least) if own % n == 0)
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
@@ -52,7 +54,7 @@ def training_arguments(
         logging_steps=10,
         logging_nan_inf_filter=False,
         dataloader_drop_last=True,
-        train_sampling_strategy="random" if recipe.data.mix is None else "sequential",  # a mixture has its own order
+        train_sampling_strategy="sequential" if _has_order(recipe, phase) else "random",
         seed=recipe.seed if seed is None else seed,
         use_cpu=not on_gpu,
         dataloader_pin_memory=on_gpu,
@@ -67,3 +69,8 @@ def training_arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; on several, DataParallel would widen the batch
     return arguments
+
+
+def _has_order(recipe: Recipe, phase: DenseConfig | BranchConfig) -> bool:
+    """Whether the blocks come in an order of their own: with samples among them, or where they grow longer."""
+    return recipe.data.mix is not None or (isinstance(phase, BranchConfig) and phase.extend is not None)

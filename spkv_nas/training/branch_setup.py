@@ -12,10 +12,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, saved_dtype
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.rope import extended_config
 from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model
+from spkv_nas.training.extension import Extension
 from spkv_nas.training.lora import add_adapters
 from spkv_nas.training.phases import GateSchedule, LearningRateSchedule
 from spkv_nas.training.recipe import BranchConfig, Recipe
@@ -31,6 +33,7 @@ class BranchSetup:
         phase: steps, batch size and rates.
         gates: gate phases by step; None without gates.
         optimizer_state: of the dense run, to go on with; None where there is none.
+        extension: from when on blocks are longer, if they ever are.
     """
 
     model: PreTrainedModel
@@ -38,13 +41,14 @@ class BranchSetup:
     schedule: LearningRateSchedule
     gates: GateSchedule | None = None
     optimizer_state: Path | None = None
+    extension: Extension | None = None
 
 
 def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, seed: int) -> BranchSetup:
     """The setup of a variant; ``seed`` is that of new predictors.
 
     Raises:
-        UserError: the layout or the gates are for another model.
+        UserError: the layout or the gates are for another model, or the model has no RoPE to extend.
     """
     phase, gates = recipe.branch, recipe.gates
     if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
@@ -58,6 +62,7 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
             phase.steps, phase.warmup_steps, phase.steps - phase.warmup_steps, phase.final_learning_rate
         ),
         optimizer_state=state if state.is_file() and recipe.lora is None else None,
+        extension=_extension(recipe, model),
     )
     dress(model, recipe, variant, seed)
     if variant.kind is not Kind.SP_KV:
@@ -116,7 +121,16 @@ def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
         phase=recipe.branch.model_copy(update={"steps": steps}),
         schedule=LearningRateSchedule(steps, recipe.dense.warmup_steps, decay, recipe.branch.final_learning_rate),
         gates=GateSchedule(steps, gates.soft_fraction, gates.anneal_steps, gates.mode, decay),
+        extension=_extension(recipe, model, recipe.dense.steps),
     )
+
+
+def _extension(recipe: Recipe, model: PreTrainedModel, before: int = 0) -> Extension | None:
+    """That of the branch, once it is known that the model can have it; ``before`` it the run has so many steps."""
+    extension = Extension.of(recipe.branch.extend, recipe.branch.steps, before)
+    if extension is not None:
+        extended_config(model.config, extension.block_size, extension.rope)
+    return extension
 
 
 def _attach(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:

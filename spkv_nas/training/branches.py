@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes, on_main
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, sha256_file, write_json
 from spkv_nas.base.manifest import (
     MANIFEST,
@@ -29,13 +30,14 @@ from spkv_nas.base.manifest import (
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import checkpoint_hash, load_on
 from spkv_nas.model.source import commit_of
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import BranchSetup, set_up
-from spkv_nas.training.callbacks import HeldoutCallback
+from spkv_nas.training.callbacks import ExtensionCallback, HeldoutCallback
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
 from spkv_nas.training.dense import dense_checkpoint
@@ -54,17 +56,21 @@ from spkv_nas.training.sharding import spare_passes, whole_weights
 from spkv_nas.training.trainer import SPKVTrainer
 from spkv_nas.training.variants import Kind, Variant
 
-_RECORD, _NLL = "run.json", "heldout-nll.npz"
+_RECORD, _NLL, _EXTENDED_NLL = "run.json", "heldout-nll.npz", "heldout-nll-extended.npz"
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A finished branch: its checkpoint, and its held-out NLL by document."""
+    """A finished branch: its checkpoint, and its held-out NLL by document.
+
+    ``extended`` is that in the longer blocks of ``branch.extend``; None without.
+    """
 
     checkpoint: Path
     nll: DocumentNLL
     density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
     steps: int
+    extended: DocumentNLL | None = None
 
 
 @dataclass(frozen=True)
@@ -202,24 +208,31 @@ def _train(
     reporter: Reporter,
 ) -> None:
     """Train, evaluate, and write ``folder``'s ``final``."""
+    longer = longer_heldout(recipe, corpus)
 
     def begin(recipe: Recipe) -> SPKVTrainer:
         setup = set_up(recipe, corpus, dense, variant, seed)
         return _trainer(recipe, corpus, setup, folder, variant, seed, device, reporter)
 
-    trainer = train_in_fitting_passes(recipe, begin)
+    trainer = train_in_fitting_passes(recipe, begin, recipe.least_blocks(recipe.branch))
     trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if recipe.lora is not None:
         merge_adapters(trainer.model)
     with reporter.bar(f"{variant.name}, held-out text") as progress:
-        measured = _evaluate(trainer.model, recipe, corpus, variant, progress)
+        measured = _evaluate(trainer.model, recipe, corpus.heldout, variant, progress)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
+    if longer is not None:
+        with reporter.bar(f"{variant.name}, held-out text in blocks of {longer.block_size}") as progress:
+            extended = _evaluate(trainer.model, recipe, longer, variant, progress)
+        record["extended"] = {"block_size": longer.block_size, **_heldout(extended)}
     weights = whole_weights(trainer.model)
 
     def finish() -> None:
         with new_folder(folder / "final") as new:
             save_run(trainer, corpus.tokenizer, weights, new)
             measured.nll.save(new / _NLL)
+            if longer is not None:
+                extended.nll.save(new / _EXTENDED_NLL)
             write_heldout_log(trainer.state, new / "heldout-log.csv")
             write_density_log(trainer.state, new / "density-log.csv")
             write_json(new / _RECORD, record)
@@ -241,7 +254,7 @@ def _trainer(
     trainer = SPKVTrainer(
         model=setup.model,
         args=training_arguments(recipe, setup.phase, folder, device=device, seed=seed + 1),
-        train_dataset=training_data(recipe, corpus, setup.phase, seed + 1),
+        train_dataset=training_data(recipe, corpus, setup.phase, seed + 1, setup.extension),
         schedule=setup.schedule,
         gates=setup.gates,
         gate_options=recipe.gates,
@@ -251,20 +264,36 @@ def _trainer(
         title=variant.name,
         reporter=reporter,
     )
+    if setup.extension is not None:
+        trainer.add_callback(ExtensionCallback(setup.extension))
     if setup.gates is not None and recipe.evaluation.every is not None:
         part = corpus.heldout.take(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
         trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
     return trainer
 
 
+def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:
+    """The held-out text in the longer blocks of ``branch.extend``; None without. Raises ``UserError``: it has none."""
+    extend = recipe.branch.extend
+    if extend is None:
+        return None
+    longer = corpus.heldout.cut(extend.block_size)
+    if longer.num_blocks == 0:
+        raise UserError(
+            f"branch.extend: the held-out text has {corpus.heldout.tokens.size} tokens, fewer than one block of "
+            f"{extend.block_size}\ngive more text, a larger data.heldout or a smaller branch.extend.block_size"
+        )
+    return longer
+
+
 def _evaluate(
-    model: PreTrainedModel, recipe: Recipe, corpus: Corpus, variant: Variant, progress: Progress
+    model: PreTrainedModel, recipe: Recipe, blocks: TokenBlocks, variant: Variant, progress: Progress
 ) -> Evaluation:
-    """On the held-out text, at the recipe's tau where there are gates; collective."""
+    """On held-out blocks, at the recipe's tau where there are gates; collective."""
     tau = recipe.gates.tau if variant.kind is Kind.SP_KV else None
     size = recipe.evaluation.batch_size
-    spare_passes(model, corpus.heldout, size)
-    return evaluate(model, corpus.heldout, tau, batch_size=size, progress=progress)
+    spare_passes(model, blocks, size)
+    return evaluate(model, blocks, tau, batch_size=size, progress=progress)
 
 
 def _record(
@@ -274,9 +303,7 @@ def _record(
     commit = None if recipe.model.path is None else commit_of(recipe.model.path)
     return {
         "variant": variant.name,
-        "heldout_nll": measured.nll.mean,
-        "heldout_tokens": int(measured.nll.num_tokens.sum()),
-        "heldout_density": measured.density,
+        **_heldout(measured),
         "steps": steps,
         "trained_parameters": trained_parameters,
         "seed": seed,
@@ -287,8 +314,18 @@ def _record(
     }
 
 
+def _heldout(measured: Evaluation) -> dict[str, Any]:
+    return {
+        "heldout_nll": measured.nll.mean,
+        "heldout_tokens": int(measured.nll.num_tokens.sum()),
+        "heldout_density": measured.density,
+    }
+
+
 def read_branch(final: Path) -> Branch:
     """A finished branch from its folder, whose weights are not read. Raises ``UserError``: anything else is damaged."""
     check_manifest(final, [name for name in read_manifest(final) if not name.endswith(WEIGHT_ENDINGS)])
     record = read_json(final / _RECORD, "run record")
-    return Branch(final, DocumentNLL.read(final / _NLL), record["heldout_density"], record["steps"])
+    longer = final / _EXTENDED_NLL
+    extended = DocumentNLL.read(longer) if longer.is_file() else None
+    return Branch(final, DocumentNLL.read(final / _NLL), record["heldout_density"], record["steps"], extended)

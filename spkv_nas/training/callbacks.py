@@ -1,4 +1,4 @@
-"""What happens around the steps of a training run: gate phases, evaluations, progress, and an end that is asked for."""
+"""What happens around the steps of a training run: gate phases, longer blocks, evaluations, progress, an early end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from spkv_nas.model.density import DensityWatch
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
 from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.model.rope import extend_positions
+from spkv_nas.training.extension import Extension
 from spkv_nas.training.phases import GateSchedule
 from spkv_nas.training.recipe import GatesConfig
 from spkv_nas.training.sharding import spare_passes
@@ -136,6 +138,25 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
                 parameter.grad = None
         elif self._moved is not None and measured is not None:
             self._moved.move(float(np.nanmean(measured)), kwargs["optimizer"].param_groups[0]["lr"])
+
+
+class ExtensionCallback(TrainerCallback):
+    """Gives the model its longer positions before the first step that needs them, and where a run resumes after it."""
+
+    def __init__(self, extension: Extension) -> None:
+        self._extension, self._done = extension, False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.on_step_begin(args, state, control, **kwargs)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not self._done and state.global_step >= self._extension.step:
+            extend_positions(kwargs["model"], self._extension.block_size, self._extension.rope)
+            self._done = True
 
 
 class HeldoutCallback(TrainerCallback):

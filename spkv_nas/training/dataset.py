@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.mixture import Mixture
+from spkv_nas.data.order import BlockOrder, library_order, mixed_order
 from spkv_nas.data.ruler.blocks import RulerBlocks
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.extension import Extension
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 
 Item = dict[str, Tensor]  # "input_ids" and "labels", both int64 [T]
@@ -33,11 +38,14 @@ class BlockDataset(Dataset[Item]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class MixedDataset(Dataset[Item]):
-    """All blocks of a run in their order, samples among the text."""
+class OrderedDataset(Dataset[Item]):
+    """All ``length`` blocks of a run in their order, samples among the text where there are any."""
 
-    def __init__(self, text: TokenBlocks, samples: RulerBlocks, mixture: Mixture, length: int) -> None:
-        self._text, self._samples, self._mixture, self._length = BlockDataset(text), samples, mixture, length
+    def __init__(
+        self, text: TokenBlocks, order: BlockOrder, mixture: Mixture, samples: RulerBlocks | None, length: int
+    ) -> None:
+        self._text, self._order, self._mixture, self._samples = BlockDataset(text), order, mixture, samples
+        self._length = length
 
     def __len__(self) -> int:
         return self._length
@@ -47,24 +55,92 @@ class MixedDataset(Dataset[Item]):
             raise IndexError(index)
         is_sample, number = self._mixture.at(index)
         if not is_sample:
-            return self._text[number]
+            return self._text[self._order.at(number)]
+        assert self._samples is not None
         tokens, learned = map(torch.from_numpy, self._samples.block(number))
         return {"input_ids": tokens, "labels": tokens.where(learned, NO_TARGET)}
 
 
-def training_data(recipe: Recipe, corpus: Corpus, phase: DenseConfig | BranchConfig, seed: int) -> Dataset[Item]:
+class ExtendedDataset(Dataset[Item]):
+    """A run whose blocks are ``ratio`` times as long from the place ``start`` on.
+
+    Places are those of short blocks throughout, ``ratio`` of them one long block; so a batch has as many tokens as
+    before, and the trainer, which asks for so many places, gets fewer and longer blocks.
+    """
+
+    def __init__(self, short: OrderedDataset, long: OrderedDataset, ratio: int) -> None:
+        self._short, self._long, self._ratio = short, long, ratio
+
+    def __len__(self) -> int:
+        return len(self._short) + self._ratio * len(self._long)
+
+    def __getitem__(self, index: int) -> Item:
+        if index < len(self._short):
+            return self._short[index]
+        number, part = divmod(index - len(self._short), self._ratio)
+        return {
+            key: tokens.view(self._ratio, -1)[part] for key, tokens in self._long[number].items()
+        }  # of a long block
+
+    def __getitems__(self, places: Sequence[int]) -> list[Item]:
+        """The blocks of a batch of consecutive places, as torch's loader asks for them."""
+        first = places[0] - len(self._short)
+        if first < 0:
+            return [self._short[place] for place in places]
+        number, part = divmod(first, self._ratio)
+        count, rest = divmod(len(places), self._ratio)
+        assert not part
+        assert not rest
+        return [self._long[number + one] for one in range(count)]
+
+
+def training_data(
+    recipe: Recipe,
+    corpus: Corpus,
+    phase: DenseConfig | BranchConfig,
+    seed: int,
+    extension: Extension | None = None,
+) -> Dataset[Item]:
     """The blocks of a phase of a recipe, whose order ``seed`` decides.
 
     Raises:
-        UserError: a task of the mixture has no room in a block.
+        UserError: a task of the mixture has no room in a block, or the text no batch of longer blocks.
     """
+    text, batch = corpus.train, phase.batch_size
+    if recipe.data.mix is None and extension is None:
+        return BlockDataset(text)
+    number = text.num_blocks
     if recipe.data.mix is None:
-        return BlockDataset(corpus.train)
-    mix, size = recipe.data.mix.ruler, recipe.data.block_size
+        order = BlockOrder(library_order, number, seed, number // batch * batch)
+        mixture = Mixture(0.0)
+    else:
+        order = BlockOrder(mixed_order, number, seed, number)
+        mixture = Mixture.drawn(recipe.data.mix.ruler.share, number, seed)
+    start = batch * (phase.steps if extension is None else extension.step)
+    short = OrderedDataset(text, order, mixture, _samples(recipe, corpus, text.block_size, seed), start)
+    if extension is None:
+        return short
+    size, ratio = extension.block_size, extension.block_size // text.block_size
+    longer = text.cut(size)
+    if longer.num_blocks < batch // ratio:
+        raise UserError(
+            f"branch.extend: the training text gives {longer.num_blocks} blocks of {size} tokens, fewer than one batch "
+            f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
+        )
+    order, places = order.longer(ratio, start - mixture.synthetic(start)), batch * phase.steps - start
+    samples = _samples(recipe, corpus, size, seed)
+    long = OrderedDataset(longer, order, mixture.longer(ratio, start), samples, places // ratio)
+    return ExtendedDataset(short, long, ratio)
+
+
+def _samples(recipe: Recipe, corpus: Corpus, size: int, seed: int) -> RulerBlocks | None:
+    """The samples that are mixed into the text, in blocks of ``size`` tokens; None without a mixture."""
+    if recipe.data.mix is None:
+        return None
+    mix = recipe.data.mix.ruler
     samples = RulerBlocks(
         corpus.tokenizer, size, tuple(mix.tasks_of(available(NO_MATERIAL))), tuple(mix.lengths or [size]),
         mix.loss == "all", seed, Material(corpus.essays),
     )  # fmt: skip
     samples.check()
-    mixture = Mixture(mix.share, corpus.train.num_blocks, seed)
-    return MixedDataset(corpus.train, samples, mixture, phase.steps * phase.batch_size)
+    return samples

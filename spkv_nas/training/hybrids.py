@@ -16,7 +16,14 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
-from spkv_nas.artifacts.comparison import COLUMNS, FULL_ATTENTION, SP_KV, check_layout_names, write_comparison
+from spkv_nas.artifacts.comparison import (
+    COLUMNS,
+    EXTENDED,
+    FULL_ATTENTION,
+    SP_KV,
+    check_layout_names,
+    write_comparison,
+)
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import distinct
@@ -178,10 +185,24 @@ def comparison_rows(
                 "num_seeds": count,
                 "steps": recipe.branch.steps,
                 **_zero_shot_columns(name, untrained),
+                **_extended_columns(branches, finished[FULL_ATTENTION]),
                 "note": f"also {', '.join(same)}" if (same := names.get(name, ())[1:]) else "",
             }
         )
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    extended = EXTENDED if any(name in row for row in rows for name in EXTENDED) else ()
+    return pd.DataFrame(rows, columns=[*COLUMNS, *extended])
+
+
+def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[str, float]:
+    """NLL in the longer blocks of ``branch.extend``, and its change against full attention's; nothing without."""
+    longer = [branch.extended for branch in branches if branch.extended is not None]
+    if not longer:
+        return {}
+    nll = _mean(longer)
+    baseline = _mean([branch.extended for branch in baselines[: len(longer)] if branch.extended is not None])
+    change = paired_difference(nll, baseline)
+    values = (nll.mean, np.nan, np.nan) if branches is baselines else (nll.mean, change.percent, change.standard_error)
+    return dict(zip(EXTENDED, values, strict=True))
 
 
 def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:

@@ -16,12 +16,15 @@ from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.trainer import SPKVTrainer
 
 
-def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer]) -> SPKVTrainer:
+def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer], least: int = 1) -> SPKVTrainer:
     """Train or resume by the trainer that ``begin`` makes of the recipe, or of the recipe with smaller passes.
+
+    Args:
+        least: blocks that pass together at least.
 
     Raises:
         UserError: one of several processes has no memory for a pass, or as ``SPKVTrainer.train_or_resume``.
-        torch.OutOfMemoryError: there is none for one block.
+        torch.OutOfMemoryError: there is none for ``least`` blocks.
 
     Warns:
         UserWarning: passes are smaller from here on.
@@ -33,11 +36,12 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
             trainer.train_or_resume()
             return trainer
         except Exception as error:
-            if size == 1 or not is_short_of_memory(error):
+            if size == least or not is_short_of_memory(error):
                 raise
             if num_processes() > 1:  # the others wait for this one
                 raise UserError(f"no memory for {size} blocks at once: give a smaller micro_batch_size") from error
         del trainer
         empty_cache()
-        warnings.warn(f"no memory for {size} blocks at once: at most {size // 2} from here on", stacklevel=2)
-        recipe = recipe.model_copy(update={"micro_batch_size": size // 2})
+        fewer = max(size // 2, least)
+        warnings.warn(f"no memory for {size} blocks at once: at most {fewer} from here on", stacklevel=2)
+        recipe = recipe.model_copy(update={"micro_batch_size": fewer})

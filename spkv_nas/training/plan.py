@@ -277,6 +277,8 @@ class Planner:
         cost = next(iter(self._costs.values()))
         how = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
         yield f"time: {how} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
+        if (extend := recipe.branch.extend) is not None:
+            yield f"attention takes longer than that in blocks of {extend.block_size:,} tokens (branch.extend)"
         free = format_bytes(self.available)
         if not needed:  # nothing is left to train
             return

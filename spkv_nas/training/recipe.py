@@ -27,6 +27,7 @@ from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
+from spkv_nas.training.extension import ExtendConfig
 
 OFFLOAD = "fsdp-offload"
 _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
@@ -81,6 +82,7 @@ class BranchConfig(Section):
     final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="share of the peak")
     weight_decay: float = Field(0.1, ge=0.0)
     max_grad_norm: float = Field(1.0, gt=0.0)
+    extend: ExtendConfig | None = Field(None, description="longer blocks, and RoPE for them, from a step on")
 
 
 class LoraConfig(Section):
@@ -229,7 +231,29 @@ class Recipe(Section):
             size = self.micro_batch_size
             if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
                 raise ValueError(f"micro_batch_size {size} does not divide {name}.batch_size {phase.batch_size}")
+        self._check_extension()
         return self
+
+    def _check_extension(self) -> None:
+        extend, size = self.branch.extend, self.data.block_size
+        if extend is None:
+            return
+        if extend.block_size % size:
+            raise ValueError(f"branch.extend.block_size {extend.block_size} is no multiple of data.block_size {size}")
+        for name, number in (
+            ("branch.batch_size", self.branch.batch_size),
+            ("micro_batch_size", self.micro_batch_size),
+        ):
+            if number is not None and number % self.least_blocks(self.branch):
+                raise ValueError(
+                    f"{name} {number}: {number * size} tokens make no blocks of {extend.block_size}, "
+                    f"branch.extend.block_size; give a multiple of {extend.block_size // size}"
+                )
+
+    def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
+        """Blocks of ``data.block_size`` tokens that pass together at least: those of which longer ones are made."""
+        extend = phase.extend if isinstance(phase, BranchConfig) else None
+        return 1 if extend is None else extend.block_size // self.data.block_size
 
     def _check_from_scratch(self) -> None:
         if self.dense is None:
@@ -268,8 +292,9 @@ class Recipe(Section):
         """
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
         data = {key: value for key, value in data.items() if key not in _LATER or value != _LATER[key]}
-        if "data" in data and data["data"]["mix"] is None:
-            del data["data"]["mix"]
+        for section, key in (("data", "mix"), ("branch", "extend")):
+            if section in data and data[section][key] is None:
+                del data[section][key]
         if (gates := data.get("gates")) is not None and gates["target_density"] is None:
             gates["density_weight"] = 0.0 - gates.pop("price")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,76 @@
+"""What longer blocks on the way do for a model: python reports/extension.py, some ten minutes of one core.
+
+Two branches of the embedded dense checkpoint, full attention, of as many steps and tokens: one in blocks of 512 to the
+end, one whose blocks are 1,024 tokens from the middle on, with RoPE's theta times four. Both read the held-out text in
+blocks of 1,024; the change of NLL, paired by document, is that of the second in the two halves of a block.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.schema import merged
+from spkv_nas.cli.console import say
+from spkv_nas.data.batches import run_own_batches
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.nll import DocumentSums
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.model.checkpoint import load_on
+from spkv_nas.model.loss import token_nll
+from spkv_nas.training.branches import Trunk
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
+
+LENGTH = 1024
+EXTEND = {"at": 0.5, "block_size": LENGTH, "rope": {"rope_theta": 40000.0}}
+
+
+@torch.inference_mode()
+def halves(model: PreTrainedModel, blocks: TokenBlocks) -> list[DocumentNLL]:
+    """NLL by document of the tokens that are in the first and in the second half of their block."""
+    half = blocks.block_size // 2
+    parts = [
+        TokenBlocks(blocks.tokens[:, :half], blocks.document[:, :half], blocks.documents),
+        TokenBlocks(blocks.tokens[:, half - 1 :], blocks.document[:, half - 1 :], blocks.documents),
+    ]
+    sums = [DocumentSums(part) for part in parts]
+
+    def add(start: int, losses: Tensor) -> None:
+        sums[0].add(start, losses[:, : half - 1])
+        sums[1].add(start, losses[:, half - 1 :])
+
+    run_own_batches(lambda _, tokens: token_nll(model, tokens), add, blocks, 4, model.device)
+    return [part.result() for part in sums]
+
+
+def main() -> None:
+    """Train both and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, default=Path("runs/extension"))
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--rope", choices=("theta", "yarn"), default="theta")
+    options = parser.parse_args()
+    data = Recipe.read(EMBEDDED / "recipe.yaml").model_dump(mode="json")
+    rope = {"rope_type": "yarn"} if options.rope == "yarn" else EXTEND["rope"]
+    found = {}
+    for name, extend in (("as it is", None), ("extended", {**EXTEND, "rope": rope})):
+        recipe = Recipe(**merged(data, {"branch": {"steps": options.steps, "extend": extend}}))
+        trunk = Trunk.prepare(recipe, EMBEDDED, options.runs)
+        branch = trunk.train(Variant.full_attention())
+        model, _ = load_on(branch.checkpoint, "cpu")
+        found[name] = halves(model.eval(), trunk.corpus.heldout.cut(LENGTH))
+        say(f"{name}: in blocks of 512 {branch.nll.mean:.4f}, in halves of 1,024 "
+            + " and ".join(f"{part.mean:.4f}" for part in found[name]))  # fmt: skip
+    for which, new, old in zip(("first", "second"), found["extended"], found["as it is"], strict=True):
+        change = paired_difference(new, old)
+        say(f"{which} half: {change.percent:+.3f} % ± {change.standard_error:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A branch whose blocks grow longer on the way: ``branch.extend`` of a recipe.
+
+SP-KV paper, "Overall protocol": the context is extended, and RoPE's base with it, during the decay. Both segments are
+one run: the optimizer's state, schedules, steps and tokens per step go on as without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
+from spkv_nas.base.schema import Section
+
+MOST_THETA = 1e12
+_OF_YARN = ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+
+
+class RopeConfig(Section):
+    """Rotary positions, by the names of transformers' ``rope_parameters``; what is left out stays the model's own."""
+
+    rope_theta: float | None = Field(None, gt=1.0, le=MOST_THETA, description="base of the frequencies")
+    rope_type: Literal["default", "linear", "yarn"] | None = Field(
+        None, description="linear: all positions closer together; yarn: those of slow frequencies"
+    )
+    factor: float | None = Field(
+        None, ge=1.0, description="of linear and yarn; the longer block over the model's own positions by default"
+    )
+    original_max_position_embeddings: int | None = Field(
+        None, ge=1, le=MOST_WHOLE, description="of yarn; the model's own positions by default"
+    )
+    attention_factor: float | None = Field(None, gt=0.0, description="of yarn; what scales cos and sin")
+    beta_fast: float | None = Field(None, gt=0.0, description="of yarn; 32 by default")
+    beta_slow: float | None = Field(None, gt=0.0, description="of yarn; 1 by default")
+
+    @model_validator(mode="after")
+    def _of_the_type(self) -> RopeConfig:
+        given = self.parameters
+        if self.rope_type != "yarn" and (others := [key for key in _OF_YARN if key in given]):
+            raise ValueError(f"'{others[0]}' belongs to rope_type: yarn")
+        if self.rope_type not in ("linear", "yarn") and self.factor is not None:
+            raise ValueError("'factor' belongs to rope_type: linear or yarn")
+        return self
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What is given."""
+        return self.model_dump(exclude_none=True)
+
+
+class ExtendConfig(Section):
+    """From which share of the branch on its blocks are longer, and what the model's positions are then."""
+
+    at: float = Field(0.5, ge=0.0, lt=1.0, description="share of the branch's steps before it")
+    block_size: int = Field(ge=2, le=MOST_BLOCK_SIZE, description="tokens, a multiple of data.block_size")
+    rope: RopeConfig = RopeConfig()
+
+
+@dataclass(frozen=True)
+class Extension:
+    """The longer blocks of a run: from which step on, of how many tokens, and what changes of RoPE by then."""
+
+    step: int
+    block_size: int
+    rope: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: ExtendConfig | None, steps: int, before: int = 0) -> Extension | None:
+        """That of a branch of ``steps`` steps which begins after ``before`` others of the same run."""
+        if config is None:
+            return None
+        return cls(before + min(round(config.at * steps), steps - 1), config.block_size, config.rope.parameters)
