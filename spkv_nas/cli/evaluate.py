@@ -16,7 +16,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
     models. Without --tau-sweep nothing is written. With --ruler LENGTHS: the share of answers found in RULER's tasks,
     beside the floor, the same model with every head local. Writes reports/NAME/ruler.csv. With --tasks NAMES:
     downstream tasks of lm-eval. Writes reports/NAME/tasks.csv, and samples to runs/NAME/tasks/, which are not asked
-    again.
+    again. With --longppl: perplexity of tokens that need the long context. Writes reports/NAME/longppl.csv.
     """
     if options.ruler is not None:
         from spkv_nas.stages.ruler import ruler
@@ -26,6 +26,10 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
         from spkv_nas.stages.tasks import tasks
 
         return Result(tasks(options, reporter), show.tasks)
+    if options.longppl:
+        from spkv_nas.stages.longppl import longppl
+
+        return Result(longppl(options, reporter), show.longppl)
     from spkv_nas.stages import evaluate as stage
 
     return Result(stage.evaluate(options, reporter), show.evaluation, documents.evaluation)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.evaluate import EvaluationResult, ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.layout_options import DiffOptions
+    from spkv_nas.stages.longppl import LongPPLResult
     from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
     from spkv_nas.stages.ruler import RulerResult
     from spkv_nas.stages.tasks import TasksResult
@@ -262,6 +263,27 @@ def tasks(result: TasksResult) -> None:
     out.print(shown)
     say_where("values", result.folder / "tasks.csv")
     say_where("samples", result.samples)
+
+
+def longppl(result: LongPPLResult) -> None:
+    """LongPPL by domain, and the other checkpoint, if there is one."""
+    against = result.rows["against_ppl"].notna().any()
+    pair = ["against", "density %", "difference %"] if against else []
+    shown = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair, title=escape(result.name))
+    for row in result.rows.itertuples():
+        cells = [
+            escape(row.domain), f"{row.num_keys:,} of {row.num_tokens:,}", _share(row.longppl, row.standard_error),
+            f"{row.ppl:.3f}", _percent(row.density),
+        ]  # fmt: skip
+        if against:
+            moved = change(row.difference_percent, row.difference_standard_error)
+            cells += [_share(row.against), _percent(row.against_density), moved]
+        shown.add_row(*cells)
+    out.print(shown)
+    for domain, reason in result.withheld.items():
+        say(f"{domain}: {reason}")
+    say_where("values", result.folder / "longppl.csv")
+    say_where("key tokens and NLL by text", result.samples)
 
 
 def _percent(share: float) -> str:

@@ -56,8 +56,9 @@ def _epoch(order: BlockOrder, epoch: int, read: int) -> NDArray[np.int64]:
     place = np.argsort(order.permutation(order.num_blocks, order.seed, epoch))
     whole = order.num_blocks // order.ratio
     first = place[: whole * order.ratio].reshape(whole, order.ratio).min(1)
-    blocks = np.argsort(first)[: order.per_epoch]
-    return blocks[first[blocks] >= read]
+    blocks: NDArray[np.int64] = np.argsort(first)[: order.per_epoch]
+    unread: NDArray[np.int64] = blocks[first[blocks] >= read]
+    return unread
 
 
 def mixed_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -67,5 +68,5 @@ def mixed_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 def library_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """As accelerate's ``SeedableRandomSampler`` shuffles a data set."""
-    order: NDArray[np.int64] = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed + epoch)).numpy()
-    return order
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed + epoch))
+    return np.asarray(order.numpy(), dtype=np.int64)

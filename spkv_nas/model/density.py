@@ -84,10 +84,10 @@ class DensityWatch:
         """Count no more."""
         self._watch.close()
 
-    def stop(self) -> NDArray[np.float64] | None:
+    def stop(self, *, alone: bool = False) -> NDArray[np.float64] | None:
         """Count no more; densities [layers, KV heads], NaN where gates pass by, or None if no gate ran.
 
-        Collective, once it was started.
+        Collective, once it was started, unless it is what this process ``alone`` has counted.
 
         Raises:
             UserError: a utility was NaN, which no gate keeps: the density would look like 0.
@@ -102,7 +102,7 @@ class DensityWatch:
             counts[:2, layer] = seen.kept_and_wrong.cpu().numpy()
             counts[2, layer] = seen.num_tokens
         self._started = False
-        kept, wrong, tokens = sum_over_processes(counts)
+        kept, wrong, tokens = counts if alone else sum_over_processes(counts)
         if not tokens.any():
             return None
         if wrong.any():

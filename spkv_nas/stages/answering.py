@@ -17,27 +17,32 @@ if TYPE_CHECKING:
 
 Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
-RULER, TASKS = "--ruler LENGTHS", "--tasks NAMES"
+RULER, TASKS, LONGPPL = "--ruler LENGTHS", "--tasks NAMES", "--longppl"
 _TEXT = "held-out text"  # without either
 _GO_WITH = {  # options by the modes that take them; those that are not here go with all
-    "data": (_TEXT, TASKS),
-    **dict.fromkeys(("max_tokens", "block_size", "tau_sweep", "points"), (_TEXT,)),
+    "data": (_TEXT, TASKS, LONGPPL),
+    **dict.fromkeys(("max_tokens", "block_size"), (_TEXT, LONGPPL)),
+    **dict.fromkeys(("tau_sweep", "points"), (_TEXT,)),
     **dict.fromkeys(("ruler_tasks", "samples", "haystack", "qa", "window", "seed"), (RULER,)),
     **dict.fromkeys(("include", "limit", "allow_code"), (TASKS,)),
-    "against": (RULER, TASKS),
+    **dict.fromkeys(("evaluator", "short", "stride", "alpha", "beta"), (LONGPPL,)),
+    "against": (RULER, TASKS, LONGPPL),
 }
+_REASONS = {**dict.fromkeys((RULER, TASKS), "asks questions of its own"), LONGPPL: "judges key tokens"}
 
 
 def check_mode(options: EvaluateOptions) -> None:
     """Raise ``UserError`` for options that do not go together, or a threshold outside [0, 1]."""
-    if options.ruler is not None and options.tasks is not None:
-        raise UserError("give --ruler or --tasks, one after the other")
-    mode = RULER if options.ruler is not None else TASKS if options.tasks is not None else _TEXT
+    asked = {RULER: options.ruler is not None, TASKS: options.tasks is not None, LONGPPL: options.longppl}
+    chosen = [mode for mode, is_asked in asked.items() if is_asked]
+    if len(chosen) > 1:
+        raise UserError(f"give {' or '.join(mode.split()[0] for mode in chosen)}, one after the other")
+    mode = chosen[0] if chosen else _TEXT
     for name, modes in _GO_WITH.items():
         if getattr(options, name) not in (None, False) and mode not in modes:
             flag = f"--{name.replace('_', '-')}"
             if _TEXT in modes:
-                raise UserError(f"{mode.split()[0]} asks questions of its own, at one threshold: leave {flag} out")
+                raise UserError(f"{mode.split()[0]} {_REASONS[mode]}, at one threshold: leave {flag} out")
             raise UserError(f"{flag} goes with {' or '.join(modes)}")
     check_tau(options.tau)
 
@@ -76,6 +81,14 @@ def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[An
     if tau is not None:
         raise UserError("this model has no gates, so a threshold means nothing to it: leave --tau out")
     return nullcontext()
+
+
+def with_open_gates(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """The model's gates open, if it has any."""
+    from spkv_nas.model.modes import gate_mode
+    from spkv_nas.model.section import gate_config
+
+    return nullcontext() if gate_config(model) is None else gate_mode(model, "open")
 
 
 def origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:

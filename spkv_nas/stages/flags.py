@@ -52,6 +52,7 @@ class Flag:
 
 
 _MEMORY, _SEARCH, _RULER, _TASKS = "Constraints and memory", "How much to search", "RULER", "Downstream tasks"
+_LONGPPL = "LongPPL"
 _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
@@ -169,6 +170,25 @@ AllowCode = Annotated[
     Flag(
         "Let tasks such as mbpp run the code that the model writes, on this machine.", ("--allow-code",), panel=_TASKS
     ),
+]
+LongPPL = Annotated[
+    bool,
+    Flag(
+        "In place of NLL: perplexity of the tokens that only the long context makes likely.", ("--longppl",),
+        panel=_LONGPPL,
+    ),
+]  # fmt: skip
+Evaluator = Annotated[
+    str | None, Flag("Checkpoint that finds those tokens, its gates open.", metavar="CHECKPOINT", panel=_LONGPPL)
+]
+ShortContext = Annotated[int | None, Flag("Tokens of the short context.", low=1, high=MOST_BLOCK_SIZE, panel=_LONGPPL)]
+Stride = Annotated[int | None, Flag("Tokens that share a short context.", low=1, high=MOST_BLOCK_SIZE, panel=_LONGPPL)]
+Alpha = Annotated[
+    float | None, Flag("Nats that the short context must cost a token.", low=0.0, high=1e6, panel=_LONGPPL)
+]
+Beta = Annotated[
+    float | None,
+    Flag("Log-likelihood that the whole text must give it.", low=-1e6, high=0.0, panel=_LONGPPL),
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[

@@ -127,7 +127,7 @@ class EvaluateOptions(SubjectOptions):
     ruler: flags.Ruler = None
     ruler_tasks: flags.RulerTasks = default(None, "all")
     samples: flags.Samples = default(None, "100")
-    against: flags.Against = default(note="With --ruler or --tasks.")
+    against: flags.Against = default(note="With --ruler, --tasks or --longppl.")
     haystack: flags.Haystack = default(None, "RULER's noise")
     qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
     window: flags.OptionalWindow = default(None, "the checkpoint's", note="For the floor of RULER.")
@@ -137,6 +137,15 @@ class EvaluateOptions(SubjectOptions):
     include: flags.Include = None
     limit: flags.Limit = default(None, "all")
     allow_code: flags.AllowCode = False
+    block_size: flags.BlockSize = default(
+        None, "512", note="With --longppl: of a text, the model's positions, at most 32k."
+    )
+    longppl: flags.LongPPL = False
+    evaluator: flags.Evaluator = default(None, "--against, or the model")
+    short: flags.ShortContext = default(None, "4,096, at most a fourth of a text")
+    stride: flags.Stride = default(None, "a fourth of --short")
+    alpha: flags.Alpha = default(None, "2")
+    beta: flags.Beta = default(None, "-2")
 
 
 @dataclass(frozen=True, kw_only=True)

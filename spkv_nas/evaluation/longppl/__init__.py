@@ -1,0 +1,1 @@
+"""LongPPL: perplexity of the tokens that only the long context makes likely."""

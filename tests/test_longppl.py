@@ -1,0 +1,279 @@
+"""LongPPL: which tokens are key, that it is the authors' package's, its table, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import string
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from helpers import fails, gated, tiny_model
+from task_cases import hybrid
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from spkv_nas import set_gate_mode
+from spkv_nas.cli import main
+from spkv_nas.data.sources import Document
+from spkv_nas.data.tokenizer import train_bpe
+from spkv_nas.evaluation.longppl import reading
+from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, key_spans, key_tokens, read, stretches
+from spkv_nas.evaluation.longppl.table import COLUMNS, longppl_table
+from spkv_nas.model.checkpoint import load, save
+from spkv_nas.stages import longppl as stage
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "longppl.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model, tokenizer = load("embedded:dense", dtype=torch.float32)
+    return model.eval(), tokenizer
+
+
+class TestPackage:
+    """Against the package longppl 0.3.0 (golden/make_longppl.py)."""
+
+    def letters(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend["model"]["merges"] = []
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(backend)))
+
+    @pytest.mark.parametrize("golden", GOLDEN["texts"], ids=["first", "second", "third"])
+    def test_the_same_tokens_are_key_and_as_likely(
+        self, golden: dict[str, Any], loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+    ) -> None:
+        model, tokenizer = loaded
+        spans = key_spans(model, tokenizer, golden["text"], Criterion(GOLDEN["short"], GOLDEN["stride"]))
+        assert spans == [tuple(span) for span in golden["spans"]]
+        for name, judged in (("own", tokenizer), ("by_letter", self.letters(tokenizer))):
+            found, expected = read(model, judged, golden["text"], spans), golden[name]
+            assert (found.num_keys, found.num_tokens + 1) == (expected["n_key_token"], expected["n_token"])
+            assert math.exp(found.key_total / found.num_keys) == pytest.approx(expected["longppl"], rel=1e-5)
+            assert math.exp(found.total / found.num_tokens) == pytest.approx(expected["ppl"], rel=1e-5)
+
+
+def copying(monkeypatch: pytest.MonkeyPatch, context: int = 4) -> PreTrainedModel:
+    """A model that is sure of what followed the last ``context`` tokens before, and else knows nothing."""
+    model = tiny_model(vocab_size=300)
+
+    def forward(input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        logits = torch.zeros(*input_ids.shape, 300)
+        for row, ids in enumerate(input_ids.tolist()):
+            seen: dict[tuple[int, ...], int] = {}
+            for place in range(context, len(ids) + 1):
+                after = seen.get(tuple(ids[place - context : place]))
+                if after is not None:
+                    logits[row, place - 1, after] = 20.0
+                if place < len(ids):
+                    seen[tuple(ids[place - context : place])] = ids[place]
+        return SimpleNamespace(logits=logits)
+
+    monkeypatch.setattr(model, "forward", forward)
+    return model
+
+
+class TestKeys:
+    @pytest.mark.parametrize("stride", [1, 7, 32, 500])
+    def test_what_is_repeated_from_afar_is_key(
+        self, stride: int, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of three random strings two come again; one of them from within the short context."""
+        rng = random.Random(1)
+
+        def noise(length: int) -> str:
+            return "".join(rng.choice(string.ascii_uppercase + string.digits) for _ in range(length))
+
+        far, once, near = noise(20), noise(20), noise(20)
+        text = far + noise(100) + once + near + noise(10) + near + noise(60) + far + noise(40)
+        at = text.rindex(far)
+        limit = 60 + stride  # of the short context, from where the far string is seen again
+        found = key_spans(copying(monkeypatch), tiny_tokenizer, text, Criterion(60, stride))
+        assert found == ([(at + 4, at + 20)] if limit < at else [])
+
+    def test_thresholds(self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The short context costs a copied letter log 300 nats; the others are as likely in both."""
+        model = copying(monkeypatch)
+        text = "ABCDEFGH" + string.digits * 3 + "ABCDEFGH"
+        cost = math.log(300)
+        assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, alpha=cost - 0.01)) == [(42, 46)]
+        assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, alpha=cost + 0.01)) == []
+        assert key_spans(model, tiny_tokenizer, text, Criterion(20, 5, beta=-1e-9)) == []
+        assert key_spans(model, tiny_tokenizer, text, Criterion(46, 5)) == []
+
+    def test_a_token_lies_inside_a_span_or_is_none(self) -> None:
+        offsets = [(0, 2), (2, 4), (4, 5), (5, 9), (9, 10), (10, 12)]
+        assert key_tokens(offsets, [(0, 5), (8, 11)]) == [0, 1, 3]
+        assert key_tokens(offsets, []) == []
+
+    def test_passes_may_be_few_at_once(
+        self, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        text, criterion = string.ascii_letters * 4, Criterion(20, 6, alpha=0.0, beta=-100.0)
+        whole = key_spans(tiny_model(vocab_size=300), tiny_tokenizer, text, criterion)
+        monkeypatch.setattr(reading, "_TOGETHER", 1)
+        assert key_spans(tiny_model(vocab_size=300), tiny_tokenizer, text, criterion) == whole != []
+
+    def test_the_density_is_the_texts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        model = gated()
+        for tau, share in ((0.0, 1.0), (0.4, None)):
+            set_gate_mode(model, "hard", tau)
+            found = read(model, tiny_tokenizer, string.ascii_letters, [(3, 9)])
+            assert found.num_keys == 6
+            assert found.density == share if share else 0.05 < found.density < 0.95
+        assert read(hybrid(), tiny_tokenizer, string.ascii_letters, []).density == 0.5
+
+    def test_long_documents_are_read_in_parts(self, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+        """A rest no longer than the short context is left out, and so is a short document."""
+        documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
+        found = stretches(documents, tiny_tokenizer, 40, 26, None)
+        assert [(one.document, one.name, len(one.text)) for one in found] == [
+            (0, "4", 40), (0, "4", 40), (2, "5", 40), (2, "5", 40), (2, "5", 40), (3, "3", 40), (3, "3", 38),
+        ]  # fmt: skip
+        assert found[1].text == (string.ascii_uppercase * 4)[40:80]
+        assert len(stretches(documents, tiny_tokenizer, 40, 26, 81)) == 5
+
+
+def texts(*documents: int, domains: str = "") -> list[LongText]:
+    return [LongText(n, domains[n] if domains else "code", str(n), "") for n in documents]
+
+
+class TestTable:
+    def test_errors_are_by_document_and_paired(self) -> None:
+        own = [
+            Reading(300.0, 150, 60.0, 50, 0.5),
+            Reading(100.0, 50, 20.0, 40, 0.1),
+            Reading(200.0, 100, 66.0, 60, 0.3),
+        ]
+        other = [
+            Reading(330.0, 150, 50.0, 50, 1.0),
+            Reading(90.0, 50, 16.0, 40, 1.0),
+            Reading(200.0, 100, 60.0, 60, 1.0),
+        ]
+        rows, withheld = longppl_table(texts(0, 0, 1), *([Reading(*one) for one in model] for model in (own, other)))
+        assert tuple(rows.columns) == COLUMNS
+        assert not withheld
+        (row,) = rows.itertuples()
+        assert (row.domain, row.num_documents, row.num_tokens, row.num_keys) == ("all", 2, 300, 150)
+        mean, difference = 146 / 150, 20 / 150
+        assert row.longppl == pytest.approx(math.exp(mean))
+        assert row.ppl == pytest.approx(math.exp(2.0))
+        assert row.density == pytest.approx((0.5 * 150 + 0.1 * 50 + 0.3 * 100) / 300)
+        assert (row.against, row.against_ppl) == pytest.approx((math.exp(126 / 150), math.exp(620 / 300)))
+        residuals = np.array([80 - mean * 90, 66 - mean * 60])
+        assert row.standard_error == pytest.approx(row.longppl * math.sqrt(2 * (residuals**2).sum()) / 150)
+        residuals = np.array([14 - difference * 90, 6 - difference * 60])
+        ratio = 100 * math.exp(difference)
+        assert row.difference_percent == pytest.approx(ratio - 100)
+        assert row.difference_standard_error == pytest.approx(ratio * math.sqrt(2 * (residuals**2).sum()) / 150)
+
+    def test_few_keys_give_no_value(self) -> None:
+        """Of each domain by itself; plain perplexity is there all the same."""
+        own = [Reading(300.0, 150, 60.0, 99, 0.5), Reading(100.0, 50, 20.0, 1, 0.1)]
+        rows, withheld = longppl_table(texts(0, 1, domains="ab"), own, own)
+        assert list(rows["domain"]) == ["all", "a", "b"]
+        assert withheld == {
+            "a": "99 key tokens, fewer than 100: no LongPPL is given",
+            "b": "1 key tokens, fewer than 100: no LongPPL is given",
+        }
+        assert list(rows["longppl"].notna()) == [True, False, False]
+        values = ["longppl", "standard_error", "against", "difference_percent", "difference_standard_error"]
+        assert rows.loc[1:, values].isna().all(axis=None)
+        assert list(rows["num_keys"]) == [100, 99, 1]
+        assert rows[["ppl", "against_ppl"]].notna().all(axis=None)
+        none, _ = longppl_table(texts(0), [Reading(3.0, 2, 0.0, 0, 0.5)])
+        assert none["longppl"].isna().all()
+
+
+class TestCommand:
+    ANY = ("--alpha", "0", "--beta", "-1000")  # a random model's long context makes about half of all tokens likelier
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        save(gated(), tiny_tokenizer, tmp_path / "mine")
+        return tmp_path / "mine"
+
+    def test_two_checkpoints(
+        self, checkpoint: Path, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
+        place, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
+        command = ["evaluate", "--model", str(checkpoint), "--data", str(text), "--longppl", *self.ANY, *others]
+        command += ["-w", str(place)]
+        main(command)
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "LongPPL" in shown
+        assert "longppl.csv" in shown
+        folder = place / "reports" / "mine"
+        rows = pd.read_csv(folder / "longppl.csv")
+        assert tuple(rows.columns) == COLUMNS
+        assert rows.loc[0, "num_documents"] == 10
+        assert rows.loc[0, "num_keys"] > 100
+        assert rows["longppl"].notna().all()
+        assert rows["density"].between(0.05, 0.95).all()
+        assert rows.loc[0, "against_density"] == 0.5
+        origin = yaml.safe_load((folder / "longppl.yaml").read_text())
+        known = {key: origin[key] for key in ("tau", "short", "stride", "alpha", "beta", "block_size", "withheld")}
+        assert known == {
+            "tau": 0.4, "short": 32, "stride": 8, "alpha": 0.0, "beta": -1000.0, "block_size": 128, "withheld": {},
+        }  # fmt: skip
+        assert origin["evaluator"]["model"] == str(checkpoint)
+        assert origin["against"]["model"] == str(tmp_path / "hybrid")
+        kept = sorted((place / "runs" / "mine" / "longppl").iterdir())
+        assert [file.name.split("-")[0] for file in kept] == ["keys", "nll", "nll"]
+        line = json.loads(kept[0].read_text().splitlines()[0])
+        assert (line["text"], line["name"].endswith("0.txt"), len(line["keys"])) == (0, True, len(line["spans"]))
+        monkeypatch.setattr(stage, "read", None)
+        monkeypatch.setattr(stage, "key_spans", None)
+        main(command)  # reads nothing again
+        assert pd.read_csv(folder / "longppl.csv").equals(rows)
+
+    def test_few_keys_are_said(
+        self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["evaluate", "--model", str(checkpoint), "--data", str(text), "--longppl", "-w", str(tmp_path / "w")])
+        shown = capsys.readouterr()
+        assert "all: 0 key tokens, fewer than 100: no LongPPL is given" in shown.out + shown.err
+        told = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
+        assert told["withheld"] == {"all": "0 key tokens, fewer than 100: no LongPPL is given"}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (["--longppl", "--ruler", "512"], "give --ruler or --longppl, one after the other"),
+            (["--longppl", "--tau-sweep", "0.1..0.9"], "--longppl judges key tokens, at one threshold"),
+            (["--longppl", "--tau", "2"], "--tau must lie in [0, 1]"),
+            (["--longppl", "--short", "128"], "128 tokens leaves nothing of texts of 128"),
+            (["--longppl", "--short", "900", "--block-size", "1000"], "no document has more than 900 tokens"),
+            (["--longppl", "--block-size", "100000"], "more than 16 times as long"),
+            (["--longppl", "--samples", "5"], "--samples goes with --ruler LENGTHS"),
+            (["--evaluator", "x"], "--evaluator goes with --longppl"),
+            (["--alpha", "1"], "--alpha goes with --longppl"),
+        ],
+        ids=" ".join,
+    )  # fmt: skip
+    def test_what_is_wrong(
+        self, options: list[str], message: str, checkpoint: Path, tmp_path: Path, text: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        said = fails(capsys, "evaluate", "--model", checkpoint, "--data", text, *options, "-w", tmp_path / "w")
+        assert message in said
+
+    def test_a_pair_needs_one_tokenizer_and_an_evaluator_none(
+        self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
+        options = ["evaluate", "--model", checkpoint, "--data", text, "--longppl", "-w", tmp_path / "w", *self.ANY]
+        assert "has another tokenizer" in fails(capsys, *options, "--against", tmp_path / "other")
+        main([str(one) for one in (*options, "--evaluator", tmp_path / "other")])
+        assert pd.read_csv(tmp_path / "w" / "reports" / "mine" / "longppl.csv").loc[0, "num_keys"] > 100
