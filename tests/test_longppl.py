@@ -159,7 +159,7 @@ class TestTable:
             Reading(90.0, 50, 16.0, 40, 1.0),
             Reading(200.0, 100, 60.0, 60, 1.0),
         ]
-        rows, withheld = longppl_table(texts(0, 0, 1), *([Reading(*one) for one in model] for model in (own, other)))
+        rows, withheld = longppl_table(texts(0, 0, 1), own, other)
         assert tuple(rows.columns) == COLUMNS
         assert not withheld
         (row,) = rows.itertuples()
