@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from interruptions import assert_same, cut
@@ -22,6 +23,8 @@ from spkv_nas.data.order import BlockOrder, mixed_order
 from spkv_nas.data.ruler.blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.model.loss import NO_TARGET
+from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.probe import probe
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus, load_corpus
 from spkv_nas.training.dataset import training_data
@@ -108,6 +111,17 @@ class TestBlocks:
         for seed in (0, MOST_SEED):
             assert generate("niah_single_1", seed, 0, 512, tokenizer, is_answered=True).answers[0] not in text
 
+    def test_held_out_ones_are_no_runs(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Nor an evaluation's; a probe measures them as a domain of their own."""
+        held_out = ruler_blocks(tokenizer).held_out(3)
+        assert held_out.domains == ("ruler",)
+        assert [document.name for document in held_out.documents] == ["sample 0", "sample 1", "sample 2"]
+        assert np.array_equal(held_out.document[:, 0], [0, 1, 2])
+        learned = np.stack([ruler_blocks(tokenizer, seed=seed).block(0)[0] for seed in (0, 1, MOST_SEED + 1)])
+        assert not (held_out.tokens[:, None] == learned).all(2).any()
+        both = held_out.and_(held_out)
+        assert (both.num_blocks, len(both.documents), list(both.document[:, -1])) == (6, 6, [0, 1, 2, 3, 4, 5])
+
     def test_what_has_no_room_is_named(self, tokenizer: PreTrainedTokenizerBase) -> None:
         with pytest.raises(UserError, match="RULER's cwe needs at least"):
             ruler_blocks(tokenizer, tasks=("niah_single_1", "cwe"), lengths=(300,)).check()
@@ -170,6 +184,15 @@ class TestTraining:
         whole = train("whole")
         cut(train, "torn", monkeypatch)
         assert_same(whole, train("torn"))
+
+    def test_a_probe_has_a_domain_of_samples(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> None:
+        """Half of the training blocks are; half as many as there are held-out blocks come beside those."""
+        recipe_file.write_text(yaml.safe_dump(mixed.model_dump(mode="json")))
+        table = probe(ProbeOptions(recipe=recipe_file, workspace=tmp_path / "w", device="cpu", gain_tokens=0))
+        tokens = table.rows.groupby("domain")["num_tokens"].first()
+        assert set(tokens.index) == {"code", "prose", "ruler"}
+        assert tokens["ruler"] == pytest.approx(tokens.sum() / 3, rel=0.2)
+        assert table.rows["standard_error"].notna().all()
 
     def test_a_recipe_without_it_trains_what_it_did(self, recipe: Recipe, mixed: Recipe) -> None:
         plain = Recipe(**merged(mixed.model_dump(), {"data": {**recipe.data.model_dump()}}))

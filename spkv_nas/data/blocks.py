@@ -117,6 +117,14 @@ class TokenBlocks:
         """Every ``step``-th block, from ``start``."""
         return TokenBlocks(self.tokens[start::step], self.document[start::step], self.documents)
 
+    def and_(self, other: TokenBlocks) -> TokenBlocks:
+        """These blocks and then those of another text, of the same length."""
+        return TokenBlocks(
+            np.concatenate([self.tokens, other.tokens]),
+            np.concatenate([self.document, other.document + len(self.documents)]),
+            (*self.documents, *other.documents),
+        )
+
     def cut(self, block_size: int) -> TokenBlocks:
         """The same text in blocks of another length; a rest that does not fill one is left out."""
         whole = self.tokens.size // block_size * block_size

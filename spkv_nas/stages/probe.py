@@ -34,10 +34,13 @@ from spkv_nas.stages.common import (
 )
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.train import train
+from spkv_nas.training.corpus import read_essays
+from spkv_nas.training.dataset import ruler_blocks
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")
 GAIN_TOKENS = 4096  # that judge a table; how sure that is: reports/LOG.md
+_LEAST_SAMPLES = 2  # blocks; one alone gives no standard error
 _MOST_TARGET = 0.99  # of the density that a price keeps
 
 
@@ -64,6 +67,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     measured = subject.load(
         reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None, learns=measures_density
     )
+    if measures_density and options.recipe is not None:
+        measured = _with_samples(subject, measured)
     if options.signal == signals.REGRESSION:
         root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
         own["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -100,6 +105,17 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
         on_main(lambda: judged.write(folder))
         return judged
     return table
+
+
+def _with_samples(subject: Subject, measured: Measured) -> Measured:
+    """Of a recipe that mixes samples of RULER into its text others too, as large a share, as a domain of their own."""
+    recipe, blocks = subject.recipe, measured.blocks
+    essays = read_essays(recipe, subject.base)
+    samples = ruler_blocks(recipe, measured.tokenizer, essays, blocks.block_size, recipe.seed)
+    if samples is None or recipe.data.mix is None:
+        return measured
+    number = max(_LEAST_SAMPLES, round(recipe.data.mix.ruler.share * blocks.num_blocks))
+    return replace(measured, blocks=blocks.and_(samples.held_out(number)))
 
 
 def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, reporter: Reporter) -> DensityTable:

@@ -78,9 +78,13 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
             return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base, reporter)
 
     source, blocks = on_main(prepare)
+    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data), read_essays(recipe, base))
+
+
+def read_essays(recipe: Recipe, base: Path) -> Essays | None:
+    """What the samples of a recipe's mixture hide needles in; None for RULER's noise. Raises ``UserError``."""
     haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
-    essays = Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
-    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data), essays)
+    return Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
 
 
 def tokenizer_folder(recipe: Recipe, folder: Path) -> Path:

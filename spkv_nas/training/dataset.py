@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, library_order, mixed_order
 from spkv_nas.data.ruler.blocks import RulerBlocks
+from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.model.loss import NO_TARGET
@@ -117,7 +119,9 @@ def training_data(
         order = BlockOrder(mixed_order, number, seed, number)
         mixture = Mixture.drawn(recipe.data.mix.ruler.share, number, seed)
     start = batch * (phase.steps if extension is None else extension.step)
-    short = OrderedDataset(text, order, mixture, _samples(recipe, corpus, text.block_size, seed), start)
+    short = OrderedDataset(
+        text, order, mixture, ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text.block_size, seed), start
+    )
     if extension is None:
         return short
     size, ratio = extension.block_size, extension.block_size // text.block_size
@@ -128,19 +132,25 @@ def training_data(
             f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
         )
     order, places = order.longer(ratio, start - mixture.synthetic(start)), batch * phase.steps - start
-    samples = _samples(recipe, corpus, size, seed)
+    samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, size, seed)
     long = OrderedDataset(longer, order, mixture.longer(ratio, start), samples, places // ratio)
     return ExtendedDataset(short, long, ratio)
 
 
-def _samples(recipe: Recipe, corpus: Corpus, size: int, seed: int) -> RulerBlocks | None:
-    """The samples that are mixed into the text, in blocks of ``size`` tokens; None without a mixture."""
+def ruler_blocks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, size: int, seed: int
+) -> RulerBlocks | None:
+    """The samples that a recipe mixes into its text, in blocks of ``size`` tokens; None without a mixture.
+
+    Raises:
+        UserError: a task has no room in them.
+    """
     if recipe.data.mix is None:
         return None
     mix = recipe.data.mix.ruler
     samples = RulerBlocks(
-        corpus.tokenizer, size, tuple(mix.tasks_of(available(NO_MATERIAL))), tuple(mix.lengths or [size]),
-        mix.loss == "all", seed, Material(corpus.essays),
+        tokenizer, size, tuple(mix.tasks_of(available(NO_MATERIAL))), tuple(mix.lengths or [size]),
+        mix.loss == "all", seed, Material(essays),
     )  # fmt: skip
     samples.check()
     return samples

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.base.limits import MOST_SEED
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Sample, first_fitting
 from spkv_nas.data.ruler.tasks import generate
@@ -19,7 +20,9 @@ from spkv_nas.data.tokenizer import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DOMAIN = "ruler"
 _FIRST_SEED = MOST_SEED + 1  # so that no sample is one of an evaluation's
+_HELD_OUT_SEED = 2 * _FIRST_SEED  # nor, of those held out, one of a run's
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,14 @@ class RulerBlocks:
             learned[place if self.learns_all else answer : end] = True
             done, place = done + 1, end
         return tokens, learned
+
+    def held_out(self, num_blocks: int) -> TokenBlocks:
+        """Blocks that no run learns from, each a document of the domain ``ruler``."""
+        other = replace(self, seed=_HELD_OUT_SEED)
+        tokens = np.stack([other.block(number)[0] for number in range(num_blocks)]).astype(np.int32)
+        owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
+        infos = tuple(DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}") for number in range(num_blocks))
+        return TokenBlocks(tokens, owner, infos)
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:
         order = rng.sample(self.tasks, len(self.tasks))
