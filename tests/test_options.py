@@ -20,6 +20,7 @@ from spkv_nas.probing.priced import DEFAULT_STEPS
 from spkv_nas.probing.regression import DEFAULT_LAYOUTS
 from spkv_nas.stages import flags, layout_options, options
 from spkv_nas.stages.flags import Flag
+from spkv_nas.stages.longppl import ALPHA
 from spkv_nas.stages.ruler import SAMPLES
 from spkv_nas.training.first_recipe import STEPS
 from spkv_nas.training.palindrome.run import PalindromeSettings
@@ -48,7 +49,7 @@ def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
 
 def test_a_name_means_one_thing() -> None:
     """Fields of one name, in whichever command, are of one flag, or of one that takes other values."""
-    allowed = {"budget": 2, "tau": 2, "device": 2}  # a range too; a choice; several at once
+    allowed = {"budget": 2, "tau": 2, "device": 2, "short": 2}  # a range; a choice; several; layouts or tokens
     allowed |= {"recipe": 2, "file": 2, "layout": 2, "model": 2, "data": 2, "out": 2}  # by place or by name; a folder
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
@@ -135,6 +136,7 @@ def test_defaults_that_the_help_names_are_those_that_are_used() -> None:
     assert shown == {
         **blocks,
         ("BaselinesOptions", "points"): str(DEFAULT_POINTS),
+        ("EvaluateOptions", "alpha"): f"{ALPHA:g}",
         ("EvaluateOptions", "points"): str(DEFAULT_POINTS),
         ("EvaluateOptions", "samples"): str(SAMPLES),
         ("EvaluateOptions", "seed"): "0",

@@ -29,7 +29,7 @@ from spkv_nas.stages.options import EvaluateOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHORT, _ALPHA, _BETA = 4096, 2.0, -2.0  # the authors'
+_SHORT, ALPHA, BETA = 4096, 2.0, -2.0  # the authors'
 _LONGEST = 1 << 15  # tokens of a text, by default
 _PART = 4  # of a text the short context is at most a fourth, and the stride is a fourth of that
 
@@ -109,8 +109,8 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
     criterion = Criterion(
         short=short,
         stride=options.stride or max(1, short // _PART),
-        alpha=_ALPHA if options.alpha is None else options.alpha,
-        beta=_BETA if options.beta is None else options.beta,
+        alpha=ALPHA if options.alpha is None else options.alpha,
+        beta=BETA if options.beta is None else options.beta,
     )
     return length, criterion
 

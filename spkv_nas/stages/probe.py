@@ -17,6 +17,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.model.shape import check_tokens, config_shape
@@ -67,8 +68,6 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     measured = subject.load(
         reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None, learns=measures_density
     )
-    if measures_density and options.recipe is not None:
-        measured = _with_samples(subject, measured)
     if options.signal == signals.REGRESSION:
         root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
         own["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
@@ -94,7 +93,8 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
             "progress": progress,
         }
         if measures_density:
-            table = density.probe(measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **told)
+            probed = _with_samples(subject, measured, options)
+            table = density.probe(measured.model, probed, options.tau, batch_size=measured.batch_size, **told)
         else:
             table = signals.measure_signal(
                 options.signal, measured.model, measured.blocks, window=options.window, **own, **told
@@ -107,15 +107,16 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     return table
 
 
-def _with_samples(subject: Subject, measured: Measured) -> Measured:
-    """Of a recipe that mixes samples of RULER into its text others too, as large a share, as a domain of their own."""
+def _with_samples(subject: Subject, measured: Measured, options: ProbeOptions) -> TokenBlocks:
+    """The blocks to probe; where a recipe mixes samples of RULER into its text, others too, as large a share."""
     recipe, blocks = subject.recipe, measured.blocks
+    if options.recipe is None or recipe.data.mix is None:
+        return blocks
     essays = read_essays(recipe, subject.base)
     samples = ruler_blocks(recipe, measured.tokenizer, essays, blocks.block_size, recipe.seed)
-    if samples is None or recipe.data.mix is None:
-        return measured
+    assert samples is not None
     number = max(_LEAST_SAMPLES, round(recipe.data.mix.ruler.share * blocks.num_blocks))
-    return replace(measured, blocks=blocks.and_(samples.held_out(number)))
+    return blocks.and_(samples.held_out(number))
 
 
 def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, reporter: Reporter) -> DensityTable:
