@@ -244,6 +244,7 @@ class TestCommand:
         main(["evaluate", "--model", str(checkpoint), "--data", str(text), "--longppl", "-w", str(tmp_path / "w")])
         shown = capsys.readouterr()
         assert "all: 0 key tokens, fewer than 100: no LongPPL is given" in shown.out + shown.err
+        assert "nan" not in shown.out
         told = yaml.safe_load((tmp_path / "w" / "reports" / "mine" / "longppl.yaml").read_text())
         assert told["withheld"] == {"all": "0 key tokens, fewer than 100: no LongPPL is given"}
 

@@ -292,7 +292,9 @@ def _percent(share: float) -> str:
 
 
 def _share(value: float, error: float | None = None) -> str:
-    """A share such as ``0.842 ± 0.036``."""
+    """A share such as ``0.842 ± 0.036``; a dash for NaN."""
+    if math.isnan(value):
+        return "-"
     return f"{value:.3f}" if error is None else f"{value:.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
 
 
