@@ -30,6 +30,7 @@ from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.checkpoint import load
 from spkv_nas.model.export import export
 from spkv_nas.model.rope import extend_positions
+from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branches import Branch, train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dataset import training_data
@@ -313,6 +314,22 @@ class TestMistakes:
     ) -> None:
         with pytest.raises(UserError, match=said):
             extended(recipe, extend, **sections)
+
+    def test_processes_share_longer_blocks(
+        self, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr("spkv_nas.base.distributed.num_processes", lambda: 2)
+        longer = extended(recipe, {"block_size": 128})
+        with pytest.raises(UserError, match=r"4 blocks cannot be shared evenly by 2 processes, 4 together(.|\n)*of 8$"):
+            training_arguments(longer, longer.branch, tmp_path, device="cpu")
+        arguments = training_arguments(extended(recipe), extended(recipe).branch, tmp_path, device="cpu")
+        assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 1)
+
+    def test_passes_are_no_smaller_than_a_longer_block(self, recipe: Recipe, tmp_path: Path) -> None:
+        """Four blocks of 32 tokens in passes of at most two are two passes of a block of 64."""
+        longer = extended(recipe, micro_batch_size=2)
+        arguments = training_arguments(longer, longer.branch, tmp_path, device="cpu")
+        assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 2)
 
     def test_too_little_text(self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
         size = corpus.heldout.tokens.size // 32 * 32 + 32

@@ -128,14 +128,20 @@ def pass_device(model: nn.Module) -> torch.device:
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
-def blocks_per_process(batch_size: int) -> int:
-    """Blocks per process of a batch of all processes. Raises ``UserError`` if they cannot share it evenly."""
-    if batch_size % num_processes():
+def blocks_per_process(batch_size: int, together: int = 1) -> int:
+    """Blocks per process of a batch of all processes, a multiple of ``together``.
+
+    Raises:
+        UserError: they cannot share it evenly.
+    """
+    processes = num_processes()
+    if batch_size % (processes * together):
+        each = "" if together == 1 else f", {together} together"
         raise UserError(
-            f"a batch_size of {batch_size} blocks cannot be shared evenly by {num_processes()} processes\n"
-            "batch sizes are those of all processes together: give a multiple of their number"
+            f"a batch_size of {batch_size} blocks cannot be shared evenly by {processes} processes{each}\n"
+            f"batch sizes are those of all processes together: give a multiple of {processes * together}"
         )
-    return batch_size // num_processes()
+    return batch_size // processes
 
 
 def on_main(work: Callable[[], Result]) -> Result:

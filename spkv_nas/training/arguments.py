@@ -35,7 +35,7 @@ def training_arguments(
     device = choose_device(device)
     on_gpu = device.startswith("cuda")
     least = recipe.least_blocks(phase)
-    own = least * blocks_per_process(phase.batch_size // least)
+    own = blocks_per_process(phase.batch_size, least)
     most = min(own, recipe.micro_batch_size or own)
     micro_batch_size = max(n for n in range(least, max(most, least) + 1, least) if own % n == 0)
     arguments = TrainingArguments(

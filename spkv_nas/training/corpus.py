@@ -59,7 +59,7 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
         check_installed("peft", "lora")
     for phase in (recipe.dense, recipe.branch):
         if phase is not None:
-            blocks_per_process(phase.batch_size // recipe.least_blocks(phase))
+            blocks_per_process(phase.batch_size, recipe.least_blocks(phase))
     connect(device, offloads=recipe.sharding == OFFLOAD)
 
 
