@@ -63,17 +63,13 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     name = options.name or model_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "longppl"
     options.place.check_writable()
+    _check_pair(options.model, options.against)
     evaluator = options.evaluator or options.against or options.model
     length, criterion = _sizes(options, [evaluator, options.model, *([options.against] if options.against else [])])
     texts, spans, about = _keys(options, evaluator, length, criterion, samples, reporter)
     sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
     found = [_readings(options, *source, texts, spans, length, samples, reporter) for source in sources]
-    if len({vocabulary for _, _, vocabulary in found}) > 1:
-        raise UserError(
-            f"--against {options.against} has another tokenizer: LongPPL is a mean over tokens, and a pair must be of "
-            "the same ones"
-        )
-    rows, withheld = longppl_table(texts, *(readings for readings, _, _ in found))
+    rows, withheld = longppl_table(texts, *(readings for readings, _ in found))
     told = {
         **found[0][1],
         "against": found[1][1] if options.against else None,
@@ -86,6 +82,18 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     }
     on_main(lambda: write_longppl(folder, rows, told))
     return LongPPLResult(name, rows, withheld, folder, samples)
+
+
+def _check_pair(model: str, against: str | None) -> None:
+    """Raise ``UserError`` for checkpoints of two tokenizers, before anything is read."""
+    from spkv_nas.data.cache import fingerprint
+    from spkv_nas.model.checkpoint import load_tokenizer
+
+    if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
+        raise UserError(
+            f"--against {against} has another tokenizer: LongPPL is a mean over tokens, and a pair must be of the same "
+            "ones"
+        )
 
 
 def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Criterion]:
@@ -146,12 +154,11 @@ def _readings(
     length: int,
     samples: Path,
     reporter: Reporter,
-) -> tuple[list[Reading], dict[str, Any], str]:
-    """(what a checkpoint makes of the texts, where that comes from, what tells its tokenizer from others)."""
-    from spkv_nas.data.cache import fingerprint
+) -> tuple[list[Reading], dict[str, Any]]:
+    """(what a checkpoint makes of the texts, where that comes from)."""
     from spkv_nas.model.modes import evaluation_mode
 
-    loaded = model, tokenizer = load(options, source, reporter)
+    loaded = model, _ = load(options, source, reporter)
     check_positions(model, length, "--block-size")
     about = origin(source, model, tau)
     whose = identity(source, loaded, f"{about['tau']} {_hash(texts)} {_hash(spans)}")
@@ -162,7 +169,7 @@ def _readings(
     with evaluation_mode(model), hard(model, tau), reporter.bar(f"reading with {model_name(source)}") as progress:
         lines = _lines(sample_file(samples, "nll", whose), texts, line, progress)
     readings = [Reading(**{key: one[key] for key in Reading.__dataclass_fields__}) for one in lines]
-    return readings, about, fingerprint(tokenizer)
+    return readings, about
 
 
 def _lines(file: Path, texts: list[LongText], line: Callable[[LongText, int], Line], progress: Progress) -> list[Line]:
