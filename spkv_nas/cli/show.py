@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from spkv_nas.artifacts.comparison import EXTENDED
 from spkv_nas.cli.console import caution, err, out, say, say_where
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def agreement(result: AgreementResult) -> None:
 
 def comparison(result: Comparison) -> None:
     """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
-    extended = EXTENDED[0] in result.rows
+    extended = "extended_nll" in result.rows
     shown = Table(
         "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
         *(["extended\nNLL", "extended\nΔNLL %"] if extended else []), title="retrained from one dense checkpoint",
