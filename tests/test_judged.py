@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 from helpers import Page, make_domain_table
 
-from spkv_nas.artifacts.result_tables import BASELINES, RULER, TASKS, ResultTable
+from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import show
 from spkv_nas.report import page as report_page
@@ -21,6 +21,7 @@ from spkv_nas.report.judged import SECTIONS, read_judged
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
 from spkv_nas.stages.baselines import BaselinesResult
+from spkv_nas.stages.longppl import LongPPLResult
 from spkv_nas.stages.ruler import RulerResult
 from spkv_nas.stages.tasks import TasksResult
 
@@ -35,6 +36,10 @@ TASKS_ROWS = (
     ("arc_easy", "acc", 25, 200, 0.61, 0.0345, 0.3, 0.58, 1.0, 0.03, 0.0212),
     ("lambada", "perplexity", 0, 200, 12.3456, 0.789, 0.32, 11.0, 1.0, 1.3456, 0.21),
 )
+LONGPPL_ROWS = (
+    ("all", 12, 60000, 813, 2.2333, 0.1061, 7.345, 0.27, 1.9001, 7.234, 1.0, 17.5678, 4.3912),
+    ("docs", 3, 10000, 20, NAN, NAN, 9.123, 0.26, NAN, 9.012, 1.0, NAN, NAN),
+)
 
 
 def write(table: ResultTable, folder: Path, rows: Any, **origin: Any) -> None:
@@ -43,11 +48,12 @@ def write(table: ResultTable, folder: Path, rows: Any, **origin: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Results with every table: the committed one, and two that are made up."""
+    """Results with every table: the committed one, and three that are made up."""
     for file in COMMITTED.glob("baselines.*"):
         shutil.copy(file, tmp_path)
     write(RULER, tmp_path, RULER_ROWS, model="m/own", against={"model": "m/other"}, floor_window=32)
     write(TASKS, tmp_path, TASKS_ROWS, limit=200)
+    write(LONGPPL, tmp_path, LONGPPL_ROWS, evaluator={"model": "m/other"}, withheld={"docs": "20 key tokens"})
     return tmp_path
 
 
@@ -76,6 +82,7 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
         "baselines": (show.baselines, lambda rows: BaselinesResult("mine", rows, folder)),
         "ruler": (show.ruler, lambda rows: RulerResult("mine", rows, folder, folder)),
         "tasks": (show.tasks, lambda rows: TasksResult("mine", rows, folder, folder)),
+        "longppl": (show.longppl, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
     }
     for kind, _ in SECTIONS:
         found = kind.read(folder)
@@ -95,12 +102,12 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
 def test_sections_are_there_for_tables_that_are_there(folder: Path) -> None:
     (folder / "ruler.csv").unlink()
     (folder / "tasks.yaml").unlink()  # a table alone will do
-    assert [section.name for section in read_judged(folder)] == ["baselines", "tasks"]
+    assert [section.name for section in read_judged(folder)] == ["baselines", "tasks", "longppl"]
     assert read_judged(folder / "elsewhere") == ()
 
 
 def test_what_cannot_be_told_apart_is_called_level(folder: Path) -> None:
-    pruned, ruler, tasks = read_judged(folder)
+    pruned, ruler, tasks, longppl = read_judged(folder)
     assert pruned.findings[0] == (
         "At 20 %, kvzap with 4 sinks loses least, +0.662 ± 0.100 %; level with it, at no more than two combined "
         "standard errors: kvzap without sinks."
@@ -116,6 +123,9 @@ def test_what_cannot_be_told_apart_is_called_level(folder: Path) -> None:
         "(−0.043).",  # noqa: RUF001
     )
     assert [row.tag for rows in tasks.groups for row in rows] == ["level", ""]
+    assert [row.tag for rows in longppl.groups for row in rows] == ["", ""]  # one is worse, the other is not known
+    assert longppl.findings == ("docs: 20 key tokens.",)
+    assert "as judged by m/other" in longppl.about
 
 
 def test_sp_kv_competes_at_its_density(folder: Path) -> None:

@@ -22,12 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spkv_nas import set_gate_mode
+from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.cli import main
 from spkv_nas.data.sources import Document
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.evaluation.longppl import reading
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, key_spans, key_tokens, read, stretches
-from spkv_nas.evaluation.longppl.table import COLUMNS, longppl_table
+from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.stages import longppl as stage
 
@@ -160,7 +161,7 @@ class TestTable:
             Reading(200.0, 100, 60.0, 60, 1.0),
         ]
         rows, withheld = longppl_table(texts(0, 0, 1), own, other)
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == LONGPPL.header
         assert not withheld
         (row,) = rows.itertuples()
         assert (row.domain, row.num_documents, row.num_tokens, row.num_keys) == ("all", 2, 300, 150)
@@ -216,7 +217,7 @@ class TestCommand:
         assert "longppl.csv" in shown
         folder = place / "reports" / "mine"
         rows = pd.read_csv(folder / "longppl.csv")
-        assert tuple(rows.columns) == COLUMNS
+        assert list(rows.columns) == LONGPPL.header
         assert rows.loc[0, "num_documents"] == 10
         assert rows.loc[0, "num_keys"] > 100
         assert rows["longppl"].notna().all()

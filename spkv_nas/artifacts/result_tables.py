@@ -103,3 +103,21 @@ TASKS = ResultTable(
         *_paired(-MOST_SHOWN),
     ),
 )
+LONGPPL = ResultTable(
+    "longppl",
+    (
+        Column("domain"),
+        Column("num_documents", "whole"),
+        Column("num_tokens", "whole"),
+        Column("num_keys", "whole"),
+        _number("longppl"),
+        _number("standard_error"),
+        _number("ppl"),
+        _number("density", high=1.0),
+        _number("against"),
+        _number("against_ppl"),
+        _number("against_density", high=1.0),
+        _number("difference_percent", -100.0),
+        _number("difference_standard_error"),
+    ),
+)

@@ -1,4 +1,5 @@
-"""Sections of the page on what judges a checkpoint beside the field: pruning after the fact, RULER, downstream tasks.
+"""Sections of the page on what judges a checkpoint beside the field: pruning after the fact, RULER, downstream
+tasks, LongPPL.
 
 ``SECTIONS`` lists them all: one more is one more line there, with the function that writes its section. Which rows are
 level is said by their own errors. "Level" is a difference of at most two standard errors.
@@ -14,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.result_tables import BASELINES, RULER, TASKS, ResultTable
+from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
 from spkv_nas.report.words import change, measured, number, signed
@@ -24,6 +25,8 @@ _NEAR = 0.01  # in density: rows no farther apart are compared
 _AVERAGE = "average of "
 _MOST_NAMED = 6
 _PAIR = ("Against", "Its density, %", "Difference")
+_LONG = ("Domain", "Documents", "Tokens", "Key tokens", "LongPPL", "PPL", "Density, %")
+_LONG_PAIR = ("Against", "Its PPL", "Its density, %", "Difference, %")
 Record = Mapping[str, Any]
 
 
@@ -180,6 +183,46 @@ def _task(row: pd.Series[Any], *, paired: bool) -> Row:
     return Row(str(row["task"]), cells, _level(row["difference"], row["difference_standard_error"]))
 
 
+def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    paired = bool(rows["against_ppl"].notna().any())
+    evaluator, withheld = record.get("evaluator"), record.get("withheld")
+    by = f" by {evaluator['model']}" if isinstance(evaluator, Mapping) and "model" in evaluator else ""
+    reasons = [f"{domain}: {why}." for domain, why in withheld.items()] if isinstance(withheld, Mapping) else []
+    return Section(
+        name,
+        "LongPPL",
+        f"{_whose(record)}Perplexity of the key tokens alone, those that a long context makes much likelier, as judged"
+        f"{by}; ± one standard error by document, and beside it that of all tokens. The SP-KV paper uses the name for "
+        "its validation text, which is another thing. “Level” is a difference of at most two standard errors, on the "
+        "same key tokens.",
+        tuple(reasons),
+        (
+            "Domain",
+            "Documents",
+            "Tokens",
+            "Key tokens",
+            "LongPPL",
+            "PPL",
+            "Density, %",
+            *(_LONG_PAIR if paired else ()),
+        ),
+        (tuple(_longppl_row(row, paired=paired) for _, row in rows.iterrows()),),
+    )
+
+
+def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
+    difference, error = row["difference_percent"], row["difference_standard_error"]
+    pair = (number(row["against"], 3), number(row["against_ppl"], 3), number(100 * row["against_density"], 1))
+    cells = (
+        *(number(row[column], 0) for column in ("num_documents", "num_tokens", "num_keys")),
+        measured(row["longppl"], row["standard_error"]),
+        number(row["ppl"], 3),
+        number(100 * row["density"], 1),
+        *((*pair, change(difference, error)) if paired else ()),
+    )
+    return Row(str(row["domain"]), cells, _level(difference, error))
+
+
 def _whose(record: Record) -> str:
     """Which checkpoints these are, so far as the record says it."""
     against = record.get("against")
@@ -230,4 +273,5 @@ SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section
     (BASELINES, _baselines),
     (RULER, _ruler),
     (TASKS, _tasks),
+    (LONGPPL, _longppl),
 )

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 BATCH_SIZE = 8  # blocks of a pass of what measures, where there is memory for them
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # of an unfinished run
+_LEAST_SAMPLES = 2  # blocks of a recipe's samples, so that a domain has an error
 _BEYOND = 16  # times a model's own length up to which blocks may be longer
 
 
@@ -124,7 +125,7 @@ class Subject:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
         """
         from spkv_nas.data.config import BLOCK_SIZE
-        from spkv_nas.data.splits import load_heldout, load_text
+        from spkv_nas.data.splits import load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.section import gate_config
         from spkv_nas.model.shape import check_tokens
@@ -155,8 +156,7 @@ class Subject:
             read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit)
             whole = after_main(partial(read, reporter=reporter))
         else:
-            cache = options.place.run_dir(recipe.name) / "blocks"
-            whole = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter))
+            whole = self._held_out(tokenizer, limit and limit // length, reporter)
             text = recipe.data.model_dump(mode="json")
         blocks = whole if limit is None else whole.take(limit // length)
         if limit is None and tokens is not None:
@@ -169,6 +169,27 @@ class Subject:
             require_logits(model, batch_size, length)
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
         return Measured(model, tokenizer, blocks, whole, text, saved, train, batch_size)
+
+    def _held_out(self, tokenizer: PreTrainedTokenizerBase, most: int | None, reporter: Reporter) -> TokenBlocks:
+        """The recipe's held-out text; where it mixes samples of RULER into its text, other samples in as large a share.
+
+        With samples there are ``most`` blocks, if it is a number; text alone is all there.
+        """
+        from spkv_nas.data.splits import load_heldout
+        from spkv_nas.training.corpus import read_essays
+        from spkv_nas.training.dataset import ruler_blocks
+
+        recipe = self.recipe
+        cache = self.options.place.run_dir(recipe.name) / "blocks"
+        text = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter))
+        if recipe.data.mix is None:
+            return text
+        total = min(text.num_blocks, most or text.num_blocks)
+        samples = ruler_blocks(recipe, tokenizer, read_essays(recipe, self.base), text.block_size, recipe.seed)
+        assert samples is not None
+        number = max(min(_LEAST_SAMPLES, total), round(recipe.data.mix.ruler.share * total))
+        held_out = samples.held_out(number)
+        return held_out if number == total else text.spread(total - number).and_(held_out)
 
     def _parted(
         self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter

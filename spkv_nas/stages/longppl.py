@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.distributed import gathered, on_main, own_share
 from spkv_nas.base.errors import UserError
@@ -20,7 +21,7 @@ from spkv_nas.data.heldout import heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
-from spkv_nas.evaluation.longppl.table import longppl_table, write_longppl
+from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.stages.answering import check_mode, hard, identity, load, origin, with_open_gates
 from spkv_nas.stages.common import check_positions, model_name, quiet_transformers
@@ -80,7 +81,7 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
         "withheld": withheld,
         "environment": environment(),
     }
-    on_main(lambda: write_longppl(folder, rows, told))
+    on_main(lambda: LONGPPL.write(folder, rows, told))
     return LongPPLResult(name, rows, withheld, folder, samples)
 
 

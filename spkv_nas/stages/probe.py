@@ -17,7 +17,6 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.model.shape import check_tokens, config_shape
@@ -35,13 +34,10 @@ from spkv_nas.stages.common import (
 )
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
 from spkv_nas.stages.train import train
-from spkv_nas.training.corpus import read_essays
-from spkv_nas.training.dataset import ruler_blocks
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")
 GAIN_TOKENS = 4096  # that judge a table; how sure that is: reports/LOG.md
-_LEAST_SAMPLES = 2  # blocks; one alone gives no standard error
 _MOST_TARGET = 0.99  # of the density that a price keeps
 
 
@@ -93,8 +89,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
             "progress": progress,
         }
         if measures_density:
-            probed = _with_samples(subject, measured, options)
-            table = density.probe(measured.model, probed, options.tau, batch_size=measured.batch_size, **told)
+            table = density.probe(measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **told)
         else:
             table = signals.measure_signal(
                 options.signal, measured.model, measured.blocks, window=options.window, **own, **told
@@ -105,18 +100,6 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
         on_main(lambda: judged.write(folder))
         return judged
     return table
-
-
-def _with_samples(subject: Subject, measured: Measured, options: ProbeOptions) -> TokenBlocks:
-    """The blocks to probe; where a recipe mixes samples of RULER into its text, others too, as large a share."""
-    recipe, blocks = subject.recipe, measured.blocks
-    if options.recipe is None or recipe.data.mix is None:
-        return blocks
-    essays = read_essays(recipe, subject.base)
-    samples = ruler_blocks(recipe, measured.tokenizer, essays, blocks.block_size, recipe.seed)
-    assert samples is not None
-    number = max(_LEAST_SAMPLES, round(recipe.data.mix.ruler.share * blocks.num_blocks))
-    return blocks.and_(samples.held_out(number))
 
 
 def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, reporter: Reporter) -> DensityTable:

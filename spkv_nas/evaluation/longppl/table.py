@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.base.records import write_record
-from spkv_nas.base.replace import replacing
+from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base.statistics import clustered_error
-from spkv_nas.base.tables import write_csv
 from spkv_nas.evaluation.longppl.reading import LongText, Reading
 
-COLUMNS = (
-    "domain", "num_documents", "num_tokens", "num_keys", "longppl", "standard_error", "ppl", "density", "against",
-    "against_ppl", "against_density", "difference_percent", "difference_standard_error",
-)  # fmt: skip
 ALL = "all"
 LEAST_KEYS = 100  # of fewer tokens no perplexity is given
 
@@ -29,8 +22,8 @@ LEAST_KEYS = 100  # of fewer tokens no perplexity is given
 def longppl_table(
     texts: Sequence[LongText], own: Sequence[Reading], against: Sequence[Reading] | None = None
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """(One row for all texts and, of several domains, one for each, columns ``COLUMNS``; why values are withheld, by
-    domain.)
+    """(One row for all texts and, of several domains, one for each, columns those of ``LONGPPL``; why values are
+    withheld, by domain.)
 
     Errors have documents as clusters. ``difference_percent`` is by how much LongPPL is above the other checkpoint's, on
     the same key tokens; its error is that of the difference by document.
@@ -45,14 +38,7 @@ def longppl_table(
         rows.append(_row(domain, mine, others))
         if mine.num_keys < LEAST_KEYS:
             withheld[domain] = f"{mine.num_keys} key tokens, fewer than {LEAST_KEYS}: no LongPPL is given"
-    return pd.DataFrame(rows, columns=list(COLUMNS)), withheld
-
-
-def write_longppl(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``longppl_table`` to ``longppl.csv``, and where it comes from to ``longppl.yaml``."""
-    with replacing(folder) as new:
-        write_csv(new / "longppl.csv", rows)
-        write_record(new / "longppl.yaml", origin)
+    return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
 
 @dataclass(frozen=True)
