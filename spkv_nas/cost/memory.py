@@ -10,7 +10,7 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
                 or 5 d + f + q                    where each casts it for itself
                 + 2 d                             where all weights learn
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
-                or 2 d + 2 f                      where that layer alone is kept, in float32, and frees while it takes
+                or 2 d + 2 f                      where that layer alone is kept, and frees while it takes
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
 pass. In bfloat16 each linear layer casts what enters it; with weights in float32 (autocast) what goes from layer to
@@ -164,14 +164,10 @@ class PassMemory:
         return own + FLOAT32 * norms
 
     def _backward(self, num_tokens: int, *, frees: bool = False) -> int:
-        """Of one layer; ``frees`` where what it frees meanwhile is most of what is there; in bfloat16 casts take it."""
+        """Of one layer; ``frees`` where what it frees meanwhile is most of what is there."""
         q, kv = self._attention
         ffn = self.size.intermediate_size
-        own = (
-            FLOAT32 * 2 * ffn
-            if frees and self.item == FLOAT32
-            else max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
-        )
+        own = FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
         return num_tokens * (self.item * 2 * self.size.hidden_size + own)
 
     def _hidden(self, num_tokens: int) -> int:
