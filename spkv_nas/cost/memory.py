@@ -10,7 +10,7 @@ channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the
                 or 5 d + f + q                    where each casts it for itself
                 + 2 d                             where all weights learn
     backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
-                or 2 d + 2 f                      where that layer alone is kept, and frees while it takes
+                or 2 d + 2 f (bfloat16: 4 f)      where that layer alone is kept, and frees while it takes
 
 Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
 pass. In bfloat16 each linear layer casts what enters it; with weights in float32 (autocast) what goes from layer to

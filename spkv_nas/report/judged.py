@@ -196,16 +196,7 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
         "its validation text, which is another thing. “Level” is a difference of at most two standard errors, on the "
         "same key tokens.",
         tuple(reasons),
-        (
-            "Domain",
-            "Documents",
-            "Tokens",
-            "Key tokens",
-            "LongPPL",
-            "PPL",
-            "Density, %",
-            *(_LONG_PAIR if paired else ()),
-        ),
+        (*_LONG, *(_LONG_PAIR if paired else ())),
         (tuple(_longppl_row(row, paired=paired) for _, row in rows.iterrows()),),
     )
 
