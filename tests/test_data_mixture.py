@@ -141,6 +141,14 @@ class TestTraining:
     def mixed_corpus(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:
         return load_corpus(mixed, recipe_file.parent, tmp_path / "runs")
 
+    def test_another_version_of_samples_is_another_run(self, mixed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A run was resumed, or taken as finished, after the samples that it learns from had changed."""
+        plain = Recipe(**merged(mixed.model_dump(), {"data": {"mix": None}}))
+        before = [recipe.content_hash(*some) for recipe in (mixed, plain) for some in ((), ("data",), ("dense",))]
+        monkeypatch.setattr("spkv_nas.training.recipe.VERSION", 3)
+        after = [recipe.content_hash(*some) for recipe in (mixed, plain) for some in ((), ("data",), ("dense",))]
+        assert [one != other for one, other in zip(before, after, strict=True)] == [True, True, False] + [False] * 3
+
     def test_half_of_the_blocks_are_samples(self, mixed: Recipe, mixed_corpus: Corpus) -> None:
         phase = BranchConfig(steps=5, batch_size=4)
         for loss in ("all", "answers"):

@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from ruler_bytes import digest, embedded_tokenizer
 from scipy.stats import kstest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.data.ruler.haystacks import Essays, hide, noise
+from spkv_nas.data.ruler.haystacks import SPACE, Essays, hide, noise
 from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.needles import _DRAW
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import TASKS, available, generate
 from spkv_nas.data.ruler.words import all_words
@@ -192,9 +194,50 @@ def test_a_question_that_has_no_room_makes_way(tokenizer: PreTrainedTokenizerBas
 
 
 def test_hidden_sentences_stand_where_their_depth_says() -> None:
-    assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0]) == "Y a b c X"
-    assert hide(["a", "b", "c"], ["X", "Y"], [0.3, 0.49]) == "a X Y b c"
-    assert noise(7)[5:] == ["The grass is green.", "The sky is blue."]
+    assert hide(["a", "b", "c"], ["X", "Y"], [0.99, 0.0], SPACE) == "Y a b c X"
+    assert hide(["a", "b", "c"], ["X", "Y"], [0.3, 0.49]) == "a\nX\nY\nb\nc"
+    line = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+    assert noise(12) == [line, line, "The grass is green. The sky is blue."]
+    assert noise(5) == [line]
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt"])
+def test_lines_of_noise_and_needles_are_rulers(task: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Needles, assignments and the five sentences of noise stand on a line each; they were joined by spaces."""
+    (sample,) = samples(task, 2048, 1, tokenizer)
+    lines = sample.prompt.split("\n\n")[-1].split("\n")[1:-1]
+    whole = re.compile(r"The grass is green\. .* again\.|A magic \w+ of [\w-]+ is [\w-]+\.|VAR [A-Z]{5} = [\w ]+\.")
+    assert len(lines) > 15
+    assert all(whole.fullmatch(line) for line in lines[:-1])
+    assert whole.fullmatch(lines[-1]) or lines[-1].startswith("The grass is green.")
+
+
+@pytest.mark.parametrize("material", [Material(), Material(Essays((("One", "sentence."),) * 20))])
+def test_values_are_drawn_independently(
+    material: Material, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in RULER, where two may be equal; keys stay distinct, so that a question has one answer."""
+    monkeypatch.setitem(_DRAW, "number", lambda rng: str(rng.randrange(3)))
+    for task in ("niah_multivalue", "niah_multiquery", "niah_multikey_2"):
+        (sample,) = samples(task, 1024, 1, tokenizer, material)
+        named = re.findall(r"A magic number of ([\w-]+) is (\d)\.", sample.prompt)
+        values = [value for _, value in named]
+        assert len(set(values)) < len(values)
+        if task != "niah_multivalue":
+            assert len({key for key, _ in named}) == len(named)
+
+
+def test_a_long_list_of_words_is_filled() -> None:
+    """Above the 8,166 words that there are: samples of 200 thousand tokens were two thirds full."""
+    by_word = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    by_word.pre_tokenizer = pre_tokenizers.Whitespace()
+    (sample,) = samples("cwe", 100_000, 1, PreTrainedTokenizerFast(tokenizer_object=by_word))
+    assert sample.num_tokens + sample.new_tokens >= 0.97 * 100_000
+    entries = re.split(r" ?\d+\. ", sample.text.split("\n\n")[1].split("\n")[1])[1:]
+    counts = Counter(entries)
+    assert {word for word, count in counts.items() if count == 30} == set(sample.answers)
+    assert set(counts.values()) == {3, 30}
+    assert len(counts) > len(all_words()) == 8166
 
 
 def test_essays_go_on_at_their_beginning() -> None:

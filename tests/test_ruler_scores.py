@@ -214,9 +214,11 @@ class TestCommand:
         origin = yaml.safe_load((folder / "ruler.yaml").read_text())
         assert origin["model"] == str(checkpoint)
         assert origin["against"]["model"] == str(tmp_path / "hybrid")
-        known = {key: origin[key] for key in ("tau", "floor_window", "haystack", "questions", "seed", "samples")}
+        recorded = ("tau", "floor_window", "haystack", "questions", "seed", "samples", "samples_version")
+        known = {key: origin[key] for key in recorded}
         assert known == {
             "tau": 0.4, "floor_window": 6, "haystack": "RULER's noise", "questions": [], "seed": 0, "samples": 2,
+            "samples_version": 2,
         }  # fmt: skip
         kept = sorted((place / "runs" / "mine" / "ruler").iterdir())
         assert [file.name[:6] for file in kept] == ["vt-512"] * 3 + ["vt-600"] * 3

@@ -20,7 +20,7 @@ from spkv_nas.base.progress import SILENT, Bar, Progress, Reporter
 from spkv_nas.base.units import parse_context
 from spkv_nas.base.version import environment
 from spkv_nas.data.ruler.material import Material
-from spkv_nas.data.ruler.sample import NoRoomError, Sample
+from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import available, check_task, generate
 from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
@@ -78,6 +78,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
         "lengths": lengths,
         "tasks": tasks,
         "samples": number,
+        "samples_version": VERSION,
         "seed": seed,
         "haystack": options.haystack or "RULER's noise",
         "questions": options.qa or [],
@@ -85,7 +86,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
         "environment": {**environment(), "wonderwords": version("wonderwords")},
     }
     samples = options.place.run_dir(name) / "ruler"
-    asked = f"{seed} {number} {version('wonderwords')} {material.identity}"
+    asked = f"{seed} {number} {VERSION} {version('wonderwords')} {material.identity}"
     with reporter.bar("answering") as bar:
         exam = _Exam(places, make, number, 2 if options.against is None else 3, bar, samples, asked)
         with hard(model, options.tau):

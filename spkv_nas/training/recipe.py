@@ -26,6 +26,7 @@ from spkv_nas.base.schema import Section, validate
 from spkv_nas.cost.ladder import find_level, ladder
 from spkv_nas.cost.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerName
 from spkv_nas.data.config import DataConfig
+from spkv_nas.data.ruler.sample import VERSION
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.training.extension import ExtendConfig
 
@@ -295,6 +296,8 @@ class Recipe(Section):
         for section, key in (("data", "mix"), ("branch", "extend")):
             if section in data and data[section][key] is None:
                 del data[section][key]
+        if data.get("data", {}).get("mix") is not None:
+            data["data"]["mix"]["samples_version"] = VERSION
         if (gates := data.get("gates")) is not None and gates["target_density"] is None:
             gates["density_weight"] = 0.0 - gates.pop("price")
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]

@@ -3,7 +3,8 @@
 As in RULER: ten common words 30 times and the others 3 times (below 4,096 tokens 6 times and once), 120 new tokens, a
 worked example of a smaller list; coded words of six letters by a zeta distribution of exponent 2, whose most frequent
 is dots, a fiftieth of the length as many words, and 50 new tokens. Our own: the wording, answers between commas, at
-least ten other words, and smaller forms of the list where there is no room for RULER's.
+least ten other words, smaller forms of the list where there is no room for RULER's, and where a list needs more words
+than there are (8,166) pairs such as "quiet-harbour" beside them, where RULER draws all from a larger list of words.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class CommonWords:
             num_words, often, seldom = form.example
             common, others = self._drawn(rng, num_words)
             example = f"{self._prompt(rng, common * often + others * seldom)}\n{prefix} {', '.join(common)}\n\n"
-        most = min(request.length // (_TOKENS * form.seldom), len(words.all_words()) - self.num_common)
+        most = request.length // (_TOKENS * form.seldom)
         common, others = self._drawn(rng, most + self.num_common)
         order = rng.getrandbits(64)
 
@@ -65,8 +66,10 @@ class CommonWords:
         return fill(request, render, prefix, common, new_tokens=self.new_tokens, least=least, most=max(least, most))
 
     def _drawn(self, rng: Random, number: int) -> tuple[list[str], list[str]]:
-        """(the common ones, the others) of so many words."""
-        drawn = rng.sample(words.all_words(), number)
+        """Draw ``number`` distinct words, and pairs where there are too few: (the common ones, the others)."""
+        drawn = rng.sample(words.all_words(), min(number, len(words.all_words())))
+        seen = set(drawn)
+        drawn += [words.new(lambda: words.word_pair(rng), seen) for _ in range(number - len(drawn))]
         return drawn[: self.num_common], drawn[self.num_common :]
 
     def _prompt(self, rng: Random, entries: list[str]) -> str:

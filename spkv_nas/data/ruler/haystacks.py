@@ -1,7 +1,8 @@
 """Texts in which needles are hidden: RULER's noise, essays of one's own, or any list of sentences.
 
-A haystack is a function from a number of units to sentences. A needle at depth ``d`` in [0, 1) stands before sentence
-``floor(d * (sentences + 1))``, so that the depth of a needle does not depend on the length.
+A haystack is a function from a number of units to parts: lines of noise or of other needles, joined by line breaks, or
+sentences of essays, joined by spaces, as in RULER (``hide``). A needle at depth ``d`` in [0, 1) stands before part
+``floor(d * (parts + 1))``, so that the depth of a needle does not depend on the length.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.sources import documents
 
 Haystack = Callable[[int], list[str]]
+LINE_BREAK, SPACE = "\n", " "  # between lines of noise or needles; between sentences of essays
 
 _NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 _MOST_DOCUMENTS, _MOST_WORDS = 1000, 500_000
@@ -25,8 +27,9 @@ _LEAST = 20  # sentences of essays
 
 
 def noise(number: int) -> list[str]:
-    """So many sentences of RULER's noise, the five of it over and over; a unit is a sentence, RULER's all five."""
-    return list(islice(_NOISE * (number // len(_NOISE) + 1), number))
+    """Repeat RULER's noise, five sentences a line, up to ``number`` sentences; the last line may break off."""
+    sentences = _NOISE * (number // len(_NOISE) + 1)
+    return [" ".join(sentences[start : min(start + len(_NOISE), number)]) for start in range(0, number, len(_NOISE))]
 
 
 @dataclass(frozen=True)
@@ -76,12 +79,12 @@ def _sentences(text: str) -> Iterator[tuple[str, ...]]:
             yield tuple(words[start : start + _LONGEST])
 
 
-def hide(sentences: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """One text of the sentences, with each needle at its depth; of two in one place the first stands first."""
-    places = sorted((int(depth * (len(sentences) + 1)), number) for number, depth in enumerate(depths))
-    parts: list[str] = []
+def hide(parts: Sequence[str], needles: Sequence[str], depths: Sequence[float], separator: str = LINE_BREAK) -> str:
+    """Join a haystack's parts, with each needle at its depth; of two in one place the first stands first."""
+    places = sorted((int(depth * (len(parts) + 1)), number) for number, depth in enumerate(depths))
+    joined: list[str] = []
     done = 0
     for place, number in places:
-        parts += [*sentences[done:place], needles[number]]
+        joined += [*parts[done:place], needles[number]]
         done = place
-    return " ".join([*parts, *sentences[done:]])
+    return separator.join([*joined, *parts[done:]])

@@ -17,6 +17,7 @@ from spkv_nas.base.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+VERSION = 2  # of the text of samples, raised when it changes; 1 had spaces for line breaks in noise
 _ENOUGH, _AIM = 0.02, 0.01  # of the length may stay empty; what a guess aims at
 _FIRST, _GROWTH = 4, 16  # units of the first guess, and how many times as many the next may have
 _GUESSES, _TRIES = 16, 64  # by tokens per unit so far, before bisection, which 2^24 units take 24 of

@@ -1,7 +1,8 @@
 """Variable tracking: which variables have a value, when each is assigned from the one before.
 
-As in RULER: one chain of five variables of five letters (four hops) in noise, 30 new tokens, and a worked example with
-names of three letters. Our own: the wording, and no example where it has no room.
+As in RULER: one chain of five variables of five letters (four hops), each assigned on a line between lines of noise, 30
+new tokens, and a worked example with names of three letters. Our own: the wording, assignments at independent uniform
+depths, and no example where it has no room.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ An evaluator reads each text twice: whole, and with no more than ``short`` to ``
 token is key where the short context costs it more than ``alpha`` nats and its log-likelihood in the whole text is above
 ``beta``. Key tokens are kept as spans of characters, so that every model of a comparison is judged on the same ones,
 whatever its tokenizer: its key tokens are those that lie inside a span. As in the authors' package ``longppl``, the
-evaluator reads with its tokenizer's special tokens, and the models without.
+evaluator reads with its tokenizer's special tokens, and the models without. Log-likelihoods are computed in float32
+from the model's logits, where the package computes them in the model's dtype: for bfloat16 models its LongPPL is 0.4 to
+5 % away from the one here, for float32 models it is the same.
 
 The SP-KV paper calls its validation text LongPPL; what it gives of it is the NLL of all tokens, and not this.
 """

@@ -2,8 +2,9 @@
 
 lm-eval's own class pads without a mask, makes the logits of all positions, and generates with a cache of every key, on
 for rows that have ended. Here a text that several requests read passes once, generation has the cache that suits the
-model, and the density is that of real tokens: neither padding nor what follows the end of an answer. Gates are the
-caller's business, hard as a rule.
+model, and the density is that of real tokens: neither padding nor what follows the end of an answer. Log-likelihoods
+are computed in float32 from the logits, where lm-eval computes them in the model's dtype. Gates are the caller's
+business, hard as a rule.
 
 Collective: each process of torchrun answers its share, and all have all answers.
 """
