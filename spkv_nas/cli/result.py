@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from spkv_nas.cli.console import out
+from rich.text import Text
+
+from spkv_nas.cli.console import out, say
+
+if TYPE_CHECKING:
+    from spkv_nas.stages.commands import Suggestion
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,14 @@ class Result:
         show: prints it for people.
         document: makes of it what ``--json`` prints by ``plain``; all of it by default.
         exit_code: of the command.
+        next: commands to run next, the recommended one first.
     """
 
     value: Any
     show: Callable[[Any], None]
     document: Callable[[Any], Any] = lambda value: value
     exit_code: int = 0
+    next: Sequence[Suggestion] = ()
 
 
 Results = Result | Iterator[Result]  # of a command; several come as they are found
@@ -40,13 +47,28 @@ def present(found: Results, *, as_json: bool) -> int:
     for result in results:
         code = max(code, result.exit_code)
         if as_json:
-            documents.append(plain(result.document(result.value)))
+            documents.append(_document(result))
         else:
             result.show(result.value)
+            _suggest(result.next)
     if as_json:
         whole = documents[0] if isinstance(found, Result) else documents
         out.write(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return code
+
+
+def _document(result: Result) -> Any:
+    """The JSON of a result; commands to run next, if there are any, are its key ``next``."""
+    document = plain(result.document(result.value))
+    return {**document, "next": [one.command for one in result.next]} if result.next else document
+
+
+def _suggest(suggestions: Sequence[Suggestion]) -> None:
+    """Print each suggestion: its reason, then its command on one line that is never wrapped."""
+    for one in suggestions:
+        if one.reason:
+            say(one.reason)
+        out.print(Text(one.line), soft_wrap=True)
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,98 @@
+"""Build every command that the product suggests: complete, quoted for a shell, made from the options of a stage.
+
+A suggestion is an options dataclass of ``stages.options`` with all that the command needs (model, text, budget,
+workspace), so that it repeats the user's model and text and never falls back to the embedded ones::
+
+    command_line(ProposeOptions(probe="mine", workspace=Path("w")))  # spkv-nas propose --probe mine --workspace w
+
+People see a suggestion as one line, ``next: spkv-nas ...``; programs find it under ``next`` in the JSON document.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from spkv_nas.stages.flags import Flag
+
+PROGRAM = "spkv-nas"
+_LAST = ("workspace", "device", "dtype")  # as in the help
+_IN_GROUPS = {"ShowLayoutsOptions": "layout show", "DiffOptions": "layout diff", "ConvertOptions": "layout convert"}
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Name a command to run next.
+
+    Attributes:
+        command: complete, as it can be pasted into a shell.
+        reason: sentence on what the command is for; empty where the command speaks for itself.
+    """
+
+    command: str
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        """The line that people see."""
+        return f"next: {self.command}"
+
+
+def command_line(options: object) -> str:
+    """Write the command line that gives a stage ``options``; what is at its default is left out.
+
+    Paths below the current folder are written relative to it.
+
+    Args:
+        options: a dataclass of ``stages.options`` or ``stages.layout_options``.
+    """
+    hints = get_type_hints(type(options), include_extras=True)
+    arguments: list[str] = []
+    switches: list[str] = []
+    for field in sorted(fields(options), key=lambda field: field.name in _LAST):  # type: ignore[arg-type]
+        value, flag = getattr(options, field.name), hints[field.name].__metadata__[0]
+        if value is None or value == _default(field):
+            continue
+        if flag.argument:
+            arguments += [_text(one) for one in (value if isinstance(value, list) else [value])]
+        else:
+            switches += _switch(field.name, flag, value)
+    # A positional argument that looks like an option follows a bare "--"
+    if any(argument.startswith("-") for argument in arguments):
+        words = [*switches, "--", *arguments]
+    else:
+        words = [*arguments, *switches]
+    return f"{PROGRAM} {' '.join([_name(type(options)), *map(shlex.quote, words)])}"
+
+
+def _name(kind: type) -> str:
+    """The command of an options class: ``TrainHybridOptions`` is train-hybrid."""
+    if kind.__name__ in _IN_GROUPS:
+        return _IN_GROUPS[kind.__name__]
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__.removesuffix("Options")).lower()
+
+
+def _default(field: Field[Any]) -> Any:
+    return None if field.default is MISSING else field.default
+
+
+def _switch(name: str, flag: Flag, value: Any) -> Iterator[str]:
+    """The words of one option, which a list repeats."""
+    option = flag.names[0] if flag.names else f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        yield option.split("/")[0 if value else 1]
+        return
+    for one in value if isinstance(value, list) else [value]:
+        yield from (option, _text(one))
+
+
+def _text(value: Any) -> str:
+    """A value as the command line takes it."""
+    path = Path(value) if isinstance(value, str | Path) else None
+    if path is not None and path.is_absolute() and path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return str(value)

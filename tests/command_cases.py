@@ -1,0 +1,45 @@
+"""Read command lines back: what options a suggested command gives its stage, without running it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any, get_type_hints
+
+import typer
+from typer.testing import CliRunner
+
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import pipeline
+from spkv_nas.cli.app import COMMANDS
+from spkv_nas.cli.options import command
+from spkv_nas.stages.commands import PROGRAM
+from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ShowLayoutsOptions
+
+
+def parsed(line: str) -> Any:
+    """The options dataclass that a command line gives its stage; the command line is that of the product itself."""
+    seen: list[Any] = []
+    app, layouts = typer.Typer(), typer.Typer()
+    for function in (*COMMANDS, pipeline.demo):
+        kind = next(value for name, value in get_type_hints(function).items() if name != "return")
+        command(app)(_recorder(function.__name__, kind, seen))
+    for name, kind in (("show", ShowLayoutsOptions), ("diff", DiffOptions), ("convert", ConvertOptions)):
+        command(layouts)(_recorder(name, kind, seen))
+    app.add_typer(layouts, name="layout")
+    program, *arguments = shlex.split(line)
+    assert program == PROGRAM
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, f"{line}: {result.output}"
+    return seen[0]
+
+
+def _recorder(name: str, kind: type, seen: list[Any]) -> Callable[..., None]:
+    """A function with the command line of options of a ``kind`` that only keeps them."""
+
+    def record(options: Any, reporter: Reporter) -> None:
+        seen.append(options)
+
+    record.__name__ = name
+    record.__annotations__ = {"options": kind, "reporter": Reporter, "return": None}
+    return record
