@@ -99,7 +99,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stdout.count("retrained from one dense checkpoint") == 1
     assert done.stderr.count("sp-kv, seed 0 (2 of 3)") == 1
     rows = pd.read_csv(tmp_path / "workspace" / "reports" / "mine" / "comparison.csv")
-    assert set(rows["strategy"]) == {"full-attention", "sp-kv", "densest"}
+    assert set(rows["strategy"]) == {"dense", "full-attention", "sp-kv", "densest"}
 
 
 def test_a_batch_that_cannot_be_shared(

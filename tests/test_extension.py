@@ -225,16 +225,18 @@ def test_the_table_has_both_lengths(recipe: Recipe) -> None:
     def table(*extended: DocumentNLL | None) -> pd.DataFrame:
         branches = [Branch(Path(), nll, None, 8, longer) for nll, longer in zip(nlls, extended, strict=False)]
         finished = {name: [branch] for name, branch in zip(variants, branches, strict=True)}
-        return comparison_rows(finished, variants, {"a": 0.5}, {}, recipe, {})
+        return comparison_rows(finished, variants, {"a": 0.5}, {"dense": nlls[0]}, recipe, {})
 
     assert tuple(table(None, None).columns) == COLUMNS
     rows = table(*nlls[2:])
     assert tuple(rows.columns) == (*COLUMNS, *EXTENDED)
-    assert list(rows["nll"]) == pytest.approx([1.5, 1.65])
-    assert list(rows["extended_nll"]) == pytest.approx([0.75, 0.9])
-    assert rows.loc[0, list(EXTENDED[1:])].isna().all()
+    assert rows["strategy"].tolist() == ["dense", "full-attention", "a"]
+    assert list(rows["nll"]) == pytest.approx([1.5, 1.5, 1.65])
+    assert list(rows["extended_nll"][1:]) == pytest.approx([0.75, 0.9])
+    assert rows["extended_nll"][:1].isna().all()
+    assert rows.loc[1, list(EXTENDED[1:])].isna().all()
     change = paired_difference(nlls[3], nlls[2])
-    assert list(rows.loc[1, list(EXTENDED[1:])]) == pytest.approx([change.percent, change.standard_error])
+    assert list(rows.loc[2, list(EXTENDED[1:])]) == pytest.approx([change.percent, change.standard_error])
     assert change.percent == pytest.approx(20.0)
 
 

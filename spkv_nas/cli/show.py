@@ -142,18 +142,23 @@ def agreement(result: AgreementResult) -> None:
 
 def comparison(result: Comparison) -> None:
     """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
+    from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
+
+    baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     extended = "extended_nll" in result.rows
     shown = Table(
-        "strategy", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %",
-        *(["extended\nNLL", "extended\nΔNLL %"] if extended else []), title="retrained from one dense checkpoint",
+        "", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %", "against the\ncontrol %",
+        *(["longer\nblocks NLL", "against the\ncontrol %"] if extended else []),
+        title="retrained from one dense checkpoint; ΔNLL counts from that checkpoint as it is",
     )  # fmt: skip
     for row in result.rows.itertuples():
         longer = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
         shown.add_row(
-            row.strategy, f"{row.density_percent:.1f}", f"{row.coverage_percent:.2f}",
-            change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
+            baselines.get(row.strategy, escape(row.strategy)), f"{row.density_percent:.1f}",
+            f"{row.coverage_percent:.2f}", change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
-            *([f"{longer[0]:.4f}", change(*longer[1:])] if extended else []),
+            change(row.delta_control_percent, row.delta_control_standard_error),
+            *(["-" if math.isnan(longer[0]) else f"{longer[0]:.4f}", change(*longer[1:])] if extended else []),
         )  # fmt: skip
     out.print(shown)
     for row in result.rows[result.rows["note"] != ""].itertuples():

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV, complete
+from spkv_nas.artifacts.comparison import BASELINES, complete
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cost.calibration import Calibration
@@ -99,8 +99,8 @@ class Inputs:
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are layouts, rather than the two references (full attention, SP-KV)."""
-    return ~comparison["strategy"].isin([FULL_ATTENTION, SP_KV])
+    """Which rows are layouts, rather than baselines (the dense model as it is, full attention, SP-KV)."""
+    return ~comparison["strategy"].isin(BASELINES)
 
 
 def contenders(comparison: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,10 @@
 """Train-hybrid: retrain every layout from the dense checkpoint and compare, as the paper's table does.
 
 SP-KV paper, figure "Architecture search over sparse global-head layouts": density, coverage, NLL, and the change of
-NLL against full attention. Every branch sees the same data in the same order; differences are paired by document.
+NLL. Every branch sees the same data in the same order; differences are paired by document. The paper counts from full
+attention that was retrained alike, the control. Retraining a finished model can harm it, and the control with it, so
+changes count from the dense model as it is, and the control is compared with it before any layout is trained
+(``training.harm``).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import pandas as pd
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import (
     COLUMNS,
+    DENSE,
     EXTENDED,
     FULL_ATTENTION,
     SP_KV,
@@ -33,12 +37,13 @@ from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.training.branches import Branch, Trunk
 from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -48,7 +53,8 @@ class Comparison:
     """What has been retrained so far.
 
     Attributes:
-        rows: one per variant, columns ``spkv_nas.artifacts.comparison.COLUMNS``; full attention, SP-KV, the layouts.
+        rows: columns ``spkv_nas.artifacts.comparison.COLUMNS``: the dense model as it is, full attention, SP-KV, the
+            layouts.
         models: where the trained models are, every seed's.
         folder: of the table.
     """
@@ -80,6 +86,9 @@ def train_hybrids(
 ) -> Comparison:
     """Train full attention, SP-KV and every layout; written to ``reports/<name>/`` after each run.
 
+    Full attention, the control, is trained first and compared with the dense model as it is: the reporter is told by
+    how much retraining alone changed it, and of every layout that retraining made worse.
+
     A finished run is not run again: its folder is named by everything that decides its result. Equal layouts are
     trained once, under the first of their names; the row's note says the others.
 
@@ -110,6 +119,10 @@ def train_hybrids(
             reporter.announce(f"{name}, seed {seed} ({number} of {len(runs)})")
         variant, branch = variants[name], trunk.train(variants[name], seed)
         finished[name].append(branch)
+        if name == FULL_ATTENTION:
+            compare_control(branch.nll, untrained[DENSE], trunk.recipe, reporter)
+        elif name in untrained:
+            caution_if_worse(name, branch.nll, untrained[name], reporter)
         layout_hash = "" if variant.layout is None else variant.layout.hash
         models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
         rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe, names)
@@ -135,7 +148,7 @@ def hybrid_variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
 
 
 def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
-    """Held-out NLL of the dense checkpoint with each layout on it before any training, and of full attention.
+    """Measure the held-out NLL of the dense checkpoint as it is, and with each layout on it, before any training.
 
     Collective.
     """
@@ -149,7 +162,7 @@ def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, Docu
         cache=on_main(partial(cache_folder, trunk.runs / "zero-shot", model, trunk.dense, heldout)),
         reporter=trunk.reporter,
     )
-    return dict(zip([FULL_ATTENTION, *layouts], scores, strict=True))
+    return dict(zip([DENSE, *layouts], scores, strict=True))
 
 
 def comparison_rows(
@@ -160,37 +173,55 @@ def comparison_rows(
     recipe: Recipe,
     names: Mapping[str, Sequence[str]],
 ) -> pd.DataFrame:
-    """The table of what has finished so far, full attention's first seed at least.
+    """Tabulate what has finished so far, full attention's first seed at least, after the dense model as it is.
 
     Args:
-        untrained: zero-shot scores.
+        untrained: zero-shot scores; that of ``DENSE`` is what changes count from.
         names: all names of a layout, by the first (``artifacts.proposal.distinct``).
     """
-    rows = []
+    dense, controls = untrained[DENSE], finished[FULL_ATTENTION]
+    rows: list[dict[str, Any]] = [
+        {
+            "strategy": DENSE,
+            "density_percent": 100.0,
+            "coverage_percent": 100.0,
+            **_nll_columns(dense, dense, _mean([branch.nll for branch in controls])),
+            "num_seeds": 0,
+            "steps": 0,
+            "zero_shot_nll": dense.mean,
+            "note": "",
+        }
+    ]
     for name, branches in finished.items():
         if not branches:
             continue
         variant, count = variants[name], len(branches)
-        nll, baseline = (_mean([b.nll for b in part[:count]]) for part in (branches, finished[FULL_ATTENTION]))
-        change = paired_difference(nll, baseline)
+        nll, control = (_mean([b.nll for b in part[:count]]) for part in (branches, controls))
         rows.append(
             {
                 "strategy": name,
                 "density_percent": 100.0 * variant.density(branches[0].density),
                 "coverage_percent": 100.0 * covered.get(name, 1.0),
-                "nll": nll.mean,
-                "delta_nll_percent": np.nan if name == FULL_ATTENTION else change.percent,
-                "delta_nll_standard_error": np.nan if name == FULL_ATTENTION else change.standard_error,
+                **_nll_columns(nll, dense, nll if name == FULL_ATTENTION else control),
                 "num_global": None if variant.layout is None else variant.layout.num_global,
                 "num_seeds": count,
                 "steps": recipe.branch.steps,
                 **_zero_shot_columns(name, untrained),
-                **_extended_columns(branches, finished[FULL_ATTENTION]),
+                **_extended_columns(branches, controls),
                 "note": f"also {', '.join(same)}" if (same := names.get(name, ())[1:]) else "",
             }
         )
     extended = EXTENDED if any(name in row for row in rows for name in EXTENDED) else ()
     return pd.DataFrame(rows, columns=[*COLUMNS, *extended])
+
+
+def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> dict[str, float]:
+    """NLL, and its changes against the dense model as it is and the control; NaN against itself."""
+    columns = {"nll": nll.mean}
+    for baseline, column in ((dense, "delta_nll"), (control, "delta_control")):
+        change = PairedDifference(np.nan, np.nan) if baseline is nll else paired_difference(nll, baseline)
+        columns |= {f"{column}_percent": change.percent, f"{column}_standard_error": change.standard_error}
+    return columns
 
 
 def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[str, float]:
@@ -206,10 +237,12 @@ def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[s
 
 
 def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:
+    if name == FULL_ATTENTION:
+        return {"zero_shot_nll": untrained[DENSE].mean, "zero_shot_delta_percent": np.nan}
     score = untrained.get(name)  # none of SP-KV, whose predictors come with training
-    if score is None or name == FULL_ATTENTION:
-        return {"zero_shot_nll": np.nan if score is None else score.mean, "zero_shot_delta_percent": np.nan}
-    change = paired_difference(score, untrained[FULL_ATTENTION])
+    if score is None:
+        return {"zero_shot_nll": np.nan, "zero_shot_delta_percent": np.nan}
+    change = paired_difference(score, untrained[DENSE])
     return {"zero_shot_nll": score.mean, "zero_shot_delta_percent": change.percent}
 
 

@@ -1,0 +1,193 @@
+"""Changes of NLL count from the dense model as it is, and retraining that harms the control is cautioned against."""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import RECIPE, make_comparison, write_project
+from rich.console import Console
+
+from spkv_nas.artifacts.comparison import (
+    DENSE,
+    FULL_ATTENTION,
+    check_layout_names,
+    counted_from,
+    read_comparison,
+    write_comparison,
+)
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Reporter
+from spkv_nas.cli import main, show
+from spkv_nas.evaluation.paired import DocumentNLL
+from spkv_nas.training.branches import Branch, Trunk
+from spkv_nas.training.harm import caution_if_worse, compare_control
+from spkv_nas.training.hybrids import Comparison, comparison_rows
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
+
+TOKENS = np.array([100, 100, 100, 100])
+FINISHED = """\
+name: finished
+model: {path: dense}
+data: {sources: [text]}
+branch: {steps: 40, learning_rate: 1e-3}
+"""
+
+
+def nll(percent: float, spread: float = 0.01) -> DocumentNLL:
+    """NLL of 2 nats per token, ``percent`` higher, give or take ``spread`` percent by document."""
+    each = 1.0 + (percent + spread * np.array([1.0, -1.0, 1.0, -1.0])) / 100.0
+    return DocumentNLL(2.0 * TOKENS * each, TOKENS)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "recipe.yaml").write_text(FINISHED)
+    return Recipe.read(tmp_path / "recipe.yaml")
+
+
+@pytest.fixture
+def rows(recipe: Recipe) -> pd.DataFrame:
+    """The dense model, a control that retraining harmed by 1 %, and a layout 2 % above the dense model."""
+    branches = {FULL_ATTENTION: nll(1.0), "a": nll(2.0)}
+    finished = {name: [Branch(Path(), measured, None, 40)] for name, measured in branches.items()}
+    variants = {FULL_ATTENTION: Variant.full_attention(), "a": Variant.hybrid(Layout(("GL", "LG"), 8, "a"))}
+    untrained = {DENSE: nll(0.0, 0.0), "a": nll(3.0)}
+    return comparison_rows(finished, variants, {"a": 0.5}, untrained, recipe, {})
+
+
+class Heard:
+    """What a reporter was told."""
+
+    def __init__(self) -> None:
+        self.announced: list[str] = []
+        self.cautioned: list[str] = []
+        self.reporter = Reporter(announce=self.announced.append, caution=self.cautioned.append)
+
+
+class TestTable:
+    def test_changes_count_from_the_dense_model_as_it_is(self, rows: pd.DataFrame) -> None:
+        """A layout 2 % above the shipped model was shown as +1 %, against a control that retraining had harmed."""
+        table = rows.set_index("strategy")
+        assert list(table.index) == [DENSE, FULL_ATTENTION, "a"]
+        assert table["delta_nll_percent"].tolist()[1:] == pytest.approx([1.0, 2.0])
+        assert table["delta_control_percent"].tolist()[::2] == pytest.approx([100 * (1 / 1.01 - 1), 100 * 0.01 / 1.01])
+        assert math.isnan(table.loc[DENSE, "delta_nll_percent"])
+        assert math.isnan(table.loc[FULL_ATTENTION, "delta_control_percent"])
+        assert table.loc[DENSE, ["nll", "zero_shot_nll", "steps", "num_seeds"]].tolist() == [2.0, 2.0, 0, 0]
+        assert table.loc["a", "zero_shot_delta_percent"] == pytest.approx(3.0)
+
+    def test_a_file_says_what_it_counts_from(self, rows: pd.DataFrame, tmp_path: Path) -> None:
+        write_comparison(tmp_path / "comparison.csv", rows)
+        read = read_comparison(tmp_path / "comparison.csv").set_index("strategy", drop=False)
+        assert counted_from(read) == DENSE
+        assert read.loc[DENSE, "delta_nll_percent"] == read.loc[FULL_ATTENTION, "delta_control_percent"] == 0.0
+        assert read.loc[FULL_ATTENTION, "delta_nll_percent"] == pytest.approx(1.0)
+
+    def test_an_older_file_counts_from_the_control(self, tmp_path: Path) -> None:
+        write_comparison(tmp_path / "comparison.csv", make_comparison())
+        read = read_comparison(tmp_path / "comparison.csv").set_index("strategy", drop=False)
+        assert counted_from(read) == FULL_ATTENTION
+        assert (
+            read["delta_control_percent"].tolist() == read["delta_nll_percent"].tolist() == [0.0, 0.05, 0.2, 0.3, 0.5]
+        )
+        assert read["delta_control_standard_error"].tolist()[1:] == [0.01] * 4
+
+    def test_no_layout_is_called_as_the_dense_row(self) -> None:
+        with pytest.raises(UserError, match="'dense', the name of a baseline"):
+            check_layout_names([DENSE])
+
+    def test_people_see_both_baselines(self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+        written = io.StringIO()
+        monkeypatch.setattr(show, "out", Console(file=written, width=120))
+        show.comparison(Comparison(rows, (), Path()))
+        printed = written.getvalue()
+        assert "counts from that checkpoint as it is" in printed
+        assert [line for line in printed.splitlines() if "dense, as it is" in line and "2.0000" in line]
+        assert [line for line in printed.splitlines() if "control: full attention" in line and "+1.000" in line]
+
+
+class TestHarm:
+    def test_a_harmed_control_is_cautioned_against_with_what_to_change(self, recipe: Recipe) -> None:
+        """A decayed checkpoint restarted at 1e-3 lost 1.15 %, and no command said so."""
+        heard = Heard()
+        compare_control(nll(1.15), nll(0.0), recipe, heard.reporter)
+        assert heard.announced == []
+        (caution,) = heard.cautioned
+        assert "1.15 ± 0.00 % more NLL than the dense model as it is" in caution
+        assert "branch.learning_rate: 0.0003 (now 0.001) and branch.warmup_steps: 4 (now 0)" in caution
+
+    @pytest.mark.parametrize(
+        ("percent", "spread", "said"),
+        [
+            (-0.42, 0.01, "0.42 ± 0.01 % less NLL than the dense model"),
+            (0.09, 0.01, "0.09 ± 0.01 % more NLL"),
+            (0.5, 1.0, "0.50 ± 0.58 % more NLL"),  # within its error, so it is said and no caution
+        ],
+        ids=["better", "little", "uncertain"],
+    )
+    def test_any_other_change_is_announced(self, percent: float, spread: float, said: str, recipe: Recipe) -> None:
+        heard = Heard()
+        compare_control(nll(percent, spread), nll(0.0, 0.0), recipe, heard.reporter)
+        assert heard.cautioned == []
+        assert len(heard.announced) == 1
+        assert said in heard.announced[0]
+
+    def test_one_document_has_no_error_to_hide_behind(self, recipe: Recipe) -> None:
+        heard = Heard()
+        one, other = (DocumentNLL(np.array([total]), np.array([100])) for total in (202.0, 200.0))
+        compare_control(one, other, recipe, heard.reporter)
+        assert len(heard.cautioned) == 1
+
+    def test_what_has_warm_up_gets_a_lower_rate_alone(self, recipe: Recipe) -> None:
+        heard = Heard()
+        warmed = recipe.model_copy(update={"branch": recipe.branch.model_copy(update={"warmup_steps": 4})})
+        compare_control(nll(1.0), nll(0.0), warmed, heard.reporter)
+        assert "warmup_steps" not in heard.cautioned[0]
+
+    def test_a_layout_that_retraining_made_worse_is_named(self) -> None:
+        """Interleaved layouts went from 2.392 to 2.403 nats, and no command said so."""
+        heard = Heard()
+        caution_if_worse("interleaved-last", nll(0.5), nll(0.0), heard.reporter)
+        caution_if_worse("densest", nll(-0.5), nll(0.0), heard.reporter)
+        assert len(heard.cautioned) == 1
+        assert "interleaved-last has 0.50 ± 0.00 % more NLL retrained" in heard.cautioned[0]
+
+
+def test_the_control_is_compared_before_a_layout_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a dense phase that is not decayed the control gains, which the command says too."""
+    recipe_file = write_project(tmp_path / "project", RECIPE)
+    place = ["--workspace", str(tmp_path / "workspace")]
+    main(["train", str(recipe_file), *place])
+    table, layout = tmp_path / "mine.csv", tmp_path / "mine.yaml"
+    table.write_text("layer,kv_head,density\n" + "".join(f"{i // 2},{i % 2},0.5\n" for i in range(4)))
+    Layout(("GL", "LG"), 8, "mine").write(layout)
+    monkeypatch.chdir(tmp_path)
+    order: list[str] = []
+    train = Trunk.train
+
+    def watched_train(trunk: Trunk, variant: Variant, seed: int | None = None) -> Branch:
+        order.append(variant.name)
+        return train(trunk, variant, seed)
+
+    def watched_compare(*arguments: Any) -> None:
+        order.append("compared")
+        compare_control(*arguments)
+
+    monkeypatch.setattr(Trunk, "train", watched_train)
+    monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
+    main(["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *place])
+    assert order == [FULL_ATTENTION, "compared", "sp-kv", "mine"]
+    shown = capsys.readouterr()
+    assert "NLL than the dense model as it is" in shown.err
+    assert "the recipe's dense phase ends at its peak learning rate" in shown.err
+    assert "dense, as it is" in shown.out
