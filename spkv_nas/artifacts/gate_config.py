@@ -73,7 +73,7 @@ class GateConfig(BaseModel):
 
 
 def suitable_window(block_size: int) -> int:
-    """A window that leaves something outside it in blocks of so many tokens: a sixteenth, at most the paper's 128.
+    """Choose a window that leaves most keys of a block outside it: a sixteenth of it, at most the paper's 128.
 
     The embedded model has 32 of 512; with 128 of 512 it misses nothing, so its heads cannot be told apart
     (``reports/LOG.md``).

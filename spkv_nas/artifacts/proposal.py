@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
 
 
@@ -24,15 +25,31 @@ class Proposal:
     Attributes:
         layouts: by strategy, or by the name of the file where two have one strategy.
         taus: every threshold that a file names, ascending; none where nothing was said, as for layouts made by hand.
+        files: of the layouts, by the same names.
     """
 
     layouts: dict[str, Layout]
     taus: tuple[float, ...] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def tau(self) -> float | None:
         """The one threshold of all layouts that name one; None where none does, or where they differ."""
         return self.taus[0] if len(self.taus) == 1 else None
+
+    @property
+    def windows(self) -> dict[str, int]:
+        """The local window of every layout, in keys, by name."""
+        return {name: layout.window for name, layout in self.layouts.items()}
+
+    def warn_of_windows(self, others: Mapping[str, int] | None = None) -> None:
+        """Warn of layouts that are compared, with each other or with ``others``, although their windows differ.
+
+        Args:
+            others: windows of what else is compared, by name.
+        """
+        named = {f"{name} ({self.files[name]})" if name in self.files else name: x for name, x in self.windows.items()}
+        warn_of_windows({**named, **(others or {})}, remedy="propose all at one --window, or compare them apart")
 
     def table(self, table: DensityTable) -> DensityTable:
         """The densities at the threshold of the proposal, for the coverage of its layouts.
@@ -77,19 +94,20 @@ class Proposal:
             UserError: a file is not a layout, or two have one strategy and one name.
         """
         layouts: dict[str, Layout] = {}
+        paths: dict[str, Path] = {}
         taus = set()
         for file in files:
             layout = Layout.read(file)
             name = layout.strategy if layout.strategy not in layouts else file.stem
             if name in layouts:
                 raise UserError(f"two layouts are called '{name}': give them different names (the key 'strategy')")
-            layouts[name] = layout
+            layouts[name], paths[name] = layout, file
             tau = layout.provenance.get("tau")
             if isinstance(tau, float | int) and not isinstance(tau, bool):
                 if not 0 <= tau <= 1:
                     raise UserError(f"layout {file}: its provenance has a tau of {tau}; a threshold lies in [0, 1]")
                 taus.add(float(tau))
-        return cls(layouts, tuple(sorted(taus)))
+        return cls(layouts, tuple(sorted(taus)), paths)
 
     @classmethod
     def read_folder(cls, folder: Path) -> Proposal:

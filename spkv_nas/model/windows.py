@@ -9,13 +9,13 @@ from dataclasses import replace
 from torch import nn
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.gate_config import GLOBAL
+from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import check_heads, detach, hook_layers
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
 from spkv_nas.model.modes import evaluation_mode, gate_mode
-from spkv_nas.model.section import gate_config, write_section
+from spkv_nas.model.section import checkpoint_layout, gate_config, write_section
 
 
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:
@@ -88,6 +88,15 @@ def every_head_local(model: PreTrainedModel, window: int) -> Iterator[None]:
 
 
 def local_window(model: PreTrainedModel) -> int | None:
-    """Recent keys that the local heads of a model see, of its gates or its layout; None if it has neither."""
-    found = [window for state in layer_states(model) for window in state.head_windows(gated=True)]
-    return min((window for window in found if window < GLOBAL_WINDOW), default=None)
+    """Return the window of a model's gates or layout, in keys; None if it has neither."""
+    described = gate_config(model) or checkpoint_layout(model)
+    return None if described is None else described.window
+
+
+def default_window(model: PreTrainedModel, block_size: int) -> int:
+    """Choose the window of local heads where nobody names one: the one rule of all signals and scores.
+
+    A model with gates or a layout keeps its window. Any other has ``suitable_window``: a sixteenth of the blocks of
+    ``block_size`` tokens that it is measured on, at most 128 keys.
+    """
+    return local_window(model) or suitable_window(block_size)

@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
+from spkv_nas.probing.heads import HeadSums, attention_weights, check_window, signal_table
 
 
 @torch.inference_mode()
@@ -47,8 +46,7 @@ def attention_mass(
     Raises:
         UserError: the blocks are not longer than the window, or the model cannot be hooked.
     """
-    if blocks.block_size <= window + sinks:
-        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    check_window(blocks, window, sinks)
     with full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
 

@@ -40,7 +40,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import frozen, ramp
-from spkv_nas.probing.heads import HeadMeans, signal_table
+from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 
 DEFAULT_STEPS = 200
 _STEP_PASSES = 3  # of a step's tokens: the unchanged model, the mixture, and back through it
@@ -104,8 +104,7 @@ def duo(
     """
     if steps < 1:
         raise UserError(f"duo needs at least one step; found {steps}")
-    if blocks.block_size <= window + sinks:
-        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    check_window(blocks, window, sinks)
     with full_attention(model) as states, frozen(model):
         mixtures = [Mixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):

@@ -37,7 +37,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import domain_means, signal_table, token_mean
+from spkv_nas.probing.heads import check_window, domain_means, signal_table, token_mean
 
 HEAD, LAYER = GRANULARITIES = ("head", "layer")
 MIXED = "mixed"  # heads of some layers, and whole layers
@@ -141,8 +141,7 @@ def _measure(
         UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or
             ``max_heads`` are fewer than a layer has, or do not go with the granularity.
     """
-    if blocks.block_size <= window:
-        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    check_window(blocks, window)
     if granularity not in GRANULARITIES:
         raise UserError(f"--granularity must be head or layer; found '{granularity}'")
     if max_heads is not None and granularity == LAYER:

@@ -44,9 +44,9 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
 from spkv_nas.model.loss import mean_divergence
 from spkv_nas.model.recompute import recomputed
-from spkv_nas.model.windows import full_attention
+from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.frozen import frozen, passes, ramp
-from spkv_nas.probing.heads import HeadMeans, signal_table
+from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
 DEFAULT_STEPS = 50  # 25 and 100 choose the same heads, but for one in eighteen (reports/study)
@@ -78,7 +78,7 @@ class HeadGate:
 def head_gates(
     model: PreTrainedModel,
     blocks: TokenBlocks,
-    window: int,
+    window: int | None = None,
     *,
     budget: int | str | None = None,
     steps: int = DEFAULT_STEPS,
@@ -91,7 +91,7 @@ def head_gates(
     """The gate of every KV head, learned on ``blocks``. The model is left as it was. Collective.
 
     Args:
-        window: recent keys that a local head sees, the query's own included.
+        window: recent keys that a local head sees, the query's own included; by default ``default_window``.
         budget: global KV heads, as a number or a share of all; by default the paper's share.
         step_tokens: of a step, in whole blocks, in an order drawn by ``seed``.
         progress: called with (steps done, steps in all).
@@ -101,8 +101,8 @@ def head_gates(
     """
     if steps < 1:
         raise UserError(f"head gates need at least one step; found {steps}")
-    if blocks.block_size <= window:
-        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    window = default_window(model, blocks.block_size) if window is None else window
+    check_window(blocks, window)
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     fitting, recomputes = passes(model, blocks.block_size, size, mixes=True)
     together = Together(fitting)

@@ -28,6 +28,16 @@ from spkv_nas.model.watch import not_finite
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # of one chunk's attention weights: near the processor's cache; at least rows
 
 
+def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
+    """Raise ``UserError`` unless blocks have keys that a window and the first keys, the sinks, leave out."""
+    if blocks.block_size <= window + sinks:
+        beside = f" and {sinks} sinks" if sinks else ""
+        raise UserError(
+            f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys{beside}\n"
+            "give a smaller --window, or a larger --block-size"
+        )
+
+
 def attention_weights(
     q: Tensor, k: Tensor, scale: float, *, window: int, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:

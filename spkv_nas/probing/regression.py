@@ -35,7 +35,7 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.ridge import Ridge
 from spkv_nas.evaluation.zero_shot import Work, kept_layouts, zero_shot
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import HeadMeans, domain_means, signal_table
+from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
 DEFAULT_LAYOUTS = 200
@@ -74,8 +74,7 @@ def regression(
     Warns:
         UserWarning: what the layouts lose is hardly the sum of what their heads do.
     """
-    if blocks.block_size <= window:
-        raise UserError(f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys")
+    check_window(blocks, window)
     with full_attention(model) as states:
         grid = len(states), states[0].num_kv_heads
     num_global = parse_budget(budget, grid[0] * grid[1])

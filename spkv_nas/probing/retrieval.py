@@ -114,7 +114,8 @@ def needles(
     if needle_length < 2 or deepest < 0 or len(vocabulary) < needle_length:
         raise UserError(
             f"blocks of {length} tokens, {len(vocabulary)} of them distinct, cannot hold a needle of {needle_length} "
-            f"tokens and its repetition, outside a window of {window} keys"
+            f"tokens and its repetition, outside a window of {window} keys\n"
+            "give a smaller --window, or a larger --block-size"
         )
     depth = rng.integers(deepest + 1, size=blocks.num_blocks)
 

@@ -12,11 +12,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.section import gate_config
+from spkv_nas.model.windows import default_window
 from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import duo
 from spkv_nas.probing.gains import closing, opening
@@ -78,7 +77,7 @@ def measure_signal(
     """A signal other than density.
 
     Args:
-        window: of local heads, the query's own key included; that of the model's gates by default, or 128.
+        window: of local heads, the query's own key included; by default ``default_window``.
         metadata: where the model and the text come from; the signal's own facts are added.
         progress: called with (blocks or steps done, in all).
         own: options that not all signals have; the signal's default in place of None.
@@ -87,7 +86,7 @@ def measure_signal(
         UserError: the signal is unknown, the window below 1, there is no text, or its blocks are too short.
     """
     check_options(signal, **own)
-    window = (gate_config(model) or GateConfig()).window if window is None else window
+    window = default_window(model, blocks.block_size) if window is None else window
     if window < 1:
         raise UserError(f"the window is {window}; it counts the query's own key: at least 1")
     if blocks.num_blocks == 0:

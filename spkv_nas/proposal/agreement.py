@@ -113,12 +113,14 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
     return {label: label[cut:].lstrip(":") or label for label in labels}
 
 
-def write_agreement(folder: Path, rows: pd.DataFrame) -> None:
-    """Write ``agreement.csv``, and ``agreement.yaml``: the probes and versions."""
+def write_agreement(folder: Path, rows: pd.DataFrame, windows: Mapping[str, int | None] | None = None) -> None:
+    """Write ``agreement.csv``, and ``agreement.yaml``: the probes, the local window of each, and versions."""
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
     with replacing(folder) as new:
         write_csv(new / "agreement.csv", rows)
-        write_record(new / "agreement.yaml", {"probes": probes, "environment": environment()})
+        write_record(
+            new / "agreement.yaml", {"probes": probes, "windows": dict(windows or {}), "environment": environment()}
+        )
 
 
 def read_agreement(path: Path) -> pd.DataFrame:

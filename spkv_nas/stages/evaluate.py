@@ -81,6 +81,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
     proposal = find_proposal(place, options.name or family, options.layouts)
+    proposal.warn_of_windows()
     covered = {}
     if table is not None:
         counted = proposal.table(table)
@@ -98,7 +99,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
         batch_size=measured.batch_size,
     )
     rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
-    origin = measured_on(subject, measured, full, probe=None if table is None else table.name)
+    origin = measured_on(subject, measured, full, probe=None if table is None else table.name, windows=proposal.windows)
     folder = place.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
     return ScoreResult(name, rows, folder)

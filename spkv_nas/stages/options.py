@@ -105,7 +105,7 @@ class ProbeOptions(SubjectOptions, Trains):
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
     gain_tokens: flags.GainTokens = default(None, "4,096", note="Of density.")
-    window: flags.OptionalWindow = default(None, "the gates', a sixteenth of a block, or 128")
+    window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
     max_heads: flags.MaxHeads = default(None, "all", note="For opening and closing.")
     steps: flags.Steps = default(None, "160", note="Of gates on a model without; of head-gates, 100, of duo, 200.")
@@ -166,7 +166,7 @@ class BaselinesOptions(SubjectOptions):
     max_tokens: flags.OptionalMaxTokens = default(None, "16,384, spread")
     methods: flags.Methods = default(None, "all")
     densities: flags.Densities = "20%,15%"
-    window: flags.OptionalWindow = default(None, "that of --against, a sixteenth of a block, or 128")
+    window: flags.OptionalWindow = default(None, "that of --against, or a sixteenth of a block, at most 128")
     sinks: flags.Sinks = "0,4"
     chunk: flags.Chunk = default(None, "16, at most the window")
     protocol: flags.ReadingProtocol = EXACT

@@ -69,6 +69,7 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
     proposal.table(table)  # warns
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
     planner = _planner(options, find_recipe(options.recipe, table, "demo.yaml"), reporter)
+    proposal.warn_of_windows({SP_KV: planner.recipe.gates.window})
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts), options.seeds))
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
@@ -20,6 +20,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.model.shape import check_tokens, config_shape
+from spkv_nas.model.windows import default_window
 from spkv_nas.probing import density, signals
 from spkv_nas.probing.gains import LAYER, opening_gains
 from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS, learn_gates
@@ -134,7 +135,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     assert blocks is not None
     num_heads = math.prod(config_shape(model.config).grid)
     config = GateConfig(
-        window=options.window or suitable_window(blocks.block_size),
+        window=options.window or default_window(model, blocks.block_size),
         tau=GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.trust import Trust
@@ -21,7 +22,7 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.trust import recommendation, trust, trust_advice, unknown_trust
+from spkv_nas.stages.trust import recommendation, trust, trust_advice, unknown_trust, window_advice
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     write_proposal(folder, answer)
     judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask, options.tau)
     said = unknown_trust(answer.table) if judged is None else judged.sentence()
-    sentences = [*_sentences(answer, requirements, options), said, recommendation(answer.table)]
+    windows = window_advice(options.place, answer.table)
+    sentences = [*_sentences(answer, requirements, options), said, windows, recommendation(answer.table)]
     return ProposalResult(
         answer, [one for one in sentences if one is not None], _advice(answer, judged, options), judged, folder
     )
@@ -147,5 +149,7 @@ def compare(options: CompareOptions) -> AgreementResult:
     first = next(iter(tables.values()))
     rows = agreement(tables, parse_budget(options.budget, first.num_heads))
     folder = options.place.report_dir(options.name or first.name)
-    write_agreement(folder, rows)
+    windows = {label: table.window for label, table in tables.items()}
+    warn_of_windows(windows, remedy="probe all with one --window")
+    write_agreement(folder, rows, windows)
     return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

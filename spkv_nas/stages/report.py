@@ -69,6 +69,7 @@ def _page(
     """Write the page of a probe."""
     place = options.place
     proposal = find_proposal(place, table.name)
+    proposal.warn_of_windows()
     folder = place.report_dir(table.name)
     at_tau, probes = proposal.table(table), [table, *neighbours(place, table)]
     results = read_results(folder)

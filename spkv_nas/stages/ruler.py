@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
@@ -30,7 +29,7 @@ from spkv_nas.stages.common import check_positions, model_name, quiet_transforme
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLES = 100  # of a task at a length, by default
 
@@ -53,7 +52,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     Raises:
         UserError: options that do not go together, a length without room for a task, or what cannot be loaded.
     """
-    from spkv_nas.model.windows import every_head_local
+    from spkv_nas.model.windows import default_window, every_head_local
 
     quiet_transformers(reporter)
     check_mode(options)
@@ -71,7 +70,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     make = _maker(seed, tokenizer, material)
     for place in places:  # whether there is room for it, before hours of work
         make(*place, 0)
-    window = options.window or _local_window(model, lengths)
+    window = options.window or default_window(model, lengths[0])  # of the shortest prompts
     about = origin_of(options.model, model, options.tau)
     origin = {
         **about,
@@ -155,13 +154,6 @@ def _load(options: EvaluateOptions, source: str, lengths: list[int], reporter: R
     model, tokenizer = load(options, source, reporter)
     check_positions(model, lengths[-1], "--ruler length")
     return model, tokenizer
-
-
-def _local_window(model: PreTrainedModel, lengths: list[int]) -> int:
-    """Of the floor: the model's own, or one that leaves something outside it in the shortest prompts."""
-    from spkv_nas.model.windows import local_window
-
-    return local_window(model) or suitable_window(lengths[0])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.shape import Shape
+from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.base.workspace import SEARCH
@@ -82,6 +83,8 @@ def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
     window = options.window or table.window or DEFAULT_WINDOW
     space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints, _signals(options, table))
     space.check()
+    signals = {f"signal {signal.name}": signal.window for signal in space.signals}
+    warn_of_windows({"the search": window, **signals}, remedy="probe all with one --window")
     file = find_recipe(options.recipe, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
     return Question(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
@@ -94,6 +95,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     proposal = find_proposal(place, table.name, options.layouts)
     path = find_recipe(options.recipe, table, "demo.yaml")
     recipe = Recipe.read(path).with_precision(options.dtype)
+    proposal.warn_of_windows({f"{SP_KV} (recipe {path})": recipe.gates.window})
     quiet_transformers(reporter)
     if recipe.gates.start_from is None:
         for line in recipe.warnings():

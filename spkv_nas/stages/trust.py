@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
 
 from spkv_nas.artifacts.density import RECORD, DensityTable
 from spkv_nas.artifacts.gains import Gains
@@ -82,6 +84,24 @@ def recommendation(table: DensityTable) -> str | None:
         f"{RECOMMENDED} chose better than densities on three of the four models of the project's study, and as well on "
         f"one, with 2 of 7 heads (reports/study): spkv-nas probe --signal {RECOMMENDED}"
     )
+
+
+def window_advice(place: Workspace, table: DensityTable) -> str | None:
+    """Say that the recommended probe of the same model has another window, so that its choice is not this one's."""
+    model = table.metadata.get("model")
+    if table.window is None or model is None or table.signal == RECOMMENDED:
+        return None
+    for name in place.probes():
+        facts: dict[str, Any] = {}
+        with suppress(UserError):  # of which ``neighbours`` warns
+            facts = read_unchecked(place.probe_dir(name) / RECORD, "probe")
+        window = facts.get("window")
+        if (facts.get("model"), facts.get("signal")) == (model, RECOMMENDED) and window not in (None, table.window):
+            return (
+                f"'{name}', the {RECOMMENDED} of the same model, has a window of {window} keys, '{table.name}' one of "
+                f"{table.window}: their layouts cannot be compared; probe again with --window {table.window}"
+            )
+    return None
 
 
 def _gains(table: DensityTable, judged: DensityTable) -> Gains | None:

@@ -127,7 +127,7 @@ def train_hybrids(
         models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
         rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe, names)
         compared = Comparison(rows, tuple(models), workspace.report_dir(table.name))
-        on_main(partial(_write, workspace, compared, trunk.recipe, table))
+        on_main(partial(_write, workspace, compared, trunk.recipe, table, layouts))
     return compared
 
 
@@ -246,11 +246,14 @@ def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str
     return {"zero_shot_nll": score.mean, "zero_shot_delta_percent": change.percent}
 
 
-def _write(workspace: Workspace, compared: Comparison, recipe: Recipe, table: DensityTable) -> None:
-    """``comparison.csv``, ``comparison.yaml`` (rank correlations, recipe, versions) and ``checkpoints.csv``."""
+def _write(
+    workspace: Workspace, compared: Comparison, recipe: Recipe, table: DensityTable, layouts: Mapping[str, Layout]
+) -> None:
+    """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
     correlations = compared.correlations
     content = {
         "probe": table.name,
+        "windows": {SP_KV: recipe.gates.window, **{name: layout.window for name, layout in layouts.items()}},
         "rank_correlation": correlations["coverage"],
         "zero_shot_rank_correlation": correlations["zero-shot NLL"],
         "recipe": recipe.model_dump(mode="json"),

@@ -1,0 +1,128 @@
+"""One rule for the local window, whatever measures it, and a word where windows of different lengths are compared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import make_table, tiny_model, write_project
+from transformers import PreTrainedTokenizerBase
+
+import spkv_nas
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.gate_config import suitable_window
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.base.records import read_record
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.windows import apply_layout
+from spkv_nas.probing.signals import HEAD_GATES, measure_signal
+from spkv_nas.stages.options import CompareOptions, ProposeOptions
+from spkv_nas.stages.propose import compare, propose
+
+
+@pytest.fixture
+def subject(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A dense model of one's own, and two documents of text."""
+    save(tiny_model(vocab_size=300, max_position_embeddings=512), tiny_tokenizer, tmp_path / "mine")
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        words = "".join(f"the fox {(7 * i + number) % 31} jumps over {i}. " for i in range(90))
+        (tmp_path / "text" / f"{number}.txt").write_text(words)
+    options = ["--model", tmp_path / "mine", "--data", tmp_path / "text", "--block-size", 128]
+    return [*map(str, options), "--workspace", str(tmp_path / "w")]
+
+
+class TestOneRule:
+    def test_head_gates_take_the_window_that_densities_take(self, subject: list[str], tmp_path: Path) -> None:
+        """Head gates took 128 where densities took a sixteenth of a block, and failed in blocks of 128."""
+        main(["probe", *subject, "--signal", HEAD_GATES, "--steps", "2"])
+        main(["probe", *subject, "--steps", "2", "--gain-tokens", "0"])
+        tables = [DensityTable.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{HEAD_GATES}")]
+        assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
+
+    @pytest.mark.parametrize("signal", ["duo", "opening", "closing", "attention-mass", HEAD_GATES])
+    def test_every_signal_leaves_keys_outside_the_window(self, signal: str, blocks: TokenBlocks) -> None:
+        """Blocks of 40 tokens have nothing outside the 128 keys that were taken before."""
+        options = {"steps": 2} if signal in ("duo", HEAD_GATES) else {}
+        model = tiny_model(vocab_size=300)
+        assert measure_signal(signal, model, blocks, **options).window == suitable_window(blocks.block_size) == 8
+
+    def test_in_python_too(self, blocks: TokenBlocks) -> None:
+        assert spkv_nas.head_gates(tiny_model(vocab_size=300), blocks, steps=2).window == 8
+
+    def test_a_hybrid_keeps_its_window(self, blocks: TokenBlocks) -> None:
+        """Also one whose other layers are local by design, to fewer keys."""
+        from spkv_nas.model.windows import default_window
+
+        for family in ("llama", "gemma3_text"):
+            model = tiny_model(family, vocab_size=300)
+            apply_layout(model, Layout(("LL", "GL") * 2, window=6))
+            assert default_window(model, 4096) == 6
+        assert measure_signal("opening", model, blocks).window == 6
+
+
+class TestMixedWindows:
+    @pytest.fixture
+    def layouts(self, tmp_path: Path) -> list[Path]:
+        files = [tmp_path / f"{name}.yaml" for name in ("narrow", "wide")]
+        for file, window in zip(files, (8, 16), strict=True):
+            Layout(("GL", "LL"), window, file.stem).write(file)
+        return files
+
+    def test_names_windows_and_files(self, layouts: list[Path]) -> None:
+        with pytest.warns(UserWarning, match="2 lengths are compared") as caught:
+            Proposal.read(layouts).warn_of_windows()
+        text = str(caught[0].message)
+        assert f"8 keys: narrow ({layouts[0]}); 16 keys: wide ({layouts[1]})" in text
+        assert "propose all at one --window" in text
+        Proposal.read(layouts[:1]).warn_of_windows({"sp-kv": 8})  # of one window there is nothing to say
+
+    @pytest.mark.filterwarnings("always:local windows:UserWarning")
+    def test_train_hybrid_and_score_warn_and_record(
+        self, layouts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Layouts of 8 and 16 keys were retrained side by side, beside a reference of 8, without a word."""
+        recipe, place = write_project(tmp_path / "project"), ["--workspace", str(tmp_path / "w")]
+        replace(make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2)), name="tiny").write(tmp_path / "w/probes/tiny")
+        hybrids = ["train-hybrid", *map(str, layouts), "--recipe", str(recipe), "--probe", "tiny", *place]
+        for extra in (["--dry-run"], []):
+            main([*hybrids, *extra])
+            printed = capsys.readouterr().err
+            assert re.search(r"lengths are compared \(8 keys: narrow .*, sp-kv.*; 16 keys: wide", printed)
+        record = read_record(tmp_path / "w/reports/tiny/comparison.yaml", "comparison")
+        assert record["windows"] == {"sp-kv": 8, "narrow": 8, "wide": 16}
+        dense = next((tmp_path / "w/runs/tiny").glob("dense-*/final"))
+        subject = ["--model", str(dense), "--data", str(tmp_path / "project/text"), "--block-size", "32"]
+        main(["score", *map(str, layouts), *subject, "--name", "tiny", *place])
+        assert "8 keys: narrow" in capsys.readouterr().err
+        assert read_record(tmp_path / "w/reports/tiny/zero-shot.yaml", "scores")["windows"] == {"narrow": 8, "wide": 16}
+
+    def probes(self, place: Workspace, **windows: int) -> None:
+        """Probes of one model: the recommended signal, named ``gates``, and densities."""
+        for name, window in windows.items():
+            signal = {"signal": HEAD_GATES} if name == "gates" else {}
+            table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
+            replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(place.probe_dir(name))
+
+    def test_compare_warns_and_records(self, tmp_path: Path) -> None:
+        place = Workspace(tmp_path)
+        self.probes(place, one=8, other=16)
+        with pytest.warns(UserWarning, match=r"8 keys: one; 16 keys: other.*\n.*probe all with one --window"):
+            compare(CompareOptions(probes=["one", "other"], budget="2", workspace=tmp_path))
+        record = read_record(tmp_path / "reports/one/agreement.yaml", "agreement")
+        assert record["windows"] == {"one": 8, "other": 16}
+
+    def test_propose_names_the_recommended_probe_of_another_window(self, tmp_path: Path) -> None:
+        self.probes(Workspace(tmp_path), gates=16, mine=8)
+        sentences = propose(ProposeOptions(probe="mine", budget="2", workspace=tmp_path)).sentences
+        assert any("'gates'" in one and "16 keys" in one and "--window 8" in one for one in sentences)
+        self.probes(Workspace(tmp_path), gates=8)
+        sentences = propose(ProposeOptions(probe="mine", budget="2", workspace=tmp_path)).sentences
+        assert not any("'gates'" in one for one in sentences)
