@@ -35,7 +35,13 @@ def __getattr__(name: str) -> Any:
 def _register() -> None:
     from spkv_nas.model.own_type import register
 
-    register()
+    register(_restoring_class)
+
+
+def _restoring_class(stock: Any) -> Any:
+    from spkv_nas.model.restore import restoring_class  # torch, and all that a model needs: when one is loaded
+
+    return restoring_class(stock)
 
 
 when_imported("transformers.models.auto.configuration_auto", _register)

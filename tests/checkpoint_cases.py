@@ -17,20 +17,25 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import save
+from spkv_nas.model.own_type import set_own_type
 from spkv_nas.model.weight_files import FILE
 from spkv_nas.model.windows import apply_layout
 
 Weights = dict[str, Tensor]
 
 
-def write(folder: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gated", **options: Any) -> Path:
-    """A checkpoint without a manifest, as other tools write them."""
+def write(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gated", *, stock_type: bool = False, **options: Any
+) -> Path:
+    """A checkpoint without a manifest, as other tools write them; with ``stock_type`` as earlier versions wrote it."""
     model = tiny_model(**options)
     if kind == "gated":
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))
         scatter_gates(model)
     elif kind == "hybrid":
         apply_layout(model, Layout(("GL", "LL", "LG", "GG"), window=5))
+    if stock_type:
+        set_own_type(model.config, False)
     save(model, tokenizer, folder)
     (folder / MANIFEST).unlink()
     return folder

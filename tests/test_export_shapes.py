@@ -10,7 +10,6 @@ from configs import CONFIGS, on_meta, published
 from transformers import AutoConfig, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.own_type import set_own_type
 from spkv_nas.model.shape import config_shape
 from spkv_nas.model.stock import NoStockForm, stock_config, write_stock_config
 from spkv_nas.model.windows import apply_layout
@@ -75,7 +74,6 @@ def test_a_model_that_sees_images_gets_our_type(tmp_path: Path) -> None:
     apply_layout(model, chosen)
     with pytest.raises(NoStockForm, match="'gemma3'"):
         stock_config(model.config, chosen)
-    set_own_type(model.config, True)
     model.config.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["model_type"] == "spkv"

@@ -184,7 +184,7 @@ class TestSection:
         ],
     )  # fmt: skip
     def test_damaged(self, change: Any, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        write(tmp_path, tiny_tokenizer)
+        write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: change(config["spkv"]))
         with pytest.raises(UserError, match=message):
             load(tmp_path)
@@ -198,7 +198,7 @@ class TestSection:
             load(tmp_path)
 
     def test_gates_without_it(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
-        write(tmp_path, tiny_tokenizer)
+        write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: config.pop("spkv"))
         with pytest.raises(UserError, match="16 tensors of its layers have no place"):
             load(tmp_path)
@@ -226,7 +226,7 @@ class TestSizes:
     def test_a_config_beyond_reason(
         self, key: str, value: int, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        write(tmp_path, tiny_tokenizer)
+        write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: config.update({key: value}))
         with pytest.raises(UserError, match=message):
             load(tmp_path)

@@ -29,7 +29,7 @@ from spkv_nas.model.attention import (
 )
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.modes import evaluation_mode
-from spkv_nas.model.section import write_section
+from spkv_nas.model.section import remove_section, write_section
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -85,8 +85,7 @@ def detach(model: PreTrainedModel) -> None:
         if getattr(model, "generation_config", None):
             model.generation_config.use_cache = caches[1]
         del model._spkv_before
-    if hasattr(model.config, "spkv"):
-        del model.config.spkv
+    remove_section(model)
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:

@@ -62,7 +62,8 @@ def export(
     except (NoStockForm, fresh.Differs) as error:
         reason = str(error)
     apply_layout(model, layout)
-    set_own_type(model.config, not allow_dense)
+    if allow_dense:
+        set_own_type(model.config, False)
     with new_folder(target) as folder:
         weights = write(folder)
         write_manifest(folder, weights.hashes)

@@ -1,19 +1,24 @@
-"""The model type ``spkv``, of exports that a stock class would run dense: whoever does not know it refuses it.
+"""The model type ``spkv``, of models that a stock class would run dense: loaders that do not know it refuse it.
 
-In memory such a model is what it always was, a ``LlamaConfig`` with a section say; ``config.json`` alone differs: its
-``model_type`` and ``architectures`` are our own, and the number of layers is in the section, beside the original type,
-so that naming a stock class in place of an Auto class fails too::
+``section.write_section`` gives it to every model with gates or a layout, so that whatever saves the model (this
+package, ``save_pretrained``, a trainer's checkpoint) writes it. In memory such a model is what it always was, a
+``LlamaConfig`` with a section say; ``config.json`` alone differs: its ``model_type`` and ``architectures`` are our own,
+and the number of layers is in the section, beside the original type, so that naming a stock class in place of an Auto
+class fails too::
 
     {"model_type": "spkv", "architectures": ["SPKVLlamaForCausalLM"], "num_hidden_layers": "<what to do>", ...,
      "spkv": {"stock_type": "llama", "num_hidden_layers": 4, ...}}
 
-``import spkv_nas`` registers the type with the Auto classes. A model that was loaded under it is saved under it.
+``import spkv_nas`` registers the type with the Auto classes, and wraps ``AutoConfig.from_pretrained``: a config with
+the section under its stock type, as earlier versions saved it, gets the type too, because the Auto classes would build
+a dense model from it. Configs without a section are returned as they are.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -27,23 +32,47 @@ _DAMAGED = "the config is damaged: copy it anew"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
 
+_model_class: Callable[[Any], Any]  # that of ``register``: the module that makes the classes imports this one
+
+
 def set_own_type(config: PreTrainedConfig, own: bool) -> None:
-    """Decide under which type the config of a model with a section is saved, from now on: our own, or its stock one."""
+    """Choose the type under which the config of a model with a section is saved from now on: ours, or its stock one."""
     stock = stock_class(config)
     config.__class__ = _own_class(stock) if own else stock  # type: ignore[arg-type]  # a class is hashable
 
 
 def stock_class(config: PreTrainedConfig) -> type[PreTrainedConfig]:
-    """The class of a config in transformers, whichever type it is saved under."""
+    """Return the class of a config in transformers, whichever type it is saved under."""
     kind = type(config)
     return kind.__bases__[0] if issubclass(kind, _Own) else kind
 
 
-def register() -> None:
-    """Have transformers' Auto classes load models of our type."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def register(model_class: Callable[[Any], Any]) -> None:
+    """Let transformers' Auto classes load models of our type, and models saved with a section under their stock type.
 
+    Args:
+        model_class: makes, of a stock model class, the class that restores what the section says.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+    global _model_class
+    _model_class = model_class
     CONFIG_MAPPING.register(OWN_TYPE, SPKVConfig, exist_ok=True)
+    AutoConfig.from_pretrained = staticmethod(_recognising_sections(AutoConfig.from_pretrained))
+
+
+def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AutoConfig.from_pretrained``: a config with a section gets our type."""
+
+    @wraps(read)
+    def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        result = read(*args, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result  # with return_unused_kwargs
+        if hasattr(config, OWN_TYPE):
+            set_own_type(config, True)
+        return result
+
+    return from_pretrained
 
 
 class SPKVConfig(PreTrainedConfig):
@@ -63,26 +92,32 @@ class _Own:
 
 @cache
 def _own_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """A class like ``stock`` that is saved under our type, and known to ``AutoModelForCausalLM``."""
+    """Make a class like ``stock`` that is saved under our type, known to ``AutoModelForCausalLM`` if ``stock`` is."""
     from transformers import AutoModelForCausalLM
-
-    from spkv_nas.model.restore import restoring_class
 
     class OwnConfig(stock, _Own):
         def to_json_string(self, use_diff: bool = True) -> str:
             content = json.loads(super().to_json_string(use_diff))
             return json.dumps(_own_form(content), indent=2, sort_keys=True) + "\n"
 
+        def __reduce__(self) -> tuple[Any, ...]:  # the class itself has no name by which pickle could find it
+            return _empty, (stock,), self.__dict__
+
     OwnConfig.__name__ = OwnConfig.__qualname__ = f"{_PREFIX}{stock.__name__}"
-    if stock not in AutoModelForCausalLM._model_mapping:
-        raise UserError(f"models of type '{stock.model_type}' are no decoders that generate text")
-    model_class = restoring_class(AutoModelForCausalLM._model_mapping[stock])
-    AutoModelForCausalLM._model_mapping.register(OwnConfig, model_class)
+    known = AutoModelForCausalLM._model_mapping
+    if stock in known:
+        known.register(OwnConfig, _model_class(known[stock]))
     return OwnConfig
 
 
+def _empty(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Make a config without values, for pickle and copies to fill."""
+    config: PreTrainedConfig = object.__new__(_own_class(stock))  # type: ignore[arg-type]  # as above
+    return config
+
+
 def _own_form(content: dict[str, Any]) -> dict[str, Any]:
-    """The content of ``config.json`` under our type; without a section, that is detached, as it is."""
+    """Return the content of ``config.json`` under our type; without a section, as of a config it was deleted from."""
     if OWN_TYPE not in content:
         return content
     text = content.get(_TEXT) or content
@@ -94,10 +129,11 @@ def _own_form(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers_key(kind: str) -> str:
-    """What a model type calls its number of layers in its file: n_layer of GPT-2."""
+    """Return the name that a model type has for its number of layers in its file, such as n_layer of GPT-2."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return str(CONFIG_MAPPING[kind].attribute_map.get(_LAYERS, _LAYERS))
+    known = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return str(known.get(_LAYERS, _LAYERS))
 
 
 def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
+from spkv_nas.model.own_type import set_own_type
 from spkv_nas.model.shape import MOST_LAYERS
 
 _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
@@ -51,7 +52,10 @@ class _Saved(Section):
 
 
 def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
-    """Write the section of a hooked model, which has these gates or this layout."""
+    """Write the section of a hooked model, with these gates or this layout, which is saved under our type from now on.
+
+    Under its stock type other loaders would run it dense (``own_type.py``).
+    """
     layers = {
         name: {
             "num_kv_heads": layer_state(layer).num_kv_heads,
@@ -64,6 +68,14 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     else:
         own = {"layout": {"heads": list(content.heads), "window": content.window}}
     model.config.spkv = {"version": 1, "layers": layers, **own}
+    set_own_type(model.config, True)
+
+
+def remove_section(model: PreTrainedModel) -> None:
+    """Remove the section of a model without gates or a layout, which is saved as a stock model again."""
+    if hasattr(model.config, "spkv"):
+        del model.config.spkv
+        set_own_type(model.config, False)
 
 
 def write_tau(model: nn.Module, tau: float) -> None:

@@ -1,0 +1,147 @@
+"""Whatever saves a model with gates or a layout, no loader runs it as a dense model without an error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import gated, logits, tiny_model
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model.attach import detach
+from spkv_nas.model.checkpoint import load
+from spkv_nas.model.own_type import set_own_type
+from spkv_nas.model.windows import apply_layout
+from spkv_nas.training.branches import train_branch
+from spkv_nas.training.corpus import Corpus
+from spkv_nas.training.recipe import Recipe
+from spkv_nas.training.variants import Variant
+
+LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5)
+PLAIN = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+for load in (AutoConfig, AutoModelForCausalLM, LlamaForCausalLM):
+    for folder in sys.argv[1:]:
+        try:
+            load.from_pretrained(folder)
+        except Exception as error:
+            print("refused", load.__name__, " ".join(str(error).split())[:120])
+        else:
+            print("loaded", load.__name__)
+assert "spkv_nas" not in sys.modules
+"""
+
+
+def hybrid() -> PreTrainedModel:
+    model = tiny_model(vocab_size=300)
+    apply_layout(model, LAYOUT)
+    return model
+
+
+def model_type(folder: Path) -> str:
+    return str(json.loads((folder / "config.json").read_text())["model_type"])
+
+
+def refused_by_plain_transformers(*folders: Path) -> None:
+    """By the Auto classes because of the type, by a stock class because of the number of layers; in a fresh process."""
+    done = subprocess.run([sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert len(lines) == 3 * len(folders)
+    for line in lines:
+        assert line.startswith("refused"), line
+        assert ("num_hidden_layers" if "LlamaFor" in line else "model type `spkv`") in line
+
+
+@pytest.mark.parametrize("make", [hybrid, gated])
+def test_save_pretrained_keeps_what_the_model_is(make: object, tokens: Tensor, tmp_path: Path) -> None:
+    """It wrote the stock type, and the Auto class gave the dense model's logits without a word."""
+    model = make()  # type: ignore[operator]
+    model.save_pretrained(tmp_path / "saved")
+    assert model_type(tmp_path / "saved") == "spkv"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    expected = logits(model, tokens)
+    assert torch.equal(logits(again, tokens), expected)
+    dense = copy.deepcopy(model)
+    detach(dense)
+    assert not torch.allclose(logits(dense, tokens), expected, atol=1e-3)
+    refused_by_plain_transformers(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("make", [hybrid, gated])
+def test_without_gates_and_layout_it_is_saved_as_before(make: object, tokens: Tensor, tmp_path: Path) -> None:
+    model = make()  # type: ignore[operator]
+    detach(model)
+    model.save_pretrained(tmp_path)
+    assert model_type(tmp_path) == "llama"
+    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path), tokens), logits(model, tokens))
+    assert type(model.config) is type(tiny_model().config)
+
+
+@pytest.mark.parametrize("make", [hybrid, gated])
+def test_an_earlier_version_saved_the_stock_type(make: object, tokens: Tensor, tmp_path: Path) -> None:
+    """Its checkpoints load as what they are by the Auto class too, and are saved anew under our type."""
+    model = make()  # type: ignore[operator]
+    expected = logits(model, tokens)
+    set_own_type(model.config, False)
+    model.save_pretrained(tmp_path / "old")
+    assert model_type(tmp_path / "old") == "llama"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "old")
+    assert torch.equal(logits(again, tokens), expected)
+    again.save_pretrained(tmp_path / "new")
+    assert model_type(tmp_path / "new") == "spkv"
+    config, unused = AutoConfig.from_pretrained(tmp_path / "old", return_unused_kwargs=True, other=3)
+    assert (hasattr(config, "spkv"), unused) == (True, {"other": 3})
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "old", config=config), tokens), expected)
+
+
+def test_an_old_checkpoint_loads(tokens: Tensor, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
+    model = hybrid()
+    set_own_type(model.config, False)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    assert torch.equal(logits(load(tmp_path)[0], tokens), logits(model, tokens))
+
+
+@pytest.mark.parametrize("variant", [Variant.hybrid(Layout(("GL", "LL"), 8)), Variant.sp_kv()], ids=["hybrid", "gates"])
+def test_what_training_leaves_is_refused_or_what_it_is(
+    variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, tokens: Tensor
+) -> None:
+    branch = train_branch(recipe, corpus, dense, tmp_path / "branch", variant, device="cpu")
+    assert model_type(branch.checkpoint) == "spkv"
+    expected = logits(load(branch.checkpoint)[0], tokens)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(branch.checkpoint), tokens), expected)
+    refused_by_plain_transformers(branch.checkpoint)
+
+
+def test_a_dense_model_is_left_alone(tokens: Tensor, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again.config) is type(model.config)
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+
+
+def test_copies_keep_the_type(tokens: Tensor, tmp_path: Path) -> None:
+    model = hybrid()
+    for number, copied in enumerate((copy.deepcopy(model), pickle.loads(pickle.dumps(model)))):
+        assert copied.config.to_dict() == model.config.to_dict()
+        copied.save_pretrained(tmp_path / str(number))
+        assert model_type(tmp_path / str(number)) == "spkv"
+        assert torch.equal(logits(copied, tokens), logits(model, tokens))
+
+
+def test_a_config_in_memory_builds_the_same_kind_of_model(tokens: Tensor) -> None:
+    model = hybrid()
+    built = AutoModelForCausalLM.from_config(model.config)
+    built.load_state_dict(model.state_dict())
+    assert torch.equal(logits(built.eval(), tokens), logits(model, tokens))
