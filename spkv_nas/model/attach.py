@@ -27,6 +27,7 @@ from spkv_nas.model.attention import (
     uninstall,
     watch_calls,
 )
+from spkv_nas.model.cache import SPKVCache
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.section import remove_section, write_section
@@ -81,6 +82,7 @@ def detach(model: PreTrainedModel) -> None:
         attn_implementation, handle, caches = before
         handle.remove()
         model.set_attn_implementation(attn_implementation or "sdpa")
+        del model._supports_default_dynamic_cache
         model.config.get_text_config().use_cache = caches[0]
         if getattr(model, "generation_config", None):
             model.generation_config.use_cache = caches[1]
@@ -141,26 +143,50 @@ def hook_layers(model: PreTrainedModel) -> None:
     prepare(model, before)
 
 
-def prepare(model: PreTrainedModel, attn_implementation: str | None) -> None:
-    """Model-wide part of hooking: refuse attention weights, generate without a cache, remember what was there."""
+def prepare(model: PreTrainedModel, attn_implementation: str | None, caches: tuple[bool, bool] | None = None) -> None:
+    """Prepare a hooked model as a whole: its cache, refused calls, and what ``detach`` restores.
+
+    A forward pass makes no cache unless it is asked to. ``generate`` makes an ``SPKVCache`` once ``allow_cache`` lets
+    it; not for gates, which need one only when they are hard.
+
+    Args:
+        caches: ``use_cache`` of the config and of the generation config, for ``detach``; by default as they are.
+    """
     handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
     generation = getattr(model, "generation_config", None)
     text = model.config.get_text_config()  # of a model that also sees images, the part that has a cache
-    caches = (text.use_cache, generation.use_cache if generation else None)
-    model._spkv_before = (attn_implementation, handle, caches)
+    before = caches or (text.use_cache, generation.use_cache if generation else None)
+    model._spkv_before = (attn_implementation, handle, before)
+    model._supports_default_dynamic_cache = _makes_its_cache
     text.use_cache = False
     if generation:
         generation.use_cache = False
 
 
-def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def allow_cache(model: PreTrainedModel) -> None:
+    """Let ``generate`` use a cache on a hooked model, as it did before; a model with a layout can always use one."""
+    if getattr(model, "generation_config", None):
+        model.generation_config.use_cache = model._spkv_before[2][1]
+
+
+def _makes_its_cache() -> bool:
+    """Tell ``generate`` to make no ``DynamicCache``, in place of the class method that tells it to make one."""
+    return False
+
+
+def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Refuse calls that SP-KV attention would answer wrongly; give one that wants a cache and has none an SPKVCache."""
     chosen = model.config._attn_implementation
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
-    if kwargs.get("past_key_values") is not None and kwargs.get("use_cache") is False:
+    cache, uses_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    if cache is not None and uses_cache is False:
         raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
+    if cache is None and uses_cache and not torch.is_grad_enabled():  # a cache passes no gradients on
+        kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
+    return args, kwargs
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import check_hooks, dry_run, gate_rows, install_gates, prepare
+from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
 from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
 from spkv_nas.model.weights import check_loaded, quiet_report
@@ -35,7 +35,9 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             with quiet_report():
                 model, info = super().from_pretrained(source, *args, **options)
             check_loaded(model, info, what)
-            prepare(model, "sdpa")
+            prepare(model, "sdpa", caches=(True, True))  # what the files say was said of a hooked model
+            if checkpoint_layout(model) is not None:
+                allow_cache(model)
             check_hooks(dry_run(model), what)
             return (model, info) if output_loading_info else model
 

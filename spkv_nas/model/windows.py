@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import check_heads, detach, hook_layers
+from spkv_nas.model.attach import allow_cache, check_heads, detach, hook_layers
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import checkpoint_layout, gate_config, write_section
@@ -40,6 +40,7 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
     for state, row in zip(layer_states(model), windows, strict=True):
         state.windows = row
     write_section(model, layout)
+    allow_cache(model)
 
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
