@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.distributed import on_main, process_index
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages.common import Subject
 from spkv_nas.stages.evaluate import evaluate, score
 from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions

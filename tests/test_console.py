@@ -18,13 +18,13 @@ from helpers import Heard, write_project
 from transformers.utils import logging
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.cli import main
 from spkv_nas.cli.console import out
 from spkv_nas.cli.result import Result, plain, present
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.roofline import HARDWARE
-from spkv_nas.probing.signals import SIGNALS
 from spkv_nas.stages import flags
 
 Project = tuple[Path, Path]  # recipe, workspace

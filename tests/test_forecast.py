@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.files import read_yaml
 from spkv_nas.base.units import format_flops
 from spkv_nas.cli import main
 from spkv_nas.cost.adapters import num_adapter_parameters
@@ -242,6 +243,22 @@ class TestCommand:
         assert "priced gates, frozen model" not in stages
         assert any("nothing was measured here" in remark for remark in found["remarks"])
         assert set(recipe_file.parent.rglob("*")) == before
+
+    def test_training_is_what_init_writes(
+        self, text: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Of a text that is too little for the batches of a GPU; another kind of device takes other steps."""
+        model, recipe = tmp_path / "model", tmp_path / "recipe.yaml"
+        save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, model)
+        main(["init", str(model), str(text), "--out", str(recipe), "-w", str(tmp_path), "--device", "cpu"])
+        branch, length = (read_yaml(recipe, "recipe")[key] for key in ("branch", "data"))
+        written = branch["steps"] * branch["batch_size"] * length["block_size"]
+        capsys.readouterr()
+        main(["plan", "--model", str(model), "--data", str(text), "--device", "cpu", "--json"])
+        found = json.loads(capsys.readouterr().out)
+        stages = {stage["name"]: stage["tokens"] for stage in found["stages"]}
+        assert stages["train the SP-KV reference"] == stages["retrain a hybrid"] == written < 160 * 2048
+        assert f"160 steps of {written // 160:,} tokens (with --device cuda at most 16,384)" in str(found["remarks"])
 
     def test_mistakes(self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "give a recipe, or --model" in fails(capsys, "plan")

@@ -141,7 +141,14 @@ class TestKeys:
             (0, "4", 40), (0, "4", 40), (2, "5", 40), (2, "5", 40), (2, "5", 40), (3, "3", 40), (3, "3", 38),
         ]  # fmt: skip
         assert found[1].text == (string.ascii_uppercase * 4)[40:80]
-        assert len(stretches(documents, tiny_tokenizer, 40, 26, 81)) == 5
+
+    @pytest.mark.parametrize(("most", "lengths"), [(81, [40, 40]), (110, [40, 40, 30]), (80, [40, 40]), (26, [])])
+    def test_no_more_tokens_are_read_than_the_limit(
+        self, most: int, lengths: list[int], tiny_tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """``--max-tokens 8192`` once read 15,338: whole documents, as long as they are."""
+        documents = [Document(string.ascii_uppercase * n, "text", str(n)) for n in (4, 1, 5, 3)]
+        assert [len(one.text) for one in stretches(documents, tiny_tokenizer, 40, 26, most)] == lengths
 
 
 def texts(*documents: int, domains: str = "") -> list[LongText]:
@@ -257,6 +264,7 @@ class TestCommand:
             (["--longppl", "--tau", "2"], "--tau must lie in [0, 1]"),
             (["--longppl", "--short", "128"], "128 tokens leaves nothing of texts of 128"),
             (["--longppl", "--short", "900", "--block-size", "1000"], "no document has more than 900 tokens"),
+            (["--longppl", "--short", "90", "--max-tokens", "80"], "--max-tokens 80 leaves nothing beyond"),
             (["--longppl", "--block-size", "100000"], "more than 16 times as long"),
             (["--longppl", "--samples", "5"], "--samples goes with --ruler LENGTHS"),
             (["--evaluator", "x"], "--evaluator goes with --longppl"),

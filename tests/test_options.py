@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
@@ -14,15 +17,16 @@ from typer.testing import CliRunner
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, app
 from spkv_nas.cli.options import command
-from spkv_nas.data.config import BLOCK_SIZE
-from spkv_nas.evaluation.sweep import DEFAULT_POINTS
-from spkv_nas.probing.priced import DEFAULT_STEPS
-from spkv_nas.probing.regression import DEFAULT_LAYOUTS
+from spkv_nas.cost.ladder import ladder
+from spkv_nas.cost.roofline import HARDWARE
+from spkv_nas.data.config import DataConfig
+from spkv_nas.probing.duo import duo
+from spkv_nas.probing.head_gates import head_gates
+from spkv_nas.probing.priced import learn_gates
+from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, layout_options, options
 from spkv_nas.stages.flags import Flag
-from spkv_nas.stages.longppl import ALPHA
-from spkv_nas.stages.ruler import SAMPLES
-from spkv_nas.training.first_recipe import STEPS
+from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
 CLASSES = [
@@ -122,28 +126,38 @@ def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
             assert help_text.endswith(one.metadata.get(options.NOTE, "")), (name, one.name)
 
 
-def test_defaults_that_the_help_names_are_those_that_are_used() -> None:
+def help_of(one: type, name: str) -> str:
+    """What the help shows of an option's default, and the sentence that it adds."""
+    (field,) = (field for field in fields(one) if field.name == name)
+    return f"{field.metadata.get(options.SHOWN)} {field.metadata.get(options.NOTE)}"
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:,\d{3})*", text)
+
+
+def default_of(function: Callable[..., object], name: str) -> str:
+    return str(inspect.signature(function).parameters[name].default)
+
+
+def test_defaults_that_the_help_names_are_those_that_functions_have() -> None:
+    """The help of ``probe --steps`` once said 100 steps of head gates, whose function takes 50."""
+    palindrome, draft = PalindromeSettings(), {field.name: field.default for field in fields(Draft)}
+    data = {name: str(field.default) for name, field in DataConfig.model_fields.items()}
     shown = {
-        (one.__name__, field.name): field.metadata[options.SHOWN]
-        for one in CLASSES
-        for field in fields(one)
-        if (field.metadata.get(options.SHOWN) or "").isdigit()
+        (options.ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
+        (options.ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
+        (options.InitOptions, "steps"): [str(draft["steps"])],
+        (options.PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
+        (options.PlanOptions, "tokens"): [f"{int(data['max_heldout_tokens']):,}"],
+        (options.PlanOptions, "block_size"): [data["block_size"]],
+        (options.SubjectOptions, "block_size"): [data["block_size"]],
+        (options.PalindromeOptions, "steps"): [str(palindrome.steps)],
+        (options.PalindromeOptions, "batch_size"): [str(palindrome.batch_size)],
     }
-    palindrome = PalindromeSettings()
-    blocks = {
-        (one.__name__, "block_size"): str(BLOCK_SIZE) for one in CLASSES if issubclass(one, options.SubjectOptions)
-    }
-    assert shown == {
-        **blocks,
-        ("BaselinesOptions", "points"): str(DEFAULT_POINTS),
-        ("EvaluateOptions", "alpha"): f"{ALPHA:g}",
-        ("EvaluateOptions", "points"): str(DEFAULT_POINTS),
-        ("EvaluateOptions", "samples"): str(SAMPLES),
-        ("EvaluateOptions", "seed"): "0",
-        ("InitOptions", "steps"): str(STEPS),
-        ("ProbeOptions", "steps"): str(DEFAULT_STEPS),
-        ("ProbeOptions", "num_layouts"): str(DEFAULT_LAYOUTS),
-        ("ProbeOptions", "seed"): "0",
-        ("PalindromeOptions", "steps"): str(palindrome.steps),
-        ("PalindromeOptions", "batch_size"): str(palindrome.batch_size),
-    }
+    assert {key: numbers(help_of(*key)) for key in shown} == shown
+
+
+def test_choices_that_the_help_names_are_those_that_there_are() -> None:
+    assert set(flags._LEVELS) == set(ladder())
+    assert ALIASES["Hardware"].__metadata__[0].values == tuple(HARDWARE)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.signals import SIGNALS, check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -26,7 +27,7 @@ from spkv_nas.probing import heads
 from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import Mixture, duo, sums_of_squares
 from spkv_nas.probing.retrieval import needles, retrieval
-from spkv_nas.probing.signals import SIGNALS, check_options, measure_signal
+from spkv_nas.probing.signals import measure_signal
 
 WINDOW, LENGTH = 6, 40
 RIVALS = SIGNALS[1:]

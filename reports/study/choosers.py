@@ -15,7 +15,7 @@ from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, s
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.probing.signals import HEAD_GATES
+from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.proposal import strategies
 from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
 from spkv_nas.search.driver import Search

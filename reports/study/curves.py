@@ -18,10 +18,10 @@ from signals import learn_and_probe
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.files import write_json
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.probing import head_gates
-from spkv_nas.probing.signals import HEAD_GATES
 from spkv_nas.proposal.propose import propose, resolve_tau
 
 

@@ -20,10 +20,11 @@ from references import Subject
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.signals import DUO, HEAD_GATES, SCORING
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.signals import DUO, HEAD_GATES, SCORING, measure_signal
+from spkv_nas.probing.signals import measure_signal
 from spkv_nas.training.variants import Variant
 
 PRICED, FROZEN, UNPRICED, LONG = DENSITIES = ("priced-trained", "priced-frozen", "unpriced", "unpriced-long")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
-from spkv_nas.data.config import BLOCK_SIZE
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, in_pieces
 from spkv_nas.data.tokenizer import MOST_CHARACTERS, encode

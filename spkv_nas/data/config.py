@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from spkv_nas.artifacts.defaults import BLOCK_SIZE, HELDOUT_TOKENS
 from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
 from spkv_nas.base.schema import Section
 
 ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
-BLOCK_SIZE = 512  # tokens, by default
 
 
 class SourceConfig(Section):
@@ -62,7 +62,7 @@ class DataConfig(Section):
     sources: list[str | SourceConfig] = Field(min_length=1)
     block_size: int = Field(BLOCK_SIZE, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents, by content hash")
-    max_heldout_tokens: int = Field(500_000, ge=1, le=MOST_WHOLE)
+    max_heldout_tokens: int = Field(HELDOUT_TOKENS, ge=1, le=MOST_WHOLE)
     mix: MixConfig | None = Field(None, description="what is mixed into the training text")
 
     @model_validator(mode="after")

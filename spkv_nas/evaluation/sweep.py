@@ -7,7 +7,6 @@ changes the utilities in all later ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import pandas as pd
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.limits import MOST_REPEATS, MOST_SHOWN
+from spkv_nas.base.limits import MOST_SHOWN
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
@@ -31,7 +30,6 @@ from spkv_nas.model.modes import gate_mode
 from spkv_nas.model.section import gate_config
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
-DEFAULT_POINTS = 13
 
 
 @dataclass(frozen=True)
@@ -137,44 +135,3 @@ def read_sweep(path: Path) -> pd.DataFrame:
     return read_table(
         path, "sweep", tuple(Column(name, "number", low=-MOST_SHOWN, high=MOST_SHOWN) for name in COLUMNS)
     )
-
-
-def parse_taus(text: str, points: int | None = None) -> list[float]:
-    """Thresholds, ascending: ``0.1,0.5,0.9`` as it is, ``0.01..0.99`` as ``points`` values evenly spaced in logit.
-
-    Raises:
-        UserError: naming what is wrong with ``text`` or ``points``.
-    """
-    low, dots, high = text.partition("..")
-    try:
-        taus = [float(part) for part in ((low, high) if dots else text.split(","))]
-    except ValueError as error:
-        raise UserError(
-            f"'{text}' is neither a range LOW..HIGH nor a list of thresholds\n"
-            "give for example 0.01..0.99 or 0.1,0.5,0.9"
-        ) from error
-    outside = [tau for tau in taus if not 0.0 <= tau <= 1.0]
-    if outside:
-        raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
-    if dots:
-        return _logit_spaced(taus[0], taus[1], DEFAULT_POINTS if points is None else points)
-    if points is not None:
-        raise UserError(f"a number of points goes with a range LOW..HIGH; '{text}' says its thresholds itself")
-    if len(set(taus)) < 2:
-        raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
-    return sorted(set(taus))
-
-
-def _logit_spaced(low: float, high: float, points: int) -> list[float]:
-    if low >= high:
-        raise UserError(f"a range LOW..HIGH must rise; found {low:g}..{high:g}")
-    if low == 0.0 or high == 1.0:
-        raise UserError(
-            f"a range is evenly spaced in logit, so its ends lie inside (0, 1); found {low:g}..{high:g}\n"
-            "the open model (tau 0) is always measured; a list such as 0.5,0.9,1 may hold 1"
-        )
-    if not 2 <= points <= MOST_REPEATS:
-        raise UserError(f"a range needs at least 2 points, its ends, and at most {MOST_REPEATS}; found {points}")
-    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
-    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits: as the CSV shows them
-    return [low, *between, high]

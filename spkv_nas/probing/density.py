@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.gate_config import GateConfig
@@ -24,7 +25,6 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.data.config import BLOCK_SIZE
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import gate_config

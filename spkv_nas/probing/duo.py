@@ -30,6 +30,7 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.defaults import DUO_STEPS
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.distributed import own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -42,7 +43,6 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import frozen, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 
-DEFAULT_STEPS = 200
 _STEP_PASSES = 3  # of a step's tokens: the unchanged model, the mixture, and back through it
 
 
@@ -81,7 +81,7 @@ def duo(
     window: int,
     *,
     sinks: int = 4,
-    steps: int = DEFAULT_STEPS,
+    steps: int = DUO_STEPS,
     batch_size: int = 2,
     learning_rate: float = 0.02,
     regularisation: float = 0.05,

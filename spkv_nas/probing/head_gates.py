@@ -34,6 +34,7 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.distributed import own_share, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -49,7 +50,6 @@ from spkv_nas.probing.frozen import frozen, passes, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
-DEFAULT_STEPS = 50  # 25 and 100 choose the same heads, but for one in eighteen (reports/study)
 STEP_TOKENS = 2048
 _RATE = 0.05  # of a gate's way from 0 to 1, for a head of root mean square gradient
 _MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
@@ -81,7 +81,7 @@ def head_gates(
     window: int | None = None,
     *,
     budget: int | str | None = None,
-    steps: int = DEFAULT_STEPS,
+    steps: int = HEAD_GATE_STEPS,
     step_tokens: int = STEP_TOKENS,
     seed: int = 0,
     name: str = "head-gates",

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.defaults import REGRESSION_LAYOUTS
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.grid import Grid
@@ -38,7 +39,6 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
-DEFAULT_LAYOUTS = 200
 _FEWEST = 10  # layouts
 _EXPLAINED = 0.1  # share of the variance between layouts that is predicted, below which the gains are warned about
 
@@ -51,7 +51,7 @@ def regression(
     window: int,
     *,
     budget: int | str | None = None,
-    num_layouts: int = DEFAULT_LAYOUTS,
+    num_layouts: int = REGRESSION_LAYOUTS,
     seed: int = 0,
     batch_size: int = 8,
     cache: Path | None = None,

@@ -12,6 +12,16 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.signals import (
+    ATTENTION_MASS,
+    CLOSING,
+    DUO,
+    HEAD_GATES,
+    OPENING,
+    REGRESSION,
+    RETRIEVAL,
+    check_options,
+)
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
@@ -23,12 +33,6 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.probing.retrieval import retrieval
 
-DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS = SIGNALS = (
-    "density", "head-gates", "opening", "closing", "regression", "duo", "retrieval", "attention-mass",
-)  # fmt: skip
-SCORING = (OPENING, CLOSING, REGRESSION)  # those that score layouts: they make logits, and take fewer tokens by default
-SCORING_TOKENS = 12_288
-
 _MEASURES: dict[str, Callable[..., DensityTable]] = {
     HEAD_GATES: head_gates,
     OPENING: opening,
@@ -38,29 +42,6 @@ _MEASURES: dict[str, Callable[..., DensityTable]] = {
     RETRIEVAL: retrieval,
     ATTENTION_MASS: attention_mass,
 }
-_OPTIONS = {
-    "tau": (DENSITY,),
-    "window": (DENSITY, *_MEASURES),
-    "gain_tokens": (DENSITY,),
-    "steps": (DENSITY, HEAD_GATES, DUO),
-    "granularity": (OPENING, CLOSING),
-    "max_heads": (OPENING, CLOSING),
-    "budget": (DENSITY, HEAD_GATES, REGRESSION),
-    "num_layouts": (REGRESSION,),
-    "seed": (DENSITY, HEAD_GATES, DUO, RETRIEVAL, REGRESSION),
-    "cache": (REGRESSION,),
-    "batch_size": SCORING,
-}
-
-
-def check_options(signal: str, **options: object) -> None:
-    """Raise ``UserError`` unless ``signal`` is one of ``SIGNALS`` and has every option that is not None."""
-    if signal not in SIGNALS:
-        raise UserError(f"unknown signal '{signal}'; expected one of {', '.join(SIGNALS)}")
-    for name, value in options.items():
-        if value is not None and signal not in _OPTIONS[name]:
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} is not for --signal {signal}; it goes with {', '.join(_OPTIONS[name])}")
 
 
 def measure_signal(

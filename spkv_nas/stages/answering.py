@@ -9,7 +9,7 @@ from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import connect
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.common import check_tau
+from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:

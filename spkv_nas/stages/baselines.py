@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import pandas as pd
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.baselines import EXPECTED, KVZAP, METHODS
+from spkv_nas.artifacts.baselines import EXPECTED, KVZAP
+from spkv_nas.artifacts.defaults import BASELINE_CHUNK, BASELINE_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.result_tables import BASELINES
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
 from spkv_nas.evaluation.baselines.expected_attention import Rotation
 from spkv_nas.evaluation.baselines.kvzap import fit_kvzap
 from spkv_nas.evaluation.baselines.measure import (
@@ -28,15 +28,11 @@ from spkv_nas.evaluation.baselines.measure import (
     own_rows,
 )
 from spkv_nas.evaluation.baselines.protocol import Protocol
-from spkv_nas.evaluation.sweep import parse_taus
+from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.section import gate_config
-from spkv_nas.stages.common import Measured, Subject, check_tau, measured_on, quiet_transformers
+from spkv_nas.stages.common import Measured, Subject, measured_on, quiet_transformers
 from spkv_nas.stages.options import DENSE, BaselinesOptions
-
-_TOKENS = 16_384  # of text that is read, unless it is said how many
-_CHUNK = 16  # tokens, as in the paper
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -51,18 +47,21 @@ class BaselinesResult:
 def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> BaselinesResult:
     """NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     quiet_transformers(reporter)
-    methods = _methods(options.methods)
-    densities = sorted(_listed(options.densities, _density), reverse=True)
-    sinks = sorted(_listed(options.sinks, _sinks))
-    taus = _taus(options)
+    methods, densities, sinks = (
+        parse_methods(options.methods),
+        parse_densities(options.densities),
+        parse_sinks(options.sinks),
+    )
+    sweep = check_sweep(options.tau, options.tau_sweep, options.points)
+    taus = sweep if options.tau is None else [options.tau]
     subject = Subject.of(options, DENSE, "prune on")
     options.place.check_writable()
     folder = options.place.report_dir(subject.name)
-    measured = subject.load(reporter, tokens=_TOKENS, learns=True)
+    measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks)
     beside = None if options.against is None else _beside(options, measured)
     window = options.window or (suitable_window(measured.blocks.block_size) if beside is None else beside.gates.window)
-    chunk = min(_CHUNK, window) if options.chunk is None else options.chunk
+    chunk = min(BASELINE_CHUNK, window) if options.chunk is None else options.chunk
     protocol = partial(Protocol, window, chunk=chunk, kind=options.protocol)
     for number in sinks:
         protocol(number).check(measured.blocks.block_size)
@@ -127,49 +126,3 @@ def _beside(options: BaselinesOptions, measured: Measured) -> _Beside:
     if options.window is not None and options.window != gates.window:
         raise UserError(f"--window {options.window} is not that of --against, {gates.window}: windows must be equal")
     return _Beside(model, gates)
-
-
-def _taus(options: BaselinesOptions) -> list[float] | None:
-    """Thresholds of ``--against``; None: its own. Raises ``UserError``."""
-    if options.tau is not None and options.tau_sweep is not None:
-        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
-    if options.against is None and (options.tau is not None or options.tau_sweep is not None):
-        raise UserError("--tau and --tau-sweep are those of --against: give an SP-KV checkpoint")
-    if options.points is not None and options.tau_sweep is None:
-        raise UserError("--points goes with --tau-sweep LOW..HIGH")
-    check_tau(options.tau)
-    if options.tau_sweep is not None:
-        return parse_taus(options.tau_sweep, options.points)
-    return None if options.tau is None else [options.tau]
-
-
-def _methods(text: str | None) -> list[str]:
-    """Methods in their own order; None is all. Raises ``UserError`` for an unknown one."""
-    if text is None:
-        return list(METHODS)
-    asked = _listed(text, str)
-    unknown = [name for name in asked if name not in METHODS]
-    if unknown:
-        raise UserError(f"unknown method '{unknown[0]}' in --methods; there are {', '.join(METHODS)}")
-    return [name for name in METHODS if name in asked]
-
-
-def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
-    """The values of a list by comma, each once."""
-    return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
-
-
-def _density(text: str) -> float:
-    try:
-        density = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
-    except ValueError:
-        density = math.nan
-    if not 0.0 < density <= 1.0:
-        raise UserError(f"--density must lie in (0, 1]; found '{text}'; give for example 20% or 0.2")
-    return density
-
-
-def _sinks(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 9):
-        raise UserError(f"--sinks are numbers of tokens; found '{text}'; give for example 0,4")
-    return int(text)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.comparison import check_layout_names
+from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.artifacts.density import RECORD, DensityTable
 from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.artifacts.proposal import Proposal
@@ -124,7 +125,6 @@ class Subject:
         Raises:
             UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
         """
-        from spkv_nas.data.config import BLOCK_SIZE
         from spkv_nas.data.splits import load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.section import gate_config
@@ -285,12 +285,6 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
         **more,
         "environment": environment(),
     }
-
-
-def check_tau(tau: float | None) -> None:
-    """Raises ``UserError`` for a threshold outside [0, 1]."""
-    if tau is not None and not 0.0 <= tau <= 1.0:
-        raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
 def quiet_transformers(reporter: Reporter) -> None:

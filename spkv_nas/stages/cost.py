@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spkv_nas.artifacts.defaults import LADDER_DENSITY
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.device import choose_device
@@ -25,8 +26,6 @@ from spkv_nas.stages.options import PAPER, REFERENCE, CalibrateOptions, CostOpti
 
 if TYPE_CHECKING:
     from spkv_nas.training.step_timing import StepTiming
-
-FLOPS_DENSITY = 0.2  # of the figure over the ladder, unless another is given
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def draw_flops(options: CostOptions) -> Path:
     from spkv_nas.report.plot import save_chart
 
     tokens = parse_context(options.context)
-    density = FLOPS_DENSITY if options.density is None else options.density
+    density = LADDER_DENSITY if options.density is None else options.density
     rows = flops_table(tokens, density)
     options.place.check_writable()
     folder = options.place.report_dir(options.name or PAPER)

@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.base.distributed import on_main
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import sweep
+from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.answering import check_mode
@@ -42,12 +42,8 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     """Held-out NLL of a checkpoint; with ``tau_sweep`` also the trade-off figure, written to ``reports/<name>/``."""
     quiet_transformers(reporter)
     subject = Subject.of(options, REFERENCE, "evaluate on")
-    if options.tau is not None and options.tau_sweep is not None:
-        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
-    if options.points is not None and options.tau_sweep is None:
-        raise UserError("--points goes with --tau-sweep LOW..HIGH")
     check_mode(options)
-    taus = None if options.tau_sweep is None else sweep.parse_taus(options.tau_sweep, options.points)
+    taus = check_sweep(options.tau, options.tau_sweep, options.points)
     options.place.check_writable()
     folder = options.place.report_dir(subject.name)
     measured = subject.load(reporter)

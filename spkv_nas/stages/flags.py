@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.artifacts.baselines import METHODS, PROTOCOLS
+from spkv_nas.artifacts.defaults import LADDER_DENSITY
 from spkv_nas.artifacts.samplers import SAMPLERS
+from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.limits import (
     MOST_BATCH,
@@ -117,13 +119,7 @@ NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
 Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 
 # measuring
-Signal = Annotated[
-    str,
-    Flag(
-        "density, or another: head-gates, opening, closing, regression, duo, retrieval, attention-mass.",
-        values=("density", "head-gates", "opening", "closing", "regression", "duo", "retrieval", "attention-mass"),
-    ),
-]
+Signal = Annotated[str, Flag(f"{SIGNALS[0]}, or another: {', '.join(SIGNALS[1:])}.", values=SIGNALS)]
 GainTokens = Annotated[
     int | None,
     Flag("Judge the table by what each head saves alone, on so many tokens; 0: not at all.", low=0, high=MOST_WHOLE),
@@ -357,7 +353,9 @@ Figures = Annotated[
     Flag("paper: the paper's figures too, as PDF with LaTeX that sets them in its sizes.", values=("paper",)),
 ]
 Watch = Annotated[bool, Flag("Write it again whenever what it reads has changed, until Ctrl-C.", ("--watch",))]
-Figure = Annotated[bool, Flag("Also draw FLOPs against model size over the ladder (density 0.2).", ("--figure",))]
+Figure = Annotated[
+    bool, Flag(f"Also draw FLOPs against model size over the ladder (density {LADDER_DENSITY:g}).", ("--figure",))
+]
 TrainStep = Annotated[
     bool,
     Flag("Time whole training steps instead, with gates and as a hybrid, against full attention.", ("--train-step",)),

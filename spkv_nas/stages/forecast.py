@@ -10,6 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spkv_nas.artifacts import signals
+from spkv_nas.artifacts.defaults import (
+    BLOCK_SIZE,
+    GAIN_TOKENS,
+    HEAD_GATE_STEPS,
+    PRICED_STEPS,
+    REGRESSION_LAYOUTS,
+    SCORING_TOKENS,
+)
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.device import check_dtype, choose_device, choose_dtype, dtype_name, training_precision
@@ -20,17 +29,15 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES, parse_context
 from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages, Training
-from spkv_nas.data.config import BLOCK_SIZE, DataConfig
+from spkv_nas.data.config import DataConfig
 from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing import head_gates, signals
+from spkv_nas.probing import head_gates
 from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.gains import num_passes
-from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS
-from spkv_nas.probing.regression import DEFAULT_LAYOUTS
+from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
 from spkv_nas.stages.options import REFERENCE, PlanOptions, ProbeOptions
-from spkv_nas.stages.probe import GAIN_TOKENS
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.plan import Planner
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
@@ -80,6 +87,7 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
     remarks = (
         _about_memory(stages.site),
         f"text: {given.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
+        *given.remarks,
         _about_time(options),
     )
     return Forecast(
@@ -136,6 +144,7 @@ class _Given:
     tokens: int
     first: tuple[StageCost, ...]
     trained: tuple[tuple[str, Stages, Training, bool], ...]
+    remarks: tuple[str, ...] = ()
 
 
 _REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
@@ -149,17 +158,19 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Given:
     config = gates or GateConfig(window=suitable_window(length))
     stages = Stages(size, config, site, length, BATCH_SIZE, _item(source, site, options.dtype))
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
-    tokens = options.tokens or data.max_heldout_tokens
-    if options.data and options.tokens is None:
+    tokens, text = options.tokens or data.max_heldout_tokens, _ENOUGH
+    if options.data:
         reporter.announce("counting the tokens of the text")
-        tokens = count_text(options.data, Path(), load_tokenizer(source)).heldout(data)
-    draft = Draft.of("plan", source, ("stdlib",), size, _ENOUGH, "cpu" if site.is_cpu else "cuda")
+        text = count_text(options.data, Path(), load_tokenizer(source))
+        tokens = options.tokens or text.heldout(data)
+    draft = Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
     draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
     recipe = draft.recipe(Path())
     how = _training(recipe, recipe.branch, size, site)
     own = replace(stages, block_size=draft.block_size)
     first = tuple(_gates(stages, options.steps)) if gates is None else ()
-    return _Given(model_name(source), stages, tokens, first, ((_REFERENCE, own, how, True), (_HYBRID, own, how, False)))
+    trained = ((_REFERENCE, own, how, True), (_HYBRID, own, how, False))
+    return _Given(model_name(source), stages, tokens, first, trained, (draft.remark(),))
 
 
 def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Given:
@@ -185,19 +196,19 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Given:
 
 
 def _gates(stages: Stages, steps: int | None) -> Iterator[StageCost]:
-    yield stages.learn_gates("priced gates, frozen model", steps or DEFAULT_STEPS, STEP_TOKENS, ROOM)
+    yield stages.learn_gates("priced gates, frozen model", steps or PRICED_STEPS, STEP_TOKENS, ROOM)
 
 
 def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
     """What ``probe`` measures of ``tokens`` of text."""
-    limit = options.max_tokens or (signals.SCORING_TOKENS if options.signal in signals.SCORING else tokens)
+    limit = options.max_tokens or (SCORING_TOKENS if options.signal in signals.SCORING else tokens)
     taken = min(limit, tokens)
     if options.signal == signals.DENSITY:
         yield _density(stages, taken)
         if options.gain_tokens != 0:
             yield _gains(stages, "judge the table", min(options.gain_tokens or GAIN_TOKENS, tokens))
     elif options.signal == signals.REGRESSION:
-        passes = 1 + (options.num_layouts or DEFAULT_LAYOUTS)
+        passes = 1 + (options.num_layouts or REGRESSION_LAYOUTS)
         yield stages.measure("signal regression, at most", taken, passes, shares=_OF_LAYOUTS)
     elif options.signal in signals.SCORING:
         yield _gains(stages, f"signal {options.signal}", taken)
@@ -213,13 +224,13 @@ def _measured(stages: Stages, tokens: int) -> Iterator[StageCost]:
     yield _gains(stages, "judge the table", min(GAIN_TOKENS, tokens))
     yield _head_gates(stages, None)
     for signal in (signals.OPENING, signals.CLOSING):
-        yield _gains(stages, f"signal {signal}", min(signals.SCORING_TOKENS, tokens))
+        yield _gains(stages, f"signal {signal}", min(SCORING_TOKENS, tokens))
     yield stages.measure("score, each layout", tokens, shares=_OF_LAYOUTS)
     yield stages.measure("evaluate", tokens, gated=True)
 
 
 def _head_gates(stages: Stages, steps: int | None) -> StageCost:
-    name, number = f"signal {signals.HEAD_GATES}", steps or head_gates.DEFAULT_STEPS
+    name, number = f"signal {signals.HEAD_GATES}", steps or HEAD_GATE_STEPS
     return stages.learn_gates(name, number, head_gates.STEP_TOKENS, ROOM, of_keys=False)
 
 

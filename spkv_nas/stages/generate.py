@@ -8,9 +8,10 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
+from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.model import generation
 from spkv_nas.model.checkpoint import load_on
-from spkv_nas.stages.common import check_tau, quiet_transformers
+from spkv_nas.stages.common import quiet_transformers
 from spkv_nas.stages.options import GenerateOptions
 
 

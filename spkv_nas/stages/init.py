@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.defaults import FIRST_STEPS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device
@@ -24,7 +25,7 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import model_name, quiet_transformers
 from spkv_nas.stages.options import InitOptions
-from spkv_nas.training.first_recipe import FEWEST_STEPS, STEPS, Draft
+from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
 from spkv_nas.training.plan import ROOM, Plan, PlannedRun, Planner, together
 from spkv_nas.training.text_size import count_text
 from spkv_nas.training.variants import Variant
@@ -56,7 +57,7 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
     reporter.announce("counting the tokens of the text")
     size, text = read_size(model), count_text(sources, base, load_tokenizer(model))
     draft = Draft.of(options.name or _name(options.model), model, sources, size, text, choose_device(options.device))
-    planner, draft = _fitted(replace(draft, steps=options.steps or STEPS), options, reporter)
+    planner, draft = _fitted(replace(draft, steps=options.steps or FIRST_STEPS), options, reporter)
     if options.minutes is not None:
         draft = replace(draft, steps=_steps(planner, 60 * options.minutes))
         planner = planner.other(draft.recipe(base))

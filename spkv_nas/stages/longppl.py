@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_LENGTH, LONGPPL_SHORT
 from spkv_nas.artifacts.result_tables import LONGPPL
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.distributed import gathered, on_main, own_share
@@ -30,8 +31,6 @@ from spkv_nas.stages.options import EvaluateOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHORT, ALPHA, BETA = 4096, 2.0, -2.0  # the authors'
-_LONGEST = 1 << 15  # tokens of a text, by default
 _PART = 4  # of a text the short context is at most a fourth, and the stride is a fourth of that
 
 Line = dict[str, Any]
@@ -108,8 +107,8 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
     length = options.block_size
     if length is None:
         known = (read_size(source).positions for source in sources)
-        length = min([_LONGEST, *(positions for positions in known if positions is not None)])
-    short = options.short or max(1, min(_SHORT, length // _PART))
+        length = min([LONGPPL_LENGTH, *(positions for positions in known if positions is not None)])
+    short = options.short or max(1, min(LONGPPL_SHORT, length // _PART))
     if short >= length:
         raise UserError(
             f"a short context of {short} tokens leaves nothing of texts of {length}\n"
@@ -118,8 +117,8 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
     criterion = Criterion(
         short=short,
         stride=options.stride or max(1, short // _PART),
-        alpha=ALPHA if options.alpha is None else options.alpha,
-        beta=BETA if options.beta is None else options.beta,
+        alpha=LONGPPL_ALPHA if options.alpha is None else options.alpha,
+        beta=LONGPPL_BETA if options.beta is None else options.beta,
     )
     return length, criterion
 
@@ -187,6 +186,11 @@ def _lines(file: Path, texts: list[LongText], line: Callable[[LongText, int], Li
 
 def _texts(options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
     """The texts to read. Raises ``UserError``: none is long enough."""
+    if options.max_tokens is not None and options.max_tokens <= short:
+        raise UserError(
+            f"--max-tokens {options.max_tokens} leaves nothing beyond the short context of {short} tokens\n"
+            "give a larger one, or a smaller --short"
+        )
     texts = stretches(_documents(options, length), tokenizer, length, short, options.max_tokens)
     if not texts:
         raise UserError(

@@ -11,15 +11,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.baselines import EXACT
+from spkv_nas.artifacts.signals import SCORING
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = EMBEDDED.name  # of the embedded reference
 PAPER, PALINDROME = "paper", "palindrome"  # names of the results on the paper's own ladder and toy task
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
-ONLY_PROBE, PAPER_BUDGET, EMBEDDED_RECIPE = "the only one there is", "2 of 7", "the embedded models' own"
+ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
+PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 SHOWN, NOTE = "shown", "note"  # keys of a field's metadata: the words of ``default``
 
 
@@ -77,7 +81,7 @@ class SubjectOptions(InWorkspace, InDtype):
     data: flags.Data = None
     max_tokens: flags.OptionalMaxTokens = default(None, "all")
     name: flags.Name = None
-    block_size: flags.BlockSize = default(None, "512")
+    block_size: flags.BlockSize = default(None, str(defaults.BLOCK_SIZE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +105,24 @@ class ProbeOptions(SubjectOptions, Trains):
     """Of ``probe``."""
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(None, "all; for opening, closing, regression 12,288, spread")
+    max_tokens: flags.OptionalMaxTokens = default(
+        None, f"all; for {', '.join(SCORING)} {defaults.SCORING_TOKENS:,}, spread"
+    )
     tau: flags.Tau = default(None, "the checkpoint's")
     signal: flags.Signal = "density"
-    gain_tokens: flags.GainTokens = default(None, "4,096", note="Of density.")
+    gain_tokens: flags.GainTokens = default(None, f"{defaults.GAIN_TOKENS:,}", note="Of density.")
     window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
     max_heads: flags.MaxHeads = default(None, "all", note="For opening and closing.")
-    steps: flags.Steps = default(None, "160", note="Of gates on a model without; of head-gates, 100, of duo, 200.")
+    steps: flags.Steps = default(
+        None,
+        str(defaults.PRICED_STEPS),
+        note=f"Of gates on a model without; of head-gates {defaults.HEAD_GATE_STEPS}, of duo {defaults.DUO_STEPS}.",
+    )
     budget: flags.OptionalBudget = default(
         None, PAPER_BUDGET, note="The price of gates on a model without, and for head-gates and regression."
     )
-    num_layouts: flags.NumLayouts = default(None, "200", note="For regression.")
+    num_layouts: flags.NumLayouts = default(None, str(defaults.REGRESSION_LAYOUTS), note="For regression.")
     seed: flags.OptionalSeed = default(None, "0")
 
 
@@ -123,10 +133,10 @@ class EvaluateOptions(SubjectOptions):
     model: flags.OptionalModel = REFERENCE
     tau: flags.Tau = default(None, "the checkpoint's")
     tau_sweep: flags.TauSweep = None
-    points: flags.Points = default(None, "13")
+    points: flags.Points = default(None, str(defaults.TAU_POINTS))
     ruler: flags.Ruler = None
     ruler_tasks: flags.RulerTasks = default(None, "all")
-    samples: flags.Samples = default(None, "100")
+    samples: flags.Samples = default(None, str(defaults.RULER_SAMPLES))
     against: flags.Against = default(note="With --ruler, --tasks or --longppl.")
     haystack: flags.Haystack = default(None, "RULER's noise")
     qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
@@ -138,14 +148,16 @@ class EvaluateOptions(SubjectOptions):
     limit: flags.Limit = default(None, "all")
     allow_code: flags.AllowCode = False
     block_size: flags.BlockSize = default(
-        None, "512", note="With --longppl: of a text, the model's positions, at most 32k."
+        None,
+        str(defaults.BLOCK_SIZE),
+        note=f"With --longppl: of a text, the model's positions, at most {defaults.LONGPPL_LENGTH >> 10}k.",
     )
     longppl: flags.LongPPL = False
     evaluator: flags.Evaluator = default(None, "--against, or the model")
-    short: flags.ShortContext = default(None, "4,096, at most a fourth of a text")
+    short: flags.ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most a fourth of a text")
     stride: flags.Stride = default(None, "a fourth of --short")
-    alpha: flags.Alpha = default(None, "2")
-    beta: flags.Beta = default(None, "-2")
+    alpha: flags.Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
+    beta: flags.Beta = default(None, f"{defaults.LONGPPL_BETA:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,17 +175,17 @@ class BaselinesOptions(SubjectOptions):
     """Of ``baselines``."""
 
     model: flags.OptionalModel = DENSE
-    max_tokens: flags.OptionalMaxTokens = default(None, "16,384, spread")
+    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}, spread")
     methods: flags.Methods = default(None, "all")
     densities: flags.Densities = "20%,15%"
     window: flags.OptionalWindow = default(None, "that of --against, or a sixteenth of a block, at most 128")
     sinks: flags.Sinks = "0,4"
-    chunk: flags.Chunk = default(None, "16, at most the window")
+    chunk: flags.Chunk = default(None, f"{defaults.BASELINE_CHUNK}, at most the window")
     protocol: flags.ReadingProtocol = EXACT
     against: flags.Against = default(note="With gates.")
     tau: flags.Tau = default(None, "the checkpoint's", note="Of --against.")
     tau_sweep: flags.TauSweep = default(note="Of --against.")
-    points: flags.Points = default(None, "13")
+    points: flags.Points = default(None, str(defaults.TAU_POINTS))
     seed: flags.Seed = default(0, note="Of random keys and of kvzap's networks.")
 
 
@@ -254,7 +266,7 @@ class InitOptions(InWorkspace, OnDevice):
     data: flags.Texts
     name: flags.Name = default(None, "the model's")
     out: flags.NewRecipe = Path("recipe.yaml")
-    steps: flags.Steps = default(None, "160", note="Of each model.")
+    steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Of each model.")
     minutes: flags.Minutes = None
     force: flags.Force = False
 
@@ -266,9 +278,13 @@ class PlanOptions(InWorkspace, InDtype):
     recipe: flags.OptionalRecipeFile = None
     model: flags.OptionalModel = default(None, note="A config file will do.")
     data: flags.Data = None
-    tokens: flags.Tokens = default(None, "the text's with --data or a recipe, else 500,000")
-    block_size: flags.BlockSize = default(None, "the recipe's, or 512", note="Or with --model alone.")
-    steps: flags.Steps = default(None, "the recipe's, or 160", note="Of gates, and of each model.")
+    tokens: flags.Tokens = default(None, f"the text's with --data or a recipe, else {defaults.HELDOUT_TOKENS:,}")
+    block_size: flags.BlockSize = default(
+        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Or with --model alone."
+    )
+    steps: flags.Steps = default(
+        None, f"the recipe's; of gates {defaults.PRICED_STEPS}, of each model {defaults.FIRST_STEPS}"
+    )
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
     context: flags.Context = default("128k", note="Of a text to generate.")
     hardware: flags.Hardware = default(None, "this machine, without times", note="Also the memory of one.")
@@ -304,8 +320,8 @@ class AblateOptions(Trains, InPrecision):
 class PalindromeOptions(Trains):
     """Of ``palindrome``."""
 
-    steps: flags.Steps = default(None, "500", note="Of each model.")
-    batch_size: flags.BatchSize = default(None, "32")
+    steps: flags.Steps = default(None, str(defaults.PALINDROME_STEPS), note="Of each model.")
+    batch_size: flags.BatchSize = default(None, str(defaults.PALINDROME_BATCH))
     seed: flags.Seed = default(0, note="Of weights, predictors and sequences.")
     name: flags.Name = default(None, PALINDROME)
 

@@ -9,6 +9,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from spkv_nas.artifacts import signals
+from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS, SCORING_TOKENS
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.assets import EMBEDDED_PREFIX
@@ -17,18 +19,19 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
 from spkv_nas.model.shape import check_tokens, config_shape
 from spkv_nas.model.windows import default_window
-from spkv_nas.probing import density, signals
+from spkv_nas.probing import density
 from spkv_nas.probing.gains import LAYER, opening_gains
-from spkv_nas.probing.priced import DEFAULT_STEPS, STEP_TOKENS, learn_gates
+from spkv_nas.probing.priced import STEP_TOKENS, learn_gates
+from spkv_nas.probing.signals import measure_signal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import (
     Measured,
     Subject,
-    check_tau,
     fitting_batch,
     quiet_transformers,
     require_logits,
@@ -38,7 +41,6 @@ from spkv_nas.stages.train import train
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")
-GAIN_TOKENS = 4096  # that judge a table; how sure that is: reports/LOG.md
 _MOST_TARGET = 0.99  # of the density that a price keeps
 
 
@@ -63,7 +65,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     scores = options.signal in signals.SCORING  # others make logits of a few tokens at most
     measures_density = options.signal == signals.DENSITY
     measured = subject.load(
-        reporter, with_logits=scores, tokens=signals.SCORING_TOKENS if scores else None, learns=measures_density
+        reporter, with_logits=scores, tokens=SCORING_TOKENS if scores else None, learns=measures_density
     )
     if options.signal == signals.REGRESSION:
         root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
@@ -92,7 +94,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
         if measures_density:
             table = density.probe(measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **told)
         else:
-            table = signals.measure_signal(
+            table = measure_signal(
                 options.signal, measured.model, measured.blocks, window=options.window, **own, **told
             )
     folder = options.place.probe_dir(subject.name)
@@ -139,7 +141,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         tau=GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
     )
-    how = {"steps": options.steps or DEFAULT_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
+    how = {"steps": options.steps or PRICED_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
     parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), how]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
     blocks.feed(key)

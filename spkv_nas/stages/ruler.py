@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from spkv_nas.artifacts.defaults import RULER_SAMPLES
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
@@ -30,8 +31,6 @@ from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SAMPLES = 100  # of a task at a length, by default
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     options.place.check_writable()
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
     places = [(task, length) for length in lengths for task in tasks]
-    seed, number = options.seed or 0, options.samples or SAMPLES
+    seed, number = options.seed or 0, options.samples or RULER_SAMPLES
     make = _maker(seed, tokenizer, material)
     for place in places:  # whether there is room for it, before hours of work
         make(*place, 0)

@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spkv_nas.artifacts.defaults import FIRST_STEPS
 from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.errors import UserError
@@ -27,7 +28,7 @@ from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.text_size import TextSize
 
-STEPS, SOFT_FRACTION = 160, 0.8
+SOFT_FRACTION = 0.8
 FEWEST_STEPS = 20
 _STEP_TOKENS, _BLOCK_SIZE = {"cpu": 2048, "cuda": 16384}, {"cpu": 512, "cuda": 2048}
 _SMALLEST_BLOCK, _FEWEST_BLOCKS, _HELDOUT_BLOCKS = 32, 64, 8
@@ -75,7 +76,7 @@ class Draft:
     text: TextSize
     device: str
     block_size: int
-    steps: int = STEPS
+    steps: int = FIRST_STEPS
     micro_batch_size: int | None = None
     recomputes: bool = False
 
@@ -107,6 +108,14 @@ class Draft:
         fitting = int((1 - self.heldout) * self.text.tokens) // self.block_size // 8
         wanted = _STEP_TOKENS[self.device] // self.block_size
         return int(2 ** int(math.log2(max(1, min(wanted, fitting)))))
+
+    def remark(self) -> str:
+        """Say what training costs rest on: the steps of the recipe, which depend on the kind of device."""
+        tokens, other = self.batch_size * self.block_size, next(kind for kind in _STEP_TOKENS if kind != self.device)
+        return (
+            f"training: as in the recipe that init writes with --device {self.device}, {self.steps} steps of "
+            f"{tokens:,} tokens (with --device {other} at most {_STEP_TOKENS[other]:,})"
+        )
 
     @property
     def smaller(self) -> Draft | None:

@@ -74,16 +74,17 @@ def stretches(
     """Texts of at most ``length`` tokens that make up the documents, those of at most ``short`` left out.
 
     Args:
-        most: stop after the document that reaches this many tokens; None: read all.
+        most: tokens of all texts together; the last text ends there. None: read all.
     """
     found: list[LongText] = []
     seen = 0
     for number, document in enumerate(documents):
-        if most is not None and seen >= most:
+        if most is not None and most - seen <= short:
             break
         _, offsets = _encoded(tokenizer, document.text, special=False)
         for first in range(0, len(offsets), length):
             own = offsets[first : first + length]
+            own = own if most is None else own[: most - seen]
             if len(own) > short:
                 text = document.text[own[0][0] : own[-1][1]]
                 found.append(LongText(number, document.domain, document.label, text))

@@ -22,6 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments, set_seed
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.defaults import PALINDROME_BATCH, PALINDROME_STEPS, PALINDROME_WINDOW
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json, write_json
@@ -58,8 +59,8 @@ CURVE_COLUMNS = tuple(column.name for column in _CURVE)
 class PalindromeSettings:
     """Everything that decides the result."""
 
-    steps: int = 500
-    batch_size: int = 32
+    steps: int = PALINDROME_STEPS
+    batch_size: int = PALINDROME_BATCH
     seed: int = 0
     num_layers: int = 2
     hidden_size: int = 64
@@ -72,7 +73,7 @@ class PalindromeSettings:
     warmup_steps: int = 50
     final_learning_rate: float = 0.01  # share of the peak
     weight_decay: float = 0.1
-    window: int = 32
+    window: int = PALINDROME_WINDOW
     bias: float = 2.0
     learning_rate_multiplier: float = 5.0  # of the predictors
     tau: float = 0.5

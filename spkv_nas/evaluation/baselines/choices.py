@@ -1,0 +1,54 @@
+"""Parse what ``baselines`` is asked to measure: methods, densities, sinks. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from spkv_nas.artifacts.baselines import METHODS
+from spkv_nas.base.errors import UserError
+
+Value = TypeVar("Value")
+
+
+def parse_methods(text: str | None) -> list[str]:
+    """Parse comma-separated methods, in the order of ``METHODS``; None is all. Raises ``UserError``."""
+    if text is None:
+        return list(METHODS)
+    names = _listed(text, str)
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise UserError(f"unknown method '{unknown[0]}' in --methods; there are {', '.join(METHODS)}")
+    return [name for name in METHODS if name in names]
+
+
+def parse_densities(text: str) -> list[float]:
+    """Parse comma-separated shares of keys, such as ``20%,0.15``, highest first. Raises ``UserError``."""
+    return sorted(_listed(text, _density), reverse=True)
+
+
+def parse_sinks(text: str) -> list[int]:
+    """Parse comma-separated numbers of first keys, such as ``0,4``, ascending. Raises ``UserError``."""
+    return sorted(_listed(text, _sinks))
+
+
+def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
+    """The values of a comma-separated list, each once."""
+    return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
+
+
+def _density(text: str) -> float:
+    try:
+        density = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        density = math.nan
+    if not 0.0 < density <= 1.0:
+        raise UserError(f"--density must lie in (0, 1]; found '{text}'; give for example 20% or 0.2")
+    return density
+
+
+def _sinks(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 9):
+        raise UserError(f"--sinks are numbers of tokens; found '{text}'; give for example 0,4")
+    return int(text)

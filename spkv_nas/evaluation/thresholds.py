@@ -1,0 +1,72 @@
+"""Parse the thresholds of a sweep (``--tau-sweep``). Needs no torch, so that a mistake shows before it is imported."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from spkv_nas.artifacts.defaults import TAU_POINTS
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.limits import MOST_REPEATS
+
+
+def check_tau(tau: float | None) -> None:
+    """Raise ``UserError`` for a threshold outside [0, 1]; None is none."""
+    if tau is not None and not 0.0 <= tau <= 1.0:
+        raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
+
+
+def check_sweep(tau: float | None, tau_sweep: str | None, points: int | None) -> list[float] | None:
+    """Parse the thresholds of the options ``--tau``, ``--tau-sweep`` and ``--points``; None without a sweep.
+
+    Raises:
+        UserError: a threshold outside [0, 1], a damaged range, or options that exclude each other.
+    """
+    if tau is not None and tau_sweep is not None:
+        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
+    if points is not None and tau_sweep is None:
+        raise UserError("--points goes with --tau-sweep LOW..HIGH")
+    check_tau(tau)
+    return None if tau_sweep is None else parse_taus(tau_sweep, points)
+
+
+def parse_taus(text: str, points: int | None = None) -> list[float]:
+    """Thresholds, ascending: ``0.1,0.5,0.9`` as it is, ``0.01..0.99`` as ``points`` values evenly spaced in logit.
+
+    Raises:
+        UserError: naming what is wrong with ``text`` or ``points``.
+    """
+    low, dots, high = text.partition("..")
+    try:
+        taus = [float(part) for part in ((low, high) if dots else text.split(","))]
+    except ValueError as error:
+        raise UserError(
+            f"'{text}' is neither a range LOW..HIGH nor a list of thresholds\n"
+            "give for example 0.01..0.99 or 0.1,0.5,0.9"
+        ) from error
+    outside = [tau for tau in taus if not 0.0 <= tau <= 1.0]
+    if outside:
+        raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
+    if dots:
+        return _logit_spaced(taus[0], taus[1], TAU_POINTS if points is None else points)
+    if points is not None:
+        raise UserError(f"a number of points goes with a range LOW..HIGH; '{text}' says its thresholds itself")
+    if len(set(taus)) < 2:
+        raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
+    return sorted(set(taus))
+
+
+def _logit_spaced(low: float, high: float, points: int) -> list[float]:
+    if low >= high:
+        raise UserError(f"a range LOW..HIGH must rise; found {low:g}..{high:g}")
+    if low == 0.0 or high == 1.0:
+        raise UserError(
+            f"a range is evenly spaced in logit, so its ends lie inside (0, 1); found {low:g}..{high:g}\n"
+            "the open model (tau 0) is always measured; a list such as 0.5,0.9,1 may hold 1"
+        )
+    if not 2 <= points <= MOST_REPEATS:
+        raise UserError(f"a range needs at least 2 points, its ends, and at most {MOST_REPEATS}; found {points}")
+    logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
+    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits: as the CSV shows them
+    return [low, *between, high]
