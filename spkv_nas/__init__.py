@@ -10,6 +10,10 @@ The public functions (see ``__init__.pyi``) are imported on first use, so that `
     layouts = spkv_nas.propose(table, budget="25%")
     spkv_nas.apply_layout(model, layouts["densest"])
 
+Import it before torch where you can: it lets OpenMP's threads sleep soon while they wait, which makes attention on busy
+CPUs several times faster, and which OpenMP reads once, when torch is loaded (``spkv_kernels/threads.py``).
+``GOMP_SPINCOUNT`` and ``OMP_WAIT_POLICY`` of the environment come first.
+
 After ``import spkv_nas``, before or after transformers, its Auto classes load exports with the model type ``spkv``
 (``model/own_type.py``).
 """
@@ -17,6 +21,7 @@ After ``import spkv_nas``, before or after transformers, its Auto classes load e
 from typing import Any
 
 import lazy_loader
+import spkv_kernels  # noqa: F401  # sets how threads wait, before anything imports torch
 
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.on_import import when_imported

@@ -9,6 +9,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 from pathlib import Path
 
+import spkv_kernels  # noqa: F401  # before torch: sets how threads wait
+
+# isort: split
 import numpy as np
 import pytest
 import torch

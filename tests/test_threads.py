@@ -1,4 +1,4 @@
-"""Threads of the commands sleep soon while they wait, unless the environment says otherwise."""
+"""Threads sleep soon while they wait, in commands and in Python, unless the environment says otherwise."""
 
 from __future__ import annotations
 
@@ -7,27 +7,42 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.helpers import ENVIRONMENT
+from helpers import ENVIRONMENT
 
 WAITS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-COMMAND = """
-import os, sys
+SHOW = 'import os, sys; print("torch" in sys.modules, os.environ.get("GOMP_SPINCOUNT"))'
+COMMAND = f"""
 from spkv_nas.cli import main
-before = "torch" in sys.modules
 try:
     main(["--version"])
 finally:
-    print(before, os.environ.get("GOMP_SPINCOUNT"))
+    {SHOW}
 """
 
 
-@pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
-    ids=["by default", "spins given", "policy given"],
-)
-def test_a_command_says_how_threads_wait_before_torch_is_there(given: dict[str, str], spins: str) -> None:
+def shown(code: str, **given: str) -> str:
+    """The last line that ``code`` prints in a fresh process whose environment says of waiting what is given alone."""
     environment = {name: value for name, value in {**os.environ, **ENVIRONMENT}.items() if name not in WAITS}
-    ran = subprocess.run([sys.executable, "-c", COMMAND], env={**environment, **given}, capture_output=True, text=True)
-    assert ran.stdout.splitlines()[-1] == f"False {spins}", ran.stderr
+    ran = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("code", [COMMAND, f"import spkv_nas; {SHOW}", f"import spkv_kernels; {SHOW}"])
+def test_says_how_threads_wait_before_torch_is_there(code: str) -> None:
+    assert shown(code) == "False 1000"
+    assert shown(code, GOMP_SPINCOUNT="7") == "False 7"
+    assert shown(code, OMP_WAIT_POLICY="active") == "False None"
+
+
+@pytest.mark.parametrize("package", ["spkv_nas", "spkv_kernels"])
+def test_changes_nothing_once_torch_is_there(package: str) -> None:
+    """OpenMP has read it by then, and a child process would wait otherwise than its parent."""
+    assert shown(f"import torch, {package}; {SHOW}") == "True None"
+
+
+def test_operators_come_on_first_use() -> None:
+    code = "import spkv_kernels; spkv_kernels.attention, spkv_kernels.PagedKVCache, spkv_kernels.CacheFullError"
+    assert shown(f"{code}; from spkv_kernels import *; attention, decode_attention; {SHOW}") == "True 1000"
+    with pytest.raises(AttributeError, match="no attribute 'other'"):
+        _ = __import__("spkv_kernels").other

@@ -20,6 +20,9 @@ import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import spkv_kernels  # noqa: F401  # before torch: sets how threads wait
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from spkv_kernels import attention

@@ -28,6 +28,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import spkv_kernels  # noqa: F401  # before torch: sets how threads wait
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from spkv_kernels import PagedKVCache, decode_attention

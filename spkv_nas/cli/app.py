@@ -17,7 +17,6 @@ from spkv_nas.base.errors import UserError, first_line, printable, shortened
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
-from spkv_nas.base.threads import spin_briefly
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
 from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
@@ -75,7 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
     traceback of either. Ctrl-C and SIGTERM exit 130 and 143; training saves a checkpoint before.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    spin_briefly()
     try:
         with raising(), warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
