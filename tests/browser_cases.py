@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.cli import main
+
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ROOT = Path(__file__).parent.parent
+OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
+MAP = "svg[data-chart=density]"
 NEEDED = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]
 
 
@@ -41,3 +48,30 @@ def open_file(browser: Any) -> Iterator[Any]:
     yield opened
     context.close()
     assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The committed example, a second probe of its model, and the report of both."""
+    folder = tmp_path_factory.mktemp("workspace")
+    for part in ("probes", "layouts", "reports"):
+        shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
+    table = DensityTable.read(folder / "probes/stdlib-21x3")
+    scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
+    metadata = {"signal": "duo", "model": table.metadata["model"]}
+    DensityTable(OTHER, table.rows.assign(density=scores), window=table.window, metadata=metadata).write(
+        folder / "probes" / OTHER
+    )
+    main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])
+    return folder
+
+
+@pytest.fixture
+def open_page(open_file: Any, workspace: Path) -> Any:
+    """Opens the report, at a hash."""
+    return lambda state="", file=workspace / "reports/stdlib-21x3/index.html": open_file(file, state)
+
+
+def num_outlined(page: Any) -> int:
+    """Of the heads on the first map."""
+    return int(page.get_attribute(MAP + " .global", "d").count("M"))

@@ -65,7 +65,7 @@ def test_the_dot_under_the_pointer_is_said_and_shown(cloud: Any) -> None:
     cloud.mouse.move(box["x"] + (x + 30) * scale, box["y"] + y * scale)
     assert cloud.is_hidden("#tip")
     cloud.mouse.click(box["x"] + (x + 30) * scale, box["y"] + y * scale)  # of no dot
-    assert shown(cloud)[0] == "that of the sliders"
+    assert shown(cloud)[0] == "density-0-1"  # as at first
     cloud.mouse.click(box["x"] + (x + 4) * scale, box["y"] + (y - 3) * scale)
     assert shown(cloud) == ("random-0-0", 3)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from helpers import make_comparison, make_domain_table, make_layouts, make_search, make_table
@@ -16,9 +14,9 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.report.choices import levels
 from spkv_nas.report.codes import Code
 from spkv_nas.report.evidence import all_evidence
-from spkv_nas.report.headline import headline
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.instrument import instrument
+from spkv_nas.report.verdict import conclude
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
 
@@ -80,7 +78,8 @@ def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
 
 def test_an_instrument_has_the_heads_of_propose() -> None:
     table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16"})
-    given = instrument(Inputs.check(table, make_layouts("densest", "last")))
+    inputs = Inputs.check(table, make_layouts("densest", "last"))
+    given = instrument(inputs, conclude(inputs))
     assert given is not None
     (signal,) = given["signals"]
     assert (given["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
@@ -95,7 +94,8 @@ def test_an_instrument_has_the_heads_of_propose() -> None:
 
 
 def test_nothing_can_be_chosen_of_heads_that_keep_nothing() -> None:
-    assert instrument(Inputs.check(make_domain_table(density=np.zeros((4, 2))), {})) is None
+    inputs = Inputs.check(make_domain_table(density=np.zeros((4, 2))), {})
+    assert instrument(inputs, conclude(inputs)) is None
 
 
 def make_evidence(**search: list[float]) -> Inputs:
@@ -112,34 +112,9 @@ def make_evidence(**search: list[float]) -> Inputs:
 def test_evidence_is_by_steps_of_retraining() -> None:
     found = all_evidence(make_evidence())
     assert [(one.how, len(one.results)) for one in found] == [
-        ("retrained for 120 steps, on documents that nothing chose on", 3),
-        ("retrained for 100 steps", 2),
+        ("retrained for 120 steps, on held-out documents not used for selection", 3),
+        ("retrained for 100 steps", 3),
         ("retrained for 30 steps", 3),
         ("not retrained", 4),
     ]
     assert [result.name for result in found[0].results] == ["density-0-1", "densest", "random-0-1"]
-
-
-def test_the_headline_is_of_the_longest_retraining() -> None:
-    first, second, third = headline(make_evidence())
-    assert first == (
-        "density-0-1 has the lowest NLL of 3 layouts with 3 of 8 KV heads global, retrained for 120 steps, on "
-        "documents that nothing chose on: 0.400 ± 0.100 % above full attention."
-    )
-    assert second.startswith("It is clearly ahead: the next, densest, is 0.300 percentage points behind, more than two")
-    assert third == "More is lost, in percentage points, by densest 0.300 ± 0.141."
-
-
-def test_a_close_headline_names_whom_it_is_close_to() -> None:
-    said = headline(make_evidence(full_standard_error=[0.2, 0.2, 0.1, math.nan, 0.1]))
-    assert said[1].startswith("Too close to call, at less than two combined standard errors, are densest (+0.300)")
-
-
-def test_errors_that_are_not_known_make_no_claim() -> None:
-    said = headline(make_evidence(full_standard_error=[math.nan] * 5))
-    assert said[1] == "The next, densest, is 0.300 percentage points behind; no standard error is known of their order."
-    assert said[2] == "More is lost, in percentage points, by densest 0.300."
-
-
-def test_without_a_search_the_comparison_says_it_all() -> None:
-    assert headline(Inputs.check(make_domain_table(), make_layouts("densest"), comparison=make_comparison())) == []

@@ -9,10 +9,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
-from browser_cases import NEEDED, browser, open_file
+from browser_cases import MAP, NEEDED, OTHER, browser, num_outlined, open_file, open_page, workspace
 from helpers import make_comparison, make_domain_table
 
 from spkv_nas.artifacts.density import DensityTable
@@ -25,12 +24,9 @@ from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
 from spkv_nas.report.page import write_report
 
-__all__ = ["browser", "open_file"]  # fixtures
+__all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
 pytestmark = NEEDED
 
-ROOT = Path(__file__).parent.parent
-OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
-MAP = "svg[data-chart=density]"
 ALL_FILES = """() => {
   const slider = document.getElementById("instrument-budget"), texts = [];
   for (let budget = 1; budget <= Number(slider.max); budget++) {
@@ -40,33 +36,6 @@ ALL_FILES = """() => {
   }
   return texts;
 }"""
-
-
-def num_outlined(page: Any) -> int:
-    """Of the heads on the first map."""
-    return int(page.get_attribute(MAP + " .global", "d").count("M"))
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The committed example, a second probe of its model, and the report of both."""
-    folder = tmp_path_factory.mktemp("workspace")
-    for part in ("probes", "layouts", "reports"):
-        shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
-    table = DensityTable.read(folder / "probes/stdlib-21x3")
-    scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
-    metadata = {"signal": "duo", "model": table.metadata["model"]}
-    DensityTable(OTHER, table.rows.assign(density=scores), window=table.window, metadata=metadata).write(
-        folder / "probes" / OTHER
-    )
-    main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])
-    return folder
-
-
-@pytest.fixture
-def open_page(open_file: Any, workspace: Path) -> Any:
-    """Opens the report, at a hash."""
-    return lambda state="", file=workspace / "reports/stdlib-21x3/index.html": open_file(file, state)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +198,7 @@ def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: P
 def test_nearest_measured_layouts_can_be_compared_with(open_page: Any) -> None:
     page = open_page("#budget=18")
     row = page.locator("#instrument-measured tr").first
-    assert row.inner_text().split("\t")[1:] == ["densest", "0", "+0.797 ± 0.069"]
+    assert row.inner_text().split("\t")[1:] == ["+0.797 ± 0.069", "densest", "0"]
     row.locator("button").click()
     assert "both 18 · only here 0 · only in densest 0" in page.inner_text("form.controls")
 
@@ -244,8 +213,10 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
     assert num_outlined(page) == 18
     assert page.get_attribute(MAP + " .other", "d").count("M") == 18
     assert [page.inner_text(f"#instrument-pair figure:nth-child({at}) h3") for at in (1, 2)] == ["duo", "sparsest"]
-    assert page.inner_text("#instrument-coverage") == "about 66.7 %"
-    assert not page.is_visible("#instrument-download")  # its file lies elsewhere, with a provenance of its own
+    assert page.inner_text("#instrument-coverage") == "66.66 %"
+    with page.expect_download() as download:
+        page.click("#instrument-download")
+    assert Layout.read(Path(download.value.path())).strategy == "duo"
     page.wait_for_url(lambda url: "layout=duo" in url)
     assert "in sparsest" in page.get_attribute(MAP + " .cell", "aria-label")
     again = open_page(page.evaluate("location.hash"))
@@ -276,9 +247,10 @@ def test_measured_layouts_are_sorted_and_filtered(open_page: Any, workspace: Pat
     unseen = search.dropna(subset="full_delta_percent").drop_duplicates("heads").sort_values("full_delta_percent")
     rows = "#measured-all tbody tr"
     shown = [row.split("\t") for row in page.locator(rows).all_inner_texts()]
-    assert [row[0] for row in shown[: len(unseen)]] == unseen["name"].tolist()
-    assert [row[3].split()[0] for row in shown[: len(unseen)]] == [f"{d:+.3f}" for d in unseen["full_delta_percent"]]
-    assert [float(row[2]) for row in shown[:5]] == pytest.approx(unseen["coverage_percent"].head(5).tolist(), abs=0.1)
+    names = page.locator(rows + " button").all_inner_texts()
+    assert names[: len(unseen)] == unseen["name"].tolist()
+    assert [row[1].split()[0] for row in shown[: len(unseen)]] == [f"{d:+.3f}" for d in unseen["full_delta_percent"]]
+    assert [float(row[5]) for row in shown[:5]] == pytest.approx(unseen["coverage_percent"].head(5).tolist(), abs=0.1)
     page.fill("#measured-filter", "surrogate 46")
     assert [row.split("\t")[0] for row in page.locator(rows).all_inner_texts()] == ["surrogate-0-46"]
     assert page.inner_text("#measured-count").startswith("1 of ")
@@ -325,7 +297,7 @@ def test_nothing_is_cut_off_in_print(open_page: Any) -> None:
     assert page.eval_on_selector_all(".scroll", wide) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= 688
     assert not page.is_visible("#instrument-budget")
-    assert page.inner_text("#instrument-measured tr:first-child button") == "densest"
+    assert page.inner_text("#instrument-measured tr:first-child button") == "duo"
 
 
 def test_without_a_script_there_is_the_map_alone(browser: Any, workspace: Path) -> None:

@@ -28,17 +28,27 @@ from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.data import page_data
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.report.findings import findings, search_findings
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import Inputs, PairError, no_pair_error
 from spkv_nas.report.page import write_report
 from spkv_nas.report.search_charts import front_chart, search_charts
 from spkv_nas.report.tables import safe_csv, search_rows
+from spkv_nas.report.verdict import conclude
 
 HOSTILE = "<script>alert(1)</script>"
 QUOTED = "\"'><img src=x onerror=alert(1)>"
 
 
-def say(comparison: pd.DataFrame | None, layouts: dict[str, Layout] | None = None, **record: Any) -> str:
-    return " ".join(findings(Inputs.check(make_domain_table(), layouts or {}, comparison=comparison, record=record)))
+def say(
+    comparison: pd.DataFrame | None,
+    layouts: dict[str, Layout] | None = None,
+    pair_error: PairError = no_pair_error,
+    **record: Any,
+) -> str:
+    inputs = Inputs.check(
+        make_domain_table(), layouts or {}, comparison=comparison, record=record, pair_error=pair_error
+    )
+    verdict = conclude(inputs)
+    return " ".join(["".join(verdict.lead), *verdict.sentences, *findings(inputs)])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +95,7 @@ def test_page_loads_nothing_and_has_no_inline_handlers(page: Page) -> None:
     for link in page.all("a"):
         if link.get("id") == "instrument-download":  # the script gives it an address
             continue
-        assert re.match(r"data:application/gzip;|[a-z-]+\.(png|svg)$", link["href"] or "")
+        assert re.match(r"data:application/gzip;|#[a-z-]+$|[a-z-]+\.(png|svg)$", link["href"] or "")
 
 
 def test_only_a_page_that_is_watched_asks_to_be_loaded_again(page: Page) -> None:
@@ -163,10 +173,10 @@ def test_a_search_from_before_layouts_were_stopped(tmp_path: Path) -> None:
 
 def test_a_search_is_shown_best_first(page: Page) -> None:
     search = make_search()
-    assert [cells[0] for cells in search_rows(search)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
+    assert [cells[0] for _, cells in search_rows(search)] == ["density-0-1", "densest", "random-0-1", "random-0-0"]
     stopped = search.assign(zero_shot_tokens=[400.0, 400.0, 400.0, 100.0, 400.0])
-    assert [cells[0] for cells in search_rows(stopped)] == ["density-0-1", "densest", "random-0-1"]
-    assert search_rows(search)[0][1:] == ("3", "50.0", "+0.500 ± 0.100", "+0.600 ± 0.100", "+0.400 ± 0.100")
+    assert [cells[0] for _, cells in search_rows(stopped)] == ["density-0-1", "densest", "random-0-1"]
+    assert search_rows(search)[0][1][1:] == ("+0.400 ± 0.100", "+0.600 ± 0.100", "+0.500 ± 0.100", "3", "50.0")
     progress, retrained = search_charts(search, None)
     assert isinstance(progress, Chart)
     assert [mark.label for mark in progress.marks if isinstance(mark, Line)] == ["density", "random"]
@@ -176,8 +186,8 @@ def test_a_search_is_shown_best_first(page: Page) -> None:
     assert [(mark.label, len(mark.x)) for mark in shown] == [("baseline", 1), ("density", 1), ("random", 1)]
     assert len(search_charts(make_search(cost=[4.0, 4.0, 5.0, 3.0, 6.0]), "cost")) == 3
     assert (
-        "density: retrained in full, the best of the short retraining, density-0-1: +0.400 ± 0.100 %."
-        in search_findings(search)
+        "density: density-0-1, the best of its layouts after the short retraining, is at +0.400 ± 0.100 % against the "
+        "control after the full one." in search_findings(search)
     )
     assert "Search" in page.texts["h2"]
 
@@ -239,7 +249,7 @@ def test_csv_cells_that_act_are_quoted(text: str) -> None:
 
 
 def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path: Path) -> None:
-    names = {"density", "layouts", "coverage-nll", "coverage-budget", "domains", "positions", "histogram"}
+    names = {"density", "layouts", "cache-nll", "coverage-nll", "coverage-budget", "domains", "positions", "histogram"}
     files = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert {path.name for path in folder.iterdir()} == {"index.html"} | files
     for path in folder.glob("*.svg"):
@@ -264,15 +274,19 @@ def test_report_without_training_or_layouts(tmp_path: Path) -> None:
 
 
 def test_result_comes_first() -> None:
-    text = say(make_comparison(), rank_correlation={"rho": -1.0, "p_value": 0.0, "layouts": 3})
-    assert text.startswith(
-        "densest has the lowest NLL of 3 layouts with 2 of 8 KV heads global: 2.0040 nats per token, "
-        "0.200 ± 0.010 % above full attention."
+    text = say(
+        make_comparison(), pair_error=lambda *_: 0.01, rank_correlation={"rho": -1.0, "p_value": 0.0, "layouts": 3}
     )
-    assert "The next, last, is 0.100 percentage points behind, more than two combined standard errors" in text
-    assert "It also has the highest density coverage, 47.1 %; coverage puts 3 of 3 pairs" in text
+    assert text.startswith(
+        "densest has the lowest NLL of 3 layouts with 2 of 8 KV heads global, retrained for 100 steps: "
+        "0.200 ± 0.010 % above the control. Significantly higher, by more than two standard errors of the difference, "
+        "in percentage points: last +0.100 ± 0.010, spread +0.300 ± 0.010. "
+    )
+    assert "Changes of NLL count from the control" in text
+    assert "densest has the highest density coverage, 47.1 %; coverage puts 3 of 3 pairs" in text
+    assert "and all 3 that are significantly different" in text
     assert "over 3 layouts is \N{MINUS SIGN}1.00" in text
-    assert "keeps 42.5 % of the tokens and is 0.050 ± 0.010 % above full attention" in text
+    assert "keeps 42.5 % of the tokens and is 0.050 ± 0.010 % above the control" in text
 
 
 def test_rank_correlations_come_with_their_intervals() -> None:
@@ -290,7 +304,7 @@ def test_rank_correlations_come_with_their_intervals() -> None:
             {"signal": "opening", "unit": NATS},
             ("0.02400", "opening gain", "Opening gain, nats per token / 1,000", "Opening gain coverage"),
         ),
-        ({"signal": "duo"}, ("0.02400", "duo score", "Duo score, %", "highest duo score coverage")),
+        ({"signal": "duo"}, ("0.02400", "duo score", "Duo score, %", "duo score coverage of densest")),
     ],
     ids=["opening", "duo"],
 )
@@ -305,30 +319,33 @@ def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, st
 
 
 def test_close_result_is_called_close() -> None:
-    text = say(make_comparison(delta_nll_standard_error=[np.nan, 0.1, 0.3, 0.3, 0.3]))
-    assert "too close to call at less than two combined standard errors" in text
-    assert "but no pair is more than two combined standard errors apart" in text
+    """A winner was named even where its lead was within two standard errors."""
+    text = say(make_comparison(), pair_error=lambda *_: 0.06)
+    assert text.startswith("No single best of 3 layouts with 2 of 8 KV heads global, retrained for 100 steps: 2 are ")
+    assert "Not significantly different from it, within two standard errors" in text
+    assert "percentage points: last +0.100 ± 0.060. Significantly higher" in text
+    assert "but no pair is significantly different" in say(make_comparison(), pair_error=lambda *_: 0.3)
 
 
 def test_wrong_ranking_is_said() -> None:
-    text = say(make_comparison(coverage_percent=[100.0, 100.0, 2.9, 35.3, 47.1]))
-    assert "The highest density coverage, 47.1 %, is that of spread; coverage puts 0 of 3 pairs" in text
-    assert "and 0 of the 3 that are more than two combined standard errors apart" in text
+    text = say(make_comparison(coverage_percent=[100.0, 100.0, 2.9, 35.3, 47.1]), pair_error=lambda *_: 0.01)
+    assert "spread has the highest density coverage, 47.1 %; coverage puts 0 of 3 pairs" in text
+    assert "and 0 of the 3 that are significantly different" in text
 
 
 def test_layouts_of_another_budget_do_not_compete() -> None:
     text = say(make_comparison(num_global=[np.nan, np.nan, 4, 2, 2]))
-    assert text.startswith("last has the lowest NLL of 2 layouts with 2 of 8 KV heads global")
+    assert text.startswith("last has the lowest measured NLL of 2 layouts with 2 of 8 KV heads global")
 
 
 def test_errors_of_a_single_document_are_not_known(tmp_path: Path) -> None:
-    """They used to be 0.000, with which every difference was clear."""
+    """They used to be 0.000, with which every difference was clear; and layouts were told apart by adding errors."""
+    assert "no standard error of the difference is known" in say(make_comparison())
     comparison = make_comparison(delta_nll_standard_error=np.nan)
     text = say(comparison)
-    assert "no standard error is known, so the order of these two is open" in text
-    assert (
-        "coverage puts 3 of 3 pairs of layouts in the order of their NLL, of which no standard error is known" in text
-    )
+    assert text.startswith("densest has the lowest measured NLL of 3 layouts")
+    assert "Measured higher, though no standard error of the difference is known" in text
+    assert "in the order of their NLL, of which no standard error of the difference is known" in text
     write_comparison(tmp_path / "comparison.csv", comparison)
     assert read_comparison(tmp_path / "comparison.csv")["delta_nll_standard_error"].isna().all()
     page = write_report(tmp_path, table=make_domain_table(), layouts=make_layouts("densest"), comparison=comparison)
@@ -338,10 +355,12 @@ def test_errors_of_a_single_document_are_not_known(tmp_path: Path) -> None:
 
 def test_missing_values_are_no_claims(tmp_path: Path) -> None:
     comparison = make_comparison()[["strategy", "nll"]]
-    assert say(comparison) == "densest has the lowest NLL of 3 layouts: 2.0040 nats per token."
+    assert say(comparison).startswith(
+        "densest has the lowest measured NLL of 3 layouts, retrained: 2.0040 nats per token."
+    )
     unfinished = comparison.assign(nll=[2.0, *[np.nan] * 4])
     layouts = make_layouts("densest", "last")
-    assert "None has been trained yet" in say(unfinished, layouts)
+    assert "No layout has been retrained yet" in say(unfinished, layouts)
     assert "densest has the highest density coverage: 47.1 %" in say(unfinished, layouts)
     page = write_report(tmp_path, table=make_domain_table(), layouts=layouts, comparison=unfinished)
     text = page.read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ function delta(change, error) {
 }
 /* Dots of one element, each of a layout: the nearest to the pointer, or by arrow keys along the axis; click, or Enter. */
 function linkClouds(given, layouts, goTo) {
-  const said = at => [layouts[at].name, count(layouts[at].mask) + " global heads", ...given.measured.flatMap(([how, results]) =>
+  const said = at => [layouts[at].name, count(layouts[at].mask) + " global heads", ...given.measured.flatMap(([how, , results]) =>
     results.filter(([one]) => one === at).map(([, change, error]) => delta(change, error) + " %, " + how)),
     ...at < given.known ? [] : ["stopped before all text was read"]].join("\n");
   for (const chart of document.querySelectorAll("svg.chart:has([data-cloud])")) {
@@ -66,18 +66,21 @@ function linkClouds(given, layouts, goTo) {
 function measuredTable(given, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
   if (!element("all")) return;
-  const rows = layouts.slice(0, given.known).map(({ name, mask }, at) => ({ at, cells: [name, count(mask), coverage(mask), ...given.measured.map(() => null)], errors: [] }));
-  given.measured.forEach(([, results], way) => results.forEach(([at, change, error]) => {
-    rows[at].cells[3 + way] = change;
-    rows[at].errors[3 + way] = error;
-  }));
+  const ways = 4, every = layouts.slice(0, given.known).map(({ name, mask }, at) => ({ at, errors: [], cells:
+    [name, null, null, null, count(mask), coverage(mask), ...given.costs ? [Number(given.costs[at])] : []] }));
+  for (const [, column, results] of given.measured) for (const [at, change, error] of results) if (column > 0) {
+    every[at].cells[column] = change;
+    every[at].errors[column] = error;
+  }
+  const rows = every.filter(({ cells }) => cells.slice(1, ways).some(cell => cell !== null));
   const heads = element("all").tHead.rows[0].cells, body = element("all").tBodies[0], most = 20;
-  const sizes = [...new Set(rows.map(row => row.cells[1]))].sort((one, other) => one - other);
+  const tags = new Map([...body.rows].map(row => [row.cells[0].firstChild.textContent, row.querySelector(".tag")]).filter(([, tag]) => tag));
+  const sizes = [...new Set(rows.map(row => row.cells[ways]))].sort((one, other) => one - other);
   element("heads").replaceChildren(new Option("any number", ""), ...sizes.map(number => new Option(number, number)));
-  let column = 3, up = true, whole = false;
+  let column = [1, 2, 3].find(at => rows.some(({ cells }) => cells[at] !== null)), up = true, whole = false;
   function draw() {
     const words = element("filter").value.toLowerCase().split(/\s+/), number = element("heads").value;
-    const found = rows.filter(({ cells }) => words.every(word => cells[0].toLowerCase().includes(word)) && (!number || cells[1] === Number(number)));
+    const found = rows.filter(({ cells }) => words.every(word => cells[0].toLowerCase().includes(word)) && (!number || cells[ways] === Number(number)));
     const value = row => row.cells[column];
     found.sort((one, other) => {
       if (value(one) === null || value(other) === null) return (value(one) === null) - (value(other) === null) || one.at - other.at;
@@ -93,9 +96,11 @@ function measuredTable(given, layouts, coverage, goTo) {
       button.textContent = row.cells[0];
       button.addEventListener("click", () => goTo(row.at));
       head.append(button);
+      if (tags.has(row.cells[0])) head.append(tags.get(row.cells[0]).cloneNode(true));
       line.append(head, ...row.cells.slice(1).map((cell, at) => {
-        const made = document.createElement("td");
-        made.textContent = at === 0 ? cell : at === 1 ? (100 * cell).toFixed(1) : cell === null ? "\u2014" : delta(cell, row.errors[at + 1]);
+        const made = document.createElement("td"), place = at + 1;
+        made.textContent = place < ways ? cell === null ? "\u2014" : delta(cell, row.errors[place]) :
+          place === ways + 1 ? (100 * cell).toFixed(1) : place === ways + 2 ? given.costs[row.at] : cell;
         return made;
       }));
       return line;
@@ -103,11 +108,18 @@ function measuredTable(given, layouts, coverage, goTo) {
     element("count").textContent = found.length + " of " + rows.length + " layouts" + (body.rows.length < found.length ? ", the first " + most + " shown" : "");
     element("more").hidden = body.rows.length === found.length;
   }
-  [...heads].forEach((head, at) => head.querySelector("button").addEventListener("click", () => {
-    up = at === column ? !up : true;
-    column = at;
-    draw();
-  }));
+  [...heads].forEach((head, at) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.className = "plain";
+    button.textContent = head.textContent;
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      up = at === column ? !up : true;
+      column = at;
+      draw();
+    });
+  });
   element("filter").addEventListener("input", draw);
   element("heads").addEventListener("input", draw);
   element("more").addEventListener("click", () => { whole = true; draw(); });

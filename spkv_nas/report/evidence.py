@@ -1,136 +1,177 @@
-"""What was measured of which layout, by every way of measuring on the page: without training, and retrained."""
+"""Collect what was measured of which layout, by each way of measuring on the page: zero-shot, and retrained."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.search_table import FIDELITIES, whole_scores
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import Inputs, is_layout
 
 Mask = NDArray[np.bool_]
+COMPARISON, SEARCH = "comparison", "search"
 _UNTRAINED = "not retrained"
-_UNSEEN = ", on documents that nothing chose on"
+_HELD_OUT = ", on held-out documents not used for selection"
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A layout, bool [L, Hkv], and how far its NLL lies above full attention's, in percent; the error may be NaN."""
+    """Hold the measured change of NLL of one layout.
+
+    Attributes:
+        delta: NLL above that of the baseline of its ``Evidence``, in percent; NaN: unknown.
+        error: its standard error, in percentage points; NaN: unknown.
+        num_global: number of global KV heads; NaN: unknown.
+        mask: bool [L, Hkv], the global heads; None where only the name of the layout is known.
+        nll: nats per token; NaN: unknown.
+    """
 
     name: str
-    mask: Mask
     delta: float
-    error: float
+    error: float = math.nan
+    num_global: float = math.nan
+    mask: Mask | None = None
+    nll: float = math.nan
 
     @property
-    def num_global(self) -> int:
-        """Number of global KV heads."""
-        return int(self.mask.sum())
-
-    def error_against(self, other: Result) -> float:
-        """Standard error of the difference, the two taken as independent (an upper bound where they share noise)."""
-        return math.hypot(self.error, other.error)
+    def key(self) -> object:
+        """Identify the layout: two names of the same heads are one layout."""
+        return self.name if self.mask is None else self.mask.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """A way of measuring in words, its steps of retraining (NaN: unknown), and the distinct layouts, the best first."""
+    """Hold the results of one way of measuring.
+
+    Attributes:
+        how: the way in words.
+        steps: of retraining; NaN: unknown.
+        source: ``COMPARISON`` or ``SEARCH``.
+        baseline: the row that changes count from, ``DENSE`` or ``FULL_ATTENTION`` (the control).
+        results: the distinct layouts, lowest NLL first.
+        fidelity: of a search, which of ``FIDELITIES``; "" for a comparison.
+    """
 
     how: str
     steps: float
+    source: str
+    baseline: str
     results: tuple[Result, ...]
+    fidelity: str = ""
 
     @property
     def of_one_budget(self) -> tuple[Result, ...]:
-        """Of several budgets, the results of the one that most layouts share."""
-        budget = pd.Series([result.num_global for result in self.results]).mode().max()
-        return tuple(result for result in self.results if result.num_global == budget)
+        """Return the results of one budget: of several, the one that most layouts share."""
+        budgets = pd.Series([result.num_global for result in self.results]).dropna()
+        if budgets.empty:
+            return self.results
+        return tuple(result for result in self.results if result.num_global == budgets.mode().max())
 
 
 def all_evidence(inputs: Inputs) -> list[Evidence]:
-    """Every way of measuring that there is, the longest retraining first."""
-    found = [*_of_search(inputs), *_of_comparison(inputs)]
-    merged: dict[str, Evidence] = {}
-    for one in found:  # what the search and the comparison both have, such as layouts that were not retrained
-        earlier = merged.get(one.how)
-        merged[one.how] = one if earlier is None else _evidence(one.how, one.steps, [*earlier.results, *one.results])
-    return sorted(merged.values(), key=lambda one: -math.inf if math.isnan(one.steps) else -one.steps)
+    """Return every way of measuring that has results, the longest retraining first; each has words of its own."""
+    collected = [*_of_search(inputs), *_of_comparison(inputs)]
+    times = Counter(one.how for one in collected)
+    collected = [
+        replace(one, how=f"{one.how}, in the {one.source}") if times[one.how] > 1 else one for one in collected
+    ]
+    return sorted(collected, key=lambda one: -math.inf if math.isnan(one.steps) else -one.steps)
 
 
 def stopped_trials(inputs: Inputs) -> list[Result]:
-    """Layouts whose scoring was stopped, where a chart shows what they cost; their change is an estimate."""
+    """Return the layouts whose scoring was stopped, where a chart shows their cost; their change is an estimate."""
     search = inputs.search
     if search is None or search["cost"].isna().any():
         return []
     rows = search.drop(whole_scores(search).index)
-    tried = zip(rows["name"], rows["heads"], rows["zero_shot_delta_percent"], strict=True)
-    masks = ((name, _mask(heads, inputs.table.grid), delta) for name, heads, delta in tried)
-    return [Result(str(name), mask, float(delta), math.nan) for name, mask, delta in masks if mask is not None]
+    return list(_search_results(inputs, rows, "zero_shot_delta_percent", None))
 
 
 def _of_search(inputs: Inputs) -> Iterator[Evidence]:
+    """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
-    steps = inputs.search_record.get("steps")
+    recorded = inputs.search_record.get("steps")
     rows = whole_scores(inputs.search)
-    rows = rows.assign(mask=[_mask(heads, inputs.table.grid) for heads in rows["heads"]])
-    rows = rows[rows["mask"].notna()]
     for fidelity in reversed(FIDELITIES):
-        measured = rows.dropna(subset=f"{fidelity}_delta_percent")
-        columns = (f"{fidelity}_delta_percent", f"{fidelity}_standard_error")
-        results = [
-            Result(str(name), mask, float(delta), float(error))
-            for name, mask, delta, error in zip(
-                measured["name"], measured["mask"], *(measured[column] for column in columns), strict=True
-            )
-        ]
-        taken = 0.0 if fidelity == "zero_shot" else _steps(steps.get(fidelity) if isinstance(steps, dict) else None)
-        how = _how(taken) + (_UNSEEN if fidelity == "full" else "")
+        columns = f"{fidelity}_delta_percent", f"{fidelity}_standard_error"
+        results = tuple(_search_results(inputs, rows.dropna(subset=columns[0]), *columns))
+        is_zero_shot = fidelity == "zero_shot"
+        steps = 0.0 if is_zero_shot else _steps(recorded.get(fidelity) if isinstance(recorded, dict) else None)
+        how = _how(steps) + (_HELD_OUT if fidelity == "full" else "")
+        # Without training, the dense model as it is; retrained layouts are compared with the control, trained alike.
+        baseline = DENSE if is_zero_shot else FULL_ATTENTION
         if results:
-            yield _evidence(how, taken, results)
+            yield Evidence(how, steps, SEARCH, baseline, _distinct(results), fidelity)
+
+
+def _search_results(inputs: Inputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:
+    """Yield the rows of a search whose layout is of the table's grid."""
+    for row in rows.to_dict("records"):
+        mask = _mask(row["heads"], inputs.table.grid)
+        if mask is not None:
+            known = math.nan if error is None else float(row[error])
+            yield Result(str(row["name"]), float(row[delta]), known, float(mask.sum()), mask)
 
 
 def _of_comparison(inputs: Inputs) -> Iterator[Evidence]:
+    """Yield the evidence of each number of steps in the comparison."""
     if inputs.comparison is None:
         return
-    rows = inputs.comparison[inputs.comparison["strategy"].isin(list(inputs.layouts))]
-    masks = {name: layout.global_mask for name, layout in inputs.layouts.items()}
-    for steps, some in rows.dropna(subset="delta_nll_percent").groupby("steps", dropna=False):
-        results = [
-            Result(name, masks[name], delta, error)
-            for name, delta, error in zip(
-                some["strategy"], some["delta_nll_percent"], some["delta_nll_standard_error"], strict=True
-            )
-        ]
-        yield _evidence(_how(float(steps)), float(steps), results)
+    baseline = counted_from(inputs.comparison)
+    rows = inputs.comparison[is_layout(inputs.comparison) & inputs.comparison["nll"].notna()]
+    for steps, some in rows.groupby("steps", dropna=False):
+        results = tuple(_comparison_result(inputs, row) for row in some.to_dict("records"))
+        yield Evidence(_how(float(steps)), float(steps), COMPARISON, baseline, _distinct(results))
 
 
-def _evidence(how: str, steps: float, results: list[Result]) -> Evidence:
-    distinct: dict[bytes, Result] = {}
-    for result in results:
-        distinct.setdefault(result.mask.tobytes(), result)
-    return Evidence(how, steps, tuple(sorted(distinct.values(), key=lambda result: result.delta)))
+def _comparison_result(inputs: Inputs, row: dict[Any, Any]) -> Result:
+    """Return a row of the comparison; its heads are those of the layout of that name, if there is one."""
+    layout = inputs.layouts.get(row["strategy"])
+    if layout is not None and row["num_global"] >= 0 and row["num_global"] != layout.num_global:
+        layout = None  # its file was since replaced by a layout of another budget
+    return Result(
+        row["strategy"],
+        row["delta_nll_percent"],
+        row["delta_nll_standard_error"],
+        row["num_global"] if layout is None else float(layout.num_global),
+        None if layout is None else layout.global_mask,
+        row["nll"],
+    )
 
 
-def _steps(said: Any) -> float:
-    """NaN where a record does not say them."""
-    return float(said) if isinstance(said, int | float) else math.nan
+def _distinct(results: tuple[Result, ...]) -> tuple[Result, ...]:
+    """Order results by their change of NLL, or by NLL where a change is missing, and keep the first of each layout."""
+    has_deltas = not any(math.isnan(result.delta) for result in results)
+    ordered = sorted(results, key=lambda result: result.delta if has_deltas else result.nll)
+    distinct: dict[object, Result] = {}
+    for result in ordered:
+        distinct.setdefault(result.key, result)
+    return tuple(distinct.values())
+
+
+def _steps(recorded: Any) -> float:
+    """Return the recorded number of steps, NaN where there is none."""
+    return float(recorded) if isinstance(recorded, int | float) else math.nan
 
 
 def _how(steps: float) -> str:
+    """Return the way of measuring in words."""
     if steps == 0:
         return _UNTRAINED
     return "retrained" if math.isnan(steps) else f"retrained for {steps:.0f} steps"
 
 
 def _mask(heads: str, grid: tuple[int, ...]) -> Mask | None:
-    """Of the letters in a search's table; None for another grid than the table's."""
+    """Return the global heads of a row of a search's table, bool [L, Hkv]; None for another grid than the table's."""
     rows = str(heads).split()
     if {len(row) for row in rows} != {grid[1]} or len(rows) != grid[0]:
         return None

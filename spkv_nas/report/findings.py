@@ -1,4 +1,4 @@
-"""The report's sentences, all derived from its inputs."""
+"""Write the sentences of the sections on the comparison and the search; the conclusion itself is ``verdict``'s."""
 
 from __future__ import annotations
 
@@ -7,57 +7,47 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any, TypeGuard
 
-import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import SP_KV
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.evaluation.guidance import correlations, guidance
-from spkv_nas.report.inputs import Inputs, contenders, widest_layout
-from spkv_nas.report.words import change, signed, versus_full
+from spkv_nas.report.evidence import COMPARISON, all_evidence
+from spkv_nas.report.inputs import Inputs, PairError
+from spkv_nas.report.words import BASELINES, change, signed, versus
+
+_Pair = tuple["pd.Series[Any]", "pd.Series[Any]"]
 
 
 def findings(inputs: Inputs) -> list[str]:
-    """The report's sentences, the result first."""
-    if inputs.comparison is not None:
-        layouts = contenders(inputs.comparison)
-        if not layouts.empty:
-            return [
-                *_result(layouts, inputs.table),
-                *_ranking(layouts, inputs.table),
-                *_correlation(inputs.record),
-                *_reference(inputs.comparison),
-            ]
-    return _before_training(inputs)
+    """Return the sentences on the comparison as a whole; none before training."""
+    if inputs.comparison is None:
+        return []
+    return [
+        *_baseline(inputs.comparison),
+        *_ranking(inputs),
+        *_correlation(inputs.record),
+        *_reference(inputs.comparison),
+    ]
 
 
-def _result(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
-    best = layouts.iloc[0]
-    budget = (
-        f" with {best['num_global']:.0f} of {table.num_heads} KV heads global"
-        if not math.isnan(best["num_global"])
-        else ""
+def _baseline(comparison: pd.DataFrame) -> list[str]:
+    """Say what changes of NLL count from, and what retraining alone changes."""
+    if counted_from(comparison) != DENSE:
+        if not (comparison["strategy"] == FULL_ATTENTION).any():
+            return []
+        return [
+            "Changes of NLL count from the control, full attention retrained like the layouts; this comparison has no "
+            "row for the dense model as it is."
+        ]
+    control = comparison[(comparison["strategy"] == FULL_ATTENTION) & comparison["delta_nll_percent"].notna()]
+    return [f"The control, full attention retrained like the layouts, is {versus(control.iloc[0], DENSE)}."] * (
+        not control.empty
     )
-    rivals = f"has the lowest NLL of {len(layouts)} layouts" if len(layouts) > 1 else "is the only layout trained"
-    delta = f", {versus_full(best)}" if not math.isnan(best["delta_nll_percent"]) else ""
-    sentences = [f"{best['strategy']} {rivals}{budget}: {best['nll']:.4f} nats per token{delta}."]
-    if len(layouts) == 1 or math.isnan(best["delta_nll_percent"]):
-        return sentences
-    second = layouts.iloc[1]
-    lead = second["delta_nll_percent"] - best["delta_nll_percent"]
-    if math.isnan(lead):
-        return sentences
-    error = _combined_error(best, second)
-    ahead = f"The next, {second['strategy']}, is {lead:.3f} percentage points behind"
-    if math.isnan(error):
-        return [*sentences, f"{ahead}; no standard error is known, so the order of these two is open."]
-    verdict = "more than" if lead > 2 * error else "too close to call at less than"
-    noise = f"{verdict} two combined standard errors (one is {error:.3f})"
-    return [*sentences, f"{ahead}, {noise}; the spread between training runs is not in these errors."]
 
 
-def _ranking(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
-    known = layouts.dropna(subset=["coverage_percent"])
+def _ranking(inputs: Inputs) -> list[str]:
+    """Say how well coverage orders the layouts of one budget; none without two of different coverage and NLL."""
+    known = _contenders(inputs)
     pairs = [
         (one, other)
         for one, other in combinations([row for _, row in known.iterrows()], 2)
@@ -65,30 +55,48 @@ def _ranking(layouts: pd.DataFrame, table: DensityTable) -> list[str]:
     ]
     if not pairs:
         return []
-    right = [pair for pair in pairs if _agrees(*pair)]
-    clear = [pair for pair in pairs if _is_clear(*pair)]
-    clear_right = sum(_agrees(*pair) for pair in clear)
     widest = known.sort_values("coverage_percent", ascending=False, kind="stable").iloc[0]
-    best = known.iloc[0]
-    highest = f"highest {table.measure.noun} coverage, {widest['coverage_percent']:.1f} %"
-    top = (
-        f"It also has the {highest}"
-        if best.name == widest.name == layouts.iloc[0].name
-        else f"The {highest}, is that of {widest['strategy']}"
-    )
-    ranks = f"coverage puts {len(right)} of {len(pairs)} pairs of layouts in the order of their NLL"
-    share = f"all {len(clear)}" if clear_right == len(clear) else f"{clear_right} of the {len(clear)}"
-    if clear:
-        noise = f", and {share} that are more than two combined standard errors apart"
-    elif all(math.isnan(_combined_error(*pair)) for pair in pairs):
-        noise = ", of which no standard error is known"
-    else:
-        noise = ", but no pair is more than two combined standard errors apart"
-    return [f"{top}; {ranks}{noise}."]
+    return [
+        f"{widest['strategy']} has the highest {inputs.table.measure.noun} coverage, "
+        f"{widest['coverage_percent']:.1f} %; coverage puts {sum(_agrees(*pair) for pair in pairs)} of {len(pairs)} "
+        f"pairs of layouts in the order of their NLL, {_of_clear(pairs, inputs.pair_error)}."
+    ]
+
+
+def _contenders(inputs: Inputs) -> pd.DataFrame:
+    """Return the rows of the layouts of one budget in the comparison that have a coverage."""
+    compared = [one for one in all_evidence(inputs) if one.source == COMPARISON]
+    if inputs.comparison is None or not compared:
+        return pd.DataFrame(columns=["coverage_percent"])
+    names = [result.name for result in compared[0].of_one_budget]
+    return inputs.comparison[inputs.comparison["strategy"].isin(names)].dropna(subset=["coverage_percent"])
+
+
+def _of_clear(pairs: list[_Pair], pair_error: PairError) -> str:
+    """Say how many of the significantly different pairs coverage orders as their NLL does."""
+    errors = [pair_error(one["strategy"], other["strategy"]) for one, other in pairs]
+    if all(math.isnan(error) for error in errors):
+        return "of which no standard error of the difference is known"
+    clear = [pair for pair, error in zip(pairs, errors, strict=True) if _difference(*pair) > 2 * error]
+    if not clear:
+        return "but no pair is significantly different"
+    right = sum(_agrees(*pair) for pair in clear)
+    share = f"all {len(clear)}" if right == len(clear) else f"{right} of the {len(clear)}"
+    return f"and {share} that are significantly different (more than two standard errors of the difference)"
+
+
+def _difference(one: pd.Series[Any], other: pd.Series[Any]) -> float:
+    """Return how far two changes of NLL are apart, in percentage points."""
+    return abs(float(one["delta_nll_percent"] - other["delta_nll_percent"]))
+
+
+def _agrees(one: pd.Series[Any], other: pd.Series[Any]) -> bool:
+    """Return whether the layout of higher coverage has the lower NLL."""
+    return bool((one["coverage_percent"] > other["coverage_percent"]) == (one["nll"] < other["nll"]))
 
 
 def _correlation(record: Mapping[str, Any]) -> list[str]:
-    """The rank correlations recorded in ``comparison.yaml``: keys rho and, where known, layouts and interval."""
+    """Say the rank correlations recorded in ``comparison.yaml``: keys rho and, where known, layouts and interval."""
     recorded = record.get("rank_correlation")
     if not _is_correlation(recorded):
         return []
@@ -106,6 +114,7 @@ def _is_correlation(recorded: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _with_interval(recorded: Mapping[str, Any]) -> str:
+    """Return a rank correlation with its interval, if it has one."""
     text, interval = signed(recorded["rho"], 2), recorded.get("interval")
     if not isinstance(interval, list | tuple) or len(interval) != 2:
         return text
@@ -114,61 +123,25 @@ def _with_interval(recorded: Mapping[str, Any]) -> str:
 
 
 def _reference(comparison: pd.DataFrame) -> list[str]:
+    """Say where SP-KV itself stands."""
     rows = comparison[(comparison["strategy"] == SP_KV) & comparison["delta_nll_percent"].notna()]
     if rows.empty:
         return []
     row = rows.iloc[0]
     density = f" keeps {row['density_percent']:.1f} % of the tokens and" if row["density_percent"] >= 0 else ""
-    return [f"SP-KV itself, which can open any head for any token,{density} is {versus_full(row)}."]
-
-
-def _before_training(inputs: Inputs) -> list[str]:
-    table = inputs.table
-    best = widest_layout(inputs)
-    if best is None:
-        return [_mean(table)]
-    layout = inputs.layouts[best]
-    rivals = sum(other.num_global == layout.num_global for other in inputs.layouts.values())
-    which = f"Of {rivals} layouts" if rivals > 1 else "Of the layouts"
-    return [
-        f"{which} with {layout.num_global} of {table.num_heads} KV heads global, {best} has the highest "
-        f"{table.measure.noun} coverage: {100 * inputs.covered[best]:.1f} %.",
-        "None has been trained yet, so which has the lowest NLL is open.",
-    ]
-
-
-def _mean(table: DensityTable) -> str:
-    if table.is_density:
-        return f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."
-    measure, highest = table.measure, tuple(np.argwhere(table.values == table.values.max())[0])
-    return (
-        f"The highest {measure.noun} of the {table.num_heads} KV heads is that of layer {highest[0]}, "
-        f"KV head {highest[1]}: {measure.exact(table.values.max())} {measure.unit}."
-    )
-
-
-def _combined_error(one: pd.Series[Any], other: pd.Series[Any]) -> float:
-    """Standard error of the difference of two deltas, taken as independent (an upper bound where they share noise)."""
-    return math.hypot(one["delta_nll_standard_error"], other["delta_nll_standard_error"])
-
-
-def _agrees(one: pd.Series[Any], other: pd.Series[Any]) -> bool:
-    return bool((one["coverage_percent"] > other["coverage_percent"]) == (one["nll"] < other["nll"]))
-
-
-def _is_clear(one: pd.Series[Any], other: pd.Series[Any]) -> bool:
-    difference = abs(one["delta_nll_percent"] - other["delta_nll_percent"])
-    return bool(difference > 2 * _combined_error(one, other))
+    what = f"SP-KV itself, which decides for every token of every head,{density}"
+    return [f"{what} is {versus(row, counted_from(comparison))}."]
 
 
 def search_findings(rows: pd.DataFrame) -> list[str]:
-    """What each sampler of a search reached, and how well cheap scores order its layouts."""
+    """Say what each sampler of a search reached, and how well cheap scores order its layouts."""
     said = []
     for sampler, reached in guidance(rows).items():
         if (best := reached.retrained) is not None:
+            value = change(best.delta_nll_percent, best.standard_error)
             said.append(
-                f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: "
-                f"{change(best.delta_nll_percent, best.standard_error)} %."
+                f"{sampler}: {best.layout}, the best of its layouts after the short retraining, is at {value} % "
+                f"against {BASELINES[FULL_ATTENTION]} after the full one."
             )
     for pair, correlation in correlations(rows).items():
         if correlation is not None:

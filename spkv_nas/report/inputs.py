@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,13 @@ from spkv_nas.report.section import Section
 Float = NDArray[np.float64]
 # Of layouts [M, H] their scores [M] and the standard deviations; NaN where nothing is known.
 Predict = Callable[[NDArray[np.bool_]], tuple[Float, Float]]
+# Of two rows of the comparison, the standard error of their difference of NLL in percentage points; NaN: not known.
+PairError = Callable[[str, str], float]
+
+
+def no_pair_error(_first: str, _second: str) -> float:
+    """Return NaN: no standard error of any difference is known."""
+    return math.nan
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,8 @@ class Inputs:
     ``search.yaml``; ``trust`` is that of the layout ``densest``, None where it was not measured; ``probes`` are what
     heads can be chosen by on the page, each at its own threshold; ``calibration`` is of the model's heads, None where
     nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell;
-    ``judged`` are the sections of further tables, ``under_way`` is that of what is not finished.
+    ``judged`` are the sections of further tables, ``under_way`` is that of what is not finished; ``pair_error`` gives
+    the standard error of the difference of two rows of the comparison, which share documents.
     """
 
     table: DensityTable
@@ -52,6 +61,7 @@ class Inputs:
     predict: Predict | None = None
     judged: tuple[Section, ...] = ()
     under_way: Section | None = None
+    pair_error: PairError = no_pair_error
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -84,6 +94,7 @@ class Inputs:
         predict: Predict | None = None,
         judged: Sequence[Section] = (),
         under_way: Section | None = None,
+        pair_error: PairError = no_pair_error,
     ) -> Inputs:
         """Without ``probes`` the table is the only one.
 
@@ -94,22 +105,13 @@ class Inputs:
         probes = tuple(probes) or (table,)
         return cls(
             table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes,
-            calibration, predict, tuple(judged), under_way,
+            calibration, predict, tuple(judged), under_way, pair_error,
         )  # fmt: skip
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:
     """Which rows are layouts, rather than baselines (the dense model as it is, full attention, SP-KV)."""
     return ~comparison["strategy"].isin(BASELINES)
-
-
-def contenders(comparison: pd.DataFrame) -> pd.DataFrame:
-    """Trained layouts of one budget, lowest NLL first: of several budgets, the one that most layouts share."""
-    trained = comparison[is_layout(comparison) & comparison["nll"].notna()]
-    budgets = trained["num_global"].dropna()
-    if not budgets.empty:
-        trained = trained[trained["num_global"] == budgets.mode().max()]
-    return trained.sort_values("nll", kind="stable")
 
 
 def widest_layout(inputs: Inputs) -> str | None:

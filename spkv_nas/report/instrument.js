@@ -6,10 +6,11 @@ function instrument(given) {
   const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads));
   const picture = live(map, given, heads), cells = activate(map, heads);
   const layouts = given.layouts.map(([name, text]) => ({ name, mask: new Code(text).flags(total) }));
-  const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: 131072, shown: -1, other: -1 };
+  const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: given.context, shown: given.start, other: -1 };
   const decoded = given.signals.map(signal => decode(signal, total)), tables = new Map();
   const predictions = given.signals.map(predictor), none = new Uint8Array(total), all = none.map(() => 1);
   let painted = "", before = none, rival = null;
+  if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
 
   function table(signal = state.signal, tau = state.tau) {
     const key = signal + "," + tau;
@@ -50,17 +51,22 @@ function instrument(given) {
       percent(mean + 1.96 * deviation) + ", by what the search scored";
   }
   function file(mask) {
+    const stored = given.files[state.shown], text = rowsOf(mask).map(row => "  - " + row).join("\n");
+    if (stored) return stored.length ? { name: stored[0], text: stored[3] + text + stored[4], hash: stored[2] } : null;
+    if (state.shown >= 0) return null;
     const signal = given.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
-    const rows = Array.from({ length: layers }, (_, layer) =>
-      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), one => one ? "G" : "L").join(""));
+    const rows = rowsOf(mask);
     const varying = {
       budget: String(state.budget), coverage: yamlShare(table().covered[state.budget - 1]), tau: signal.taus[state.tau],
     };
     const entries = origin.map(([key, entry]) => entry || key + ": " + varying[key]).join(", ");
     const hash = shortHash(window + "\n" + rows.join("/")), check = shortHash("{" + strategy + ", provenance: {" + entries + "}}");
-    const text = before + rows.map(row => "  - " + row).join("\n") + between +
-      "{" + entries + ", hash: " + yamlText(hash) + ", check: " + yamlText(check) + "}\n";
-    return { text, hash };
+    const provenance = "{" + entries + ", hash: " + yamlText(hash) + ", check: " + yamlText(check) + "}\n";
+    return { name: "densest-" + state.budget, text: before + text + between + provenance, hash };
+  }
+  function rowsOf(mask) {
+    return Array.from({ length: layers }, (_, layer) =>
+      Array.from(mask.subarray(layer * heads, (layer + 1) * heads), one => one ? "G" : "L").join(""));
   }
   function distance(one, other) {
     let number = 0;
@@ -69,14 +75,14 @@ function instrument(given) {
   }
   function drawMeasured(mask) {
     const away = layouts.map(layout => distance(mask, layout.mask));
-    given.measured.forEach(([, results], row) => { /* the best comes first */
+    given.measured.forEach(([, , results], row) => { /* the best comes first */
       let best = results[0];
       for (const result of results) if (away[result[0]] < away[best[0]]) best = result;
       const [at, change, error] = best, cells = element("measured").rows[row].cells;
-      cells[1].firstChild.textContent = layouts[at].name;
-      cells[1].firstChild.dataset.layout = at;
-      cells[2].textContent = away[at];
-      cells[3].textContent = delta(change, error);
+      cells[1].textContent = delta(change, error);
+      cells[2].firstChild.textContent = layouts[at].name;
+      cells[2].firstChild.dataset.layout = at;
+      cells[3].textContent = away[at];
     });
   }
   function coverageOf(values, mask, signal) {
@@ -117,24 +123,31 @@ function instrument(given) {
     element("tau-value").textContent = signal.taus[state.tau] + (state.tau === signal.own ? ", the probe's" : ", by histogram");
     if (element("at")) element("at").textContent = signal.taus[state.tau];
     element("shown").value = state.shown;
+    const stored = given.files[state.shown] || [], isStart = !state.signal && state.tau === signal.start;
     element("coverage").textContent = state.shown < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
-      "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
+      isStart && stored.length ? stored[1] + " %" : "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
     drawDomains(signal, values, mask);
     drawCosts(signal, mask);
-    element("layout-row").hidden = element("command-row").hidden = state.shown >= 0; /* a file of its own has it */
-    const { text, hash } = file(mask);
-    element("hash").textContent = hash;
-    element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(text);
-    element("download").download = "densest-" + state.budget + ".yaml";
-    element("command").replaceChildren(...command(signal).split(" ").flatMap((word, at) => {
-      const span = document.createElement("span");
-      span.textContent = word;
-      return at ? [" ", span] : [span];
-    }));
+    drawFile(signal, file(mask));
     drawPair(mask, other);
     drawMeasured(mask);
     clearTimeout(waiting);
     waiting = setTimeout(settle, 400);
+  }
+  function drawFile(signal, made) { /* the layout that is shown, and the command that gives it */
+    const next = state.shown === given.start ? document.getElementById("next-1") : null;
+    element("layout-row").hidden = !made;
+    element("command-row").hidden = state.shown >= 0 && !next;
+    if (made) {
+      element("hash").textContent = made.hash;
+      element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(made.text);
+      element("download").download = made.name + ".yaml";
+    }
+    element("command").replaceChildren(...(state.shown < 0 ? command(signal) : next ? next.textContent : "").split(" ").flatMap((word, at) => {
+      const span = document.createElement("span");
+      span.textContent = word;
+      return at ? [" ", span] : [span];
+    }));
   }
   function drawPair(mask, other) {
     element("pair").hidden = !other;
@@ -145,7 +158,7 @@ function instrument(given) {
     pictures[0](name, mask, other.mask);
     pictures[1](other.name, other.mask, mask);
   }
-  function ownName() { return state.shown < 0 ? "The map's" : layouts[state.shown].name; }
+  function ownName() { return state.shown < 0 ? "From sliders" : layouts[state.shown].name; }
 
   function command(signal) {
     const tau = state.tau === signal.own ? "" : " --tau " + signal.taus[state.tau];
@@ -162,7 +175,7 @@ function instrument(given) {
   function fillLayouts() {
     const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < given.offered || at === state.other || at === state.shown);
     const probes = given.signals.map(({ name }, probe) => [-2 - probe, "as many heads by " + name]).filter((_, probe) => probe !== state.signal);
-    fill(element("shown"), [[-1, "that of the sliders"], ...offered], state.shown);
+    fill(element("shown"), [[-1, "from sliders"], ...offered], state.shown);
     fill(element("other"), [[-1, "nothing"], ...probes, ...offered], state.other);
   }
 
@@ -263,15 +276,9 @@ function instrument(given) {
     fillLayouts();
     draw();
   });
-  element("copy").addEventListener("click", async () => {
-    const code = element("command");
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-      element("said").textContent = "copied";
-    } catch {
-      getSelection().selectAllChildren(code);
-      element("said").textContent = "selected: copy it with the keyboard";
-    }
+  for (const link of document.querySelectorAll("a[data-layout]")) link.addEventListener("click", event => {
+    event.preventDefault();
+    goTo(Number(link.dataset.layout));
   });
   addEventListener("leave", settle);
   addEventListener("hashchange", () => { if (restore()) begin(); });

@@ -1,7 +1,7 @@
-"""What the page's instrument needs to choose heads by hand: values, order and coverage.
+"""Prepare what the page's explorer needs to choose heads by hand: values, order, coverage and files.
 
-They are computed here, as ``propose`` computes them, so that the page looks them up, and the layout that it hands out
-is that of ``propose`` to the byte.
+They are computed here, as ``propose`` computes them, so that the page looks them up, and a layout that it hands out is
+that of ``propose`` to the byte. The explorer starts with the layout of the page's ``Verdict``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.search_table import FIDELITIES
+from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import yaml_line
-from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.calibration import Calibration
-from spkv_nas.cost.formulas import head_bytes
 from spkv_nas.cost.roofline import find_hardware
+from spkv_nas.proposal.coverage import coverage, provenance
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.strategies import densest_first
+from spkv_nas.report.cache_size import CONTEXT, token_bytes
 from spkv_nas.report.choices import ORDER, coded, shares
 from spkv_nas.report.codes import Code
 from spkv_nas.report.colours import shades
-from spkv_nas.report.evidence import Result, all_evidence, stopped_trials
+from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
 from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered beside a probe's own
 _GPU = "h200"  # whose roofline is shown where nothing was measured, as by ``cost``
@@ -35,40 +39,98 @@ _ORDER = 8  # of the code of predictions: in thousandths of a percent, a few hun
 _VARY = ("budget", "coverage", "tau")  # in a layout's provenance, from one to the next
 
 
-def instrument(inputs: Inputs) -> dict[str, Any] | None:
-    """The data, as JSON takes it; None where no head keeps anything."""
+def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
+    """Return the data, as JSON takes it; None where no head keeps anything."""
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
-    evidence = all_evidence(inputs)
-    proposed = [Result(name, layout.global_mask, 0.0, 0.0) for name, layout in inputs.layouts.items()]
-    colours = shades()
+    # Collect the distinct layouts: proposed ones first, then measured ones, then those whose scoring was stopped.
+    evidence = [replace(one, results=_of_known_heads(one)) for one in all_evidence(inputs)]
+    proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
     retrained = [result for one in evidence if one.steps != 0 for result in one.results]
-    names: dict[bytes, str] = {}  # of distinct layouts, in their order
     measured = [result for one in evidence for result in one.results]
+    stopped = stopped_trials(inputs)
+    names: dict[object, str] = {}
     for result in (*proposed, *measured):
-        names.setdefault(result.mask.tobytes(), result.name)
+        names.setdefault(result.key, result.name)
     num_known = len(names)
-    for result in (stopped := stopped_trials(inputs)):
-        names.setdefault(result.mask.tobytes(), result.name)
-    places = {mask: number for number, mask in enumerate(names)}
-    called = {(result.name, places[result.mask.tobytes()]) for result in (*proposed, *measured, *stopped)}
+    for result in stopped:
+        names.setdefault(result.key, result.name)
+    places = {key: number for number, key in enumerate(names)}
+    called = {(result.name, places[result.key]) for result in (*proposed, *measured, *stopped)}
+    offered = {places[result.key]: result for result in reversed((*proposed, *retrained))}
+    colours = shades()
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
         "dark": sum(ink == "#fff" for _, ink in colours),  # of the shades, from the first on
         "budget": inputs.budget,
+        "context": CONTEXT,
+        "start": -1 if verdict.layout is None else places.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),
-        "layouts": [[name, _flags(mask)] for mask, name in names.items()],
+        "layouts": [[name, _flags(key)] for key, name in names.items() if isinstance(key, bytes)],
+        "files": [_layout_file(inputs, offered[place]) for place in sorted(offered)],
         "aliases": sorted([name, place] for name, place in called if name != [*names.values()][place]),
-        "offered": len({result.mask.tobytes() for result in (*proposed, *retrained)}),  # of them, to compare with
+        "offered": len(offered),  # of them, to compare with
         "known": num_known,  # of them; the others were stopped before anything could be said
         "measured": [
-            [one.how, [[places[each.mask.tobytes()], _number(each.delta), _number(each.error)] for each in one.results]]
+            [
+                one.how,
+                _column(one),
+                [[places[each.key], _number(each.delta), _number(each.error)] for each in one.results],
+            ]
             for one in evidence
+            if one.results
         ],
+        "costs": _costs(inputs, places),
     }
+
+
+def _of_known_heads(evidence: Evidence) -> tuple[Result, ...]:
+    """Return the results whose layout and change are known, which the map can show."""
+    return tuple(one for one in evidence.results if one.mask is not None and not math.isnan(one.delta))
+
+
+def _column(evidence: Evidence) -> int:
+    """Return the column of a way of measuring in the search's table, -1 where it has none."""
+    return 3 - FIDELITIES.index(evidence.fidelity) if evidence.source == SEARCH else -1
+
+
+def _costs(inputs: Inputs, places: Mapping[object, int]) -> list[str] | None:
+    """Return what the search's second objective is, by layout, as its table writes it; None without one."""
+    rows = inputs.search
+    if rows is None or rows["cost"].isna().any():
+        return None
+    masks = {row["heads"].replace(" ", ""): row["cost"] for row in rows.to_dict("records")}
+    letters = (
+        "".join("G" if head else "L" for head in np.frombuffer(key, np.bool_))
+        for key in places
+        if isinstance(key, bytes)
+    )
+    return [f"{masks[text]:.4g}" if text in masks else "" for text in letters]
+
+
+def _layout_file(inputs: Inputs, result: Result) -> list[str]:
+    """Return a layout's name, exact coverage, and its file before and after the rows; [] where it cannot be a file."""
+    table, name = inputs.table, result.name
+    layout = inputs.layouts.get(name)
+    if result.mask is None:
+        return []
+    if layout is None or layout.global_mask.tobytes() != result.key:
+        try:
+            bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name)
+        except UserError:  # a name that cannot be a file's
+            return []
+        layout = replace(bare, provenance=provenance(table, bare, int(bare.num_global), None))
+    before, _, after = layout.text.partition(layout.rows)
+    return [name, f"{100 * coverage(table, layout):.2f}", layout.hash, before, after]
+
+
+def _window(inputs: Inputs) -> int:
+    """Return the window of the layouts of a search."""
+    recorded = inputs.search_record.get("window")
+    return recorded if isinstance(recorded, int) else inputs.table.window or DEFAULT_WINDOW
 
 
 def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
@@ -153,11 +215,9 @@ def _origin(table: DensityTable) -> Mapping[str, Any]:
 
 
 def _cache(table: DensityTable) -> dict[str, Any] | None:
-    """Bytes of a token in one KV head, and the window of a local one; None where the probe does not say them."""
-    head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
-    if head_dim is None or dtype not in ITEM_BYTES:
-        return None
-    return {"token": head_bytes(1, int(head_dim), ITEM_BYTES[dtype]), "window": table.window or DEFAULT_WINDOW}
+    """Return the bytes of a token in one KV head, and the window of a local one; None where they are not known."""
+    token = token_bytes(table)
+    return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW}
 
 
 def _times(calibration: Calibration | None) -> dict[str, Any]:

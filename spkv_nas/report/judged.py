@@ -18,7 +18,7 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
-from spkv_nas.report.words import change, measured, number, signed
+from spkv_nas.report.words import change, listed, measured, number, signed
 
 _LEVEL, _AT_FLOOR = "level", "at the floor"
 _NEAR = 0.01  # in density: rows no farther apart are compared
@@ -90,7 +90,7 @@ def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
         (_, best), *others = ordered.iterrows()
         level = [_with_sinks(row) for _, row in others if _is_level(best, row)]
         more = (
-            f"; level with it, at no more than two combined standard errors: {_listed(level)}"
+            f"; level with it, at no more than two combined standard errors: {listed(level, _MOST_NAMED)}"
             if level
             else "; no other rule is level with it"
         )
@@ -123,7 +123,9 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         tuple(row for at, row in tasks if at == length) for length in dict.fromkeys(at for at, _ in tasks)
     )
     at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
-    findings = [f"No better than the floor, within two standard errors: {_listed(at_floor)}."] if at_floor else []
+    findings = (
+        [f"No better than the floor, within two standard errors: {listed(at_floor, _MOST_NAMED)}."] if at_floor else []
+    )
     haystack = record.get("haystack", "RULER's noise")
     return Section(
         name,
@@ -238,19 +240,14 @@ def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iter
     ]
     for way, some in (("above", [one for one in clear if one[1] > 0]), ("below", [one for one in clear if one[1] < 0])):
         if some:
-            listed = _listed([f"{name} ({signed(difference)})" for name, difference in some])
-            yield f"By more than two standard errors {way} the other checkpoint: {listed}."
+            named = listed([f"{name} ({signed(difference)})" for name, difference in some], _MOST_NAMED)
+            yield f"By more than two standard errors {way} the other checkpoint: {named}."
     if not clear:
         yield "No row is told apart from the other checkpoint's by two standard errors."
 
 
 def _level(difference: float, error: float) -> str:
     return _LEVEL if abs(difference) <= 2 * error else ""  # not where either is NaN
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join([*names[:_MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
 
 
 def _text(record: Record) -> str:

@@ -4,6 +4,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const tip = document.getElementById("tip");
 function hide() { tip.hidden = true; }
 function tipOf(mark) {
+  if (mark.matches(".term")) return document.getElementById(mark.hash.slice(1)).textContent;
   if (mark.hasAttribute("aria-label")) return mark.getAttribute("aria-label");
   const [number, index] = mark.dataset.at.split(",");
   const { tips, form } = data.charts[mark.closest("[data-chart]").dataset.chart].marks[number];
@@ -21,12 +22,18 @@ function show(mark) {
   tip.style.top = (above > 4 ? above : at.bottom + 8) + "px";
 }
 function over(event) {
-  const mark = event.target.closest("[data-at]");
+  const mark = event.target.closest("[data-at], .term");
   if (mark) show(mark); else hide();
 }
 document.addEventListener("pointerover", over);
 document.addEventListener("focusin", over);
 document.addEventListener("focusout", hide);
+document.addEventListener("click", event => { /* a word explains itself in place; without a script it leads to the list */
+  const term = event.target.closest(".term");
+  if (!term) return;
+  event.preventDefault();
+  show(term);
+});
 document.addEventListener("scroll", hide, { passive: true, capture: true });
 document.addEventListener("keydown", event => { if (event.key === "Escape") hide(); });
 const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -74,6 +81,20 @@ if (reload) {
     dispatchEvent(new Event("leave"));
     location.reload();
   });
+}
+/* Commands to copy. */
+async function copy(code, status) {
+  try {
+    await navigator.clipboard.writeText(code.textContent);
+    status.textContent = "copied";
+  } catch {
+    getSelection().selectAllChildren(code);
+    status.textContent = "selected: copy it with the keyboard";
+  }
+}
+for (const button of document.querySelectorAll("[data-copy]")) {
+  button.hidden = false;
+  button.addEventListener("click", () => copy(document.getElementById(button.dataset.copy), button.nextElementSibling));
 }
 /* Tables to download, which the page holds compressed. */
 async function inflate(link) {

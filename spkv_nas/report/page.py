@@ -1,4 +1,4 @@
-"""The report's page: one HTML file that loads nothing, and its figures beside it.
+"""Write the report's page: one HTML file that loads nothing, and its figures beside it.
 
 Names of strategies, domains and probes come from users, so everything is escaped by the template engine, scripts and
 styles are allowed by their hash alone (Content-Security-Policy), and the script writes text only. The numbers of all
@@ -25,6 +25,7 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
+from spkv_nas.report.cache_chart import cache_nll_chart
 from spkv_nas.report.chart import Chart, Panels
 from spkv_nas.report.data import page_data
 from spkv_nas.report.density_charts import (
@@ -37,15 +38,17 @@ from spkv_nas.report.density_charts import (
 )
 from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
-from spkv_nas.report.headline import headline
+from spkv_nas.report.glossary import glossary
 from spkv_nas.report.html import compact, render
-from spkv_nas.report.inputs import Inputs, Predict
+from spkv_nas.report.inputs import Inputs, PairError, Predict, no_pair_error
 from spkv_nas.report.instrument import instrument, layout_places
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
 from spkv_nas.report.section import Section
+from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
+_PAGE = "index.html"
 _SCRIPTS = ("page", "codes", "map", "layout_file", "costs", "compare", "instrument")
 Groups = dict[str, list[Chart | Panels]]
 
@@ -66,6 +69,8 @@ def write_report(
     predict: Predict | None = None,
     judged: Sequence[Section] = (),
     under_way: Section | None = None,
+    pair_error: PairError = no_pair_error,
+    advise: Advise | None = None,
     pictures: bool = True,
     progress: Progress = no_progress,
     written: datetime | None = None,
@@ -75,36 +80,37 @@ def write_report(
     Args:
         folder: made if it is not there; files of the same names are replaced, each atomically.
         table: density of the reference model.
-        layouts: by name; the names are those in the comparison's column ``strategy``.
+        layouts: by name, which is the strategy in the comparison.
         comparison: of ``spkv_nas.artifacts.comparison``, columns but the strategy optional; None before training.
-        record: what ``comparison.yaml`` says about the comparison as a whole; shown as it is.
+        record, search_record: content of ``comparison.yaml`` and ``search.yaml``.
         agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
         search: of ``spkv_nas.artifacts.search_table``; None where no layouts have been searched for.
         trust: how well the table orders the heads, of the layout ``densest``; None where that was not measured.
-        search_record: what ``search.yaml`` says about the search as a whole.
         probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
         calibration: times of the model's attention; None where they were not measured.
         predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
         judged: sections of further tables (``report.judged``).
         under_way: the section of what other commands have not finished, if there is anything.
+        pair_error: standard error of the difference of two rows of the comparison; by default none is known.
+        advise: returns the commands to recommend, by the verdict of the page; None recommends none.
         pictures: whether to draw the figures too; otherwise the page leads to those that are there.
         progress: called with (figures drawn, figures in all).
         written: now, of a page that will be written again: it says so, and has a button that loads it again.
 
     Raises:
-        UserError: a layout of another shape than the table, an unreadable number in the comparison, or a folder that
-            cannot be written.
+        UserError: a layout of another shape, an unreadable number in the comparison, a folder that cannot be written.
     """
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
-        search_record=search_record, probes=probes, calibration=calibration, predict=predict,
-        judged=judged, under_way=under_way,
+        search_record=search_record, probes=probes, calibration=calibration, predict=predict, judged=judged,
+        under_way=under_way, pair_error=pair_error,
     )  # fmt: skip
-    groups = _charts(inputs)
+    verdict = conclude(inputs)
+    groups = _charts(inputs, verdict)
     figures = _figures(folder, groups, inputs, progress if pictures else None)
-    page = folder / "index.html"
-    write_atomic(page, _render(inputs, groups, figures, written))
-    return page
+    steps = [] if advise is None else advise(verdict)
+    write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures, written))
+    return folder / _PAGE
 
 
 def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | None) -> list[str]:
@@ -119,7 +125,7 @@ def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | 
     return [name for name in names if (folder / f"{name}.png").is_file()]
 
 
-def _charts(inputs: Inputs) -> Groups:
+def _charts(inputs: Inputs, verdict: Verdict) -> Groups:
     """Every chart that there is data for, by the section of the page that it stands in."""
     table = inputs.table
     has_cost = inputs.search is not None and bool(inputs.search["cost"].notna().all())
@@ -127,6 +133,7 @@ def _charts(inputs: Inputs) -> Groups:
         "density": [density_chart(table)],
         "layouts": [layout_charts(table, inputs.layouts, inputs.covered)],
         "results": [
+            cache_nll_chart(inputs, verdict),
             None if inputs.comparison is None else coverage_nll_chart(inputs.comparison, table.measure.noun),
             coverage_budget_chart(table, inputs.layouts, inputs.covered, inputs.certainty),
         ],
@@ -142,13 +149,21 @@ def _singles(charts: list[Chart | Panels]) -> list[Chart]:
     return [one for chart in charts for one in (chart.charts if isinstance(chart, Panels) else (chart,))]
 
 
-def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetime | None) -> str:
+def _render(
+    inputs: Inputs,
+    verdict: Verdict,
+    steps: Sequence[Step],
+    groups: Groups,
+    figures: list[str],
+    written: datetime | None,
+) -> str:
+    """Return the page's HTML."""
     table, search = inputs.table, inputs.search
     under_way = [] if inputs.under_way is None else [inputs.under_way]
     charts = {name: _singles(group) for name, group in groups.items()}
     shown = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
     shown += [chart for section in (*inputs.judged, *under_way) for chart in section.charts]
-    own, said, choices = headline(inputs), findings(inputs), instrument(inputs)
+    choices = instrument(inputs, verdict)
     return render(
         "page.html.j2",
         version=__version__,
@@ -158,12 +173,14 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetim
         charts=charts,
         table=table,
         measure=table.measure,
-        headline=own or said,
-        findings=said if own else [],
+        verdict=verdict,
+        steps=steps,
+        findings=findings(inputs),
         diagnosis=table.diagnosis(),
-        facts=tables.facts(inputs),
+        facts=tables.facts(inputs, verdict),
         layouts=_layouts(inputs, charts["layouts"]),
-        rows=tables.comparison_rows(inputs),
+        header=tables.comparison_header(inputs),
+        rows=tables.comparison_rows(inputs, verdict),
         domains=tables.domain_rows(table),
         certainty=inputs.certainty,
         caution=caution(table),
@@ -172,9 +189,10 @@ def _render(inputs: Inputs, groups: Groups, figures: list[str], written: datetim
         agreement=[] if inputs.agreement is None else tables.agreement_rows(inputs.agreement),
         judged=inputs.judged,
         under_way=under_way,
-        search=None if search is None else tables.search_rows(search),
-        search_has_cost=search is not None and bool(search["cost"].notna().all()),
+        search=None if search is None else tables.search_rows(search, verdict),
+        search_header=tables.search_header(inputs),
         search_findings=[] if search is None else search_findings(search),
+        words=glossary(inputs),
         provenance=tables.provenance(inputs),
         downloads=tables.downloads(inputs),
         figures=figures,

@@ -1,4 +1,4 @@
-"""Pictures of what keeping less costs in NLL: by layout, and by threshold."""
+"""Draw what keeping less costs in NLL: by layout, and by threshold."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.measure import DENSITY
 from spkv_nas.report.axes import percent_axis, round_axis
 from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
-from spkv_nas.report.words import change, short, signed, versus_full
+from spkv_nas.report.words import BASELINES, change, short, signed, versus
 
-_SHAPES: dict[str, tuple[Shape, Tone, str]] = {
-    SP_KV: ("diamond", "ink", "SP-KV"), FULL_ATTENTION: ("square", "ink", "full attention")
-}  # fmt: skip
-_LAYOUT: tuple[Shape, Tone, str] = ("circle", "accent", "layout")
+SHAPES: dict[str, tuple[Shape, Tone, str]] = {
+    SP_KV: ("diamond", "ink", "SP-KV"),
+    FULL_ATTENTION: ("square", "ink", "control"),
+    DENSE: ("triangle", "ink", "dense model as it is"),
+}
+LAYOUT: tuple[Shape, Tone, str] = ("circle", "accent", "layout")
+NOTE = "Lower is better. Bars: one standard error."
 
 
 def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Chart | None:
-    """Coverage of what the ``noun`` says against the NLL increase, with one standard error.
+    """Draw coverage of what the ``noun`` says against the NLL increase, with one standard error.
 
     None where no row has both.
     """
@@ -27,8 +30,8 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
     if rows.empty:
         return None
     marks = []
-    for shape, tone, label in (_LAYOUT, *_SHAPES.values()):
-        some = rows[[_SHAPES.get(strategy, _LAYOUT)[2] == label for strategy in rows["strategy"]]]
+    for shape, tone, label in (LAYOUT, *SHAPES.values()):
+        some = rows[[SHAPES.get(strategy, LAYOUT)[2] == label for strategy in rows["strategy"]]]
         if some.empty:
             continue
         marks.append(
@@ -36,7 +39,7 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
                 numbers(some["coverage_percent"]),
                 numbers(some["delta_nll_percent"]),
                 numbers(some["delta_nll_standard_error"]),
-                tuple(_tip(row) for _, row in some.iterrows()),
+                tuple(_tip(row, counted_from(comparison)) for _, row in some.iterrows()),
                 tuple(short(name, 22) for name in some["strategy"]),
                 label=label,
                 shape=shape,
@@ -54,11 +57,11 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
         "Does coverage predict the NLL?",
         "Coverage and NLL increase: " + "; ".join(words) + ".",
         percent_axis(f"Coverage, % of all heads' {noun}"),
-        round_axis("NLL increase over full attention, %", min(low, 0.0), max(high, 0.0), padded=True),
+        round_axis(f"NLL increase over {BASELINES[counted_from(comparison)]}, %", min(low, 0.0), max(high, 0.0),
+                   padded=True),
         tuple(marks),
-        note="Lower is better. Bars: one standard error. Circles are layouts, the diamond is SP-KV, the square full "
-        "attention.",
-    )
+        note=NOTE,
+    )  # fmt: skip
 
 
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
@@ -154,7 +157,8 @@ def _rule_tip(name: str, row: pd.Series) -> str:
     return f"{name}, {row['sinks']:g} sinks\ndensity {100 * row['density']:.1f} %\n{delta} %"
 
 
-def _tip(row: pd.Series) -> str:
-    if row["strategy"] == FULL_ATTENTION:
-        return f"{FULL_ATTENTION}\nthe reference, at 0"
-    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{versus_full(row)}"
+def _tip(row: pd.Series, baseline: str) -> str:
+    """Return what pointing at a row of the comparison shows."""
+    if row["strategy"] == baseline:
+        return f"{baseline}\nthe reference, at 0"
+    return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{versus(row, baseline)}"

@@ -1,4 +1,4 @@
-"""The rows of the page's tables, formatted, and the tables that it offers to download."""
+"""Format the rows of the page's tables, and compress the tables that it offers for download."""
 
 from __future__ import annotations
 
@@ -11,31 +11,41 @@ from typing import Any
 
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import FULL_ATTENTION
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.guidance import best_layouts
-from spkv_nas.report.headline import best_evidence
-from spkv_nas.report.inputs import Inputs, contenders, is_layout, widest_layout
+from spkv_nas.report.evidence import COMPARISON, SEARCH
+from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.profiles import domain_profile
-from spkv_nas.report.words import change, number, signed
+from spkv_nas.report.verdict import Verdict
+from spkv_nas.report.words import BASELINES, change, number, signed
 
 _MOST_MISSED = 5
+_GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # of rows; layouts come first
+_NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One line of the comparison table, formatted. ``group``: 0 layouts, 1 SP-KV, 2 full attention (as the paper)."""
+    """Hold one line of the comparison table, formatted.
+
+    Attributes:
+        group: 0 layouts, 1 SP-KV, 2 the control, 3 the dense model as it is.
+        tag: a word of the verdict on it, "" for none.
+        is_best: whether the verdict is about it.
+    """
 
     group: int
     strategy: str
-    best: bool
+    tag: str
+    is_best: bool
     cells: tuple[str, ...]
     note: str
 
 
-def facts(inputs: Inputs) -> list[tuple[str, str]]:
-    """The four numbers at the top: (value, what it is)."""
+def facts(inputs: Inputs, verdict: Verdict) -> list[tuple[str, str, str]]:
+    """Return the numbers at the top: (value, what it is, key in the glossary or ""); the last are of the verdict."""
     table = inputs.table
     measure, factor = table.measure, table.measure.scale.factor
     what, percent = f"mean {measure.noun}", " %"
@@ -44,14 +54,16 @@ def facts(inputs: Inputs) -> list[tuple[str, str]]:
     elif not measure.is_share:
         what, percent = f"{what}, {measure.shown}", ""
     shown = [
-        (f"{factor * table.mean:.1f}{percent}", f"{what}, ± {factor * table.std:.1f} across heads"),
-        (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}"),
+        (f"{factor * table.mean:.1f}{percent}", f"{what}, ± {factor * table.std:.1f} across heads", "measure"),
+        (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}", ""),
     ]
-    if (best := widest_layout(inputs)) is not None:
-        shown.append((f"{100 * inputs.covered[best]:.1f} %", f"highest {measure.noun} coverage: {best}"))
-    if (evidence := best_evidence(inputs)) is not None:
-        winner = evidence.of_one_budget[0]
-        shown.append((f"{signed(winner.delta)} %", f"NLL against full attention: {winner.name}"))
+    best = verdict.layout
+    if best is not None and verdict.covered is not None:
+        shown.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
+    if best is not None and verdict.evidence is not None and not math.isnan(best.delta):
+        baseline = BASELINES[verdict.evidence.baseline]
+        plus_minus = "" if math.isnan(best.error) else f"± {number(best.error, 3)}, "
+        shown.append((f"{signed(best.delta)} %", f"{plus_minus}NLL of {best.name} against {baseline}", "delta"))
     return shown
 
 
@@ -71,28 +83,57 @@ def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
     ]
 
 
-def comparison_rows(inputs: Inputs) -> list[ComparisonRow]:
-    """Layouts first, then the two references; none before training."""
+def comparison_header(inputs: Inputs) -> list[tuple[str, str]]:
+    """Return (name, key in the glossary or "") of the columns; changes of NLL come first, for narrow screens."""
+    control = [("Δ NLL against control, %", "control")] if _has_dense(inputs) else []
+    return [
+        ("Strategy", ""),
+        ("Δ NLL, %", "delta"),
+        *control,
+        ("NLL", ""),
+        ("Global KV heads", "budget"),
+        ("Density, %", ""),
+        ("Coverage, %", "coverage"),
+        ("Seeds", ""),
+        ("Steps", ""),
+    ]
+
+
+def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
+    """Return the layouts, lowest NLL first, then the references; none before training."""
     comparison = inputs.comparison
     if comparison is None:
         return []
-    groups = is_layout(comparison).map({True: 0, False: 1}) + (comparison["strategy"] == FULL_ATTENTION).astype(int)
-    best = contenders(comparison).index[:1]  # none where no layout has been trained
+    baseline, has_dense = counted_from(comparison), _has_dense(inputs)
     rows = []
-    for index, row in comparison.iterrows():
-        delta = change(row["delta_nll_percent"], row["delta_nll_standard_error"])
-        group = int(groups[index])
+    for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
+        name = row["strategy"]
+        against = (
+            ("delta_nll", baseline),
+            *([("delta_control", FULL_ATTENTION)] if has_dense else []),
+        )
+        changes = (
+            "reference" if name == reference else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
+            for column, reference in against
+        )
         cells = (
+            *changes,
+            number(row["nll"], 4),
             number(row["num_global"], 0),
             number(row["density_percent"], 1),
             number(row["coverage_percent"], 2),
-            number(row["nll"], 4),
-            "reference" if row["strategy"] == FULL_ATTENTION else delta,
             number(row["num_seeds"], 0),
             number(row["steps"], 0),
         )
-        rows.append(ComparisonRow(group, row["strategy"], index in best, cells, row["note"]))
+        tag = "" if name in _GROUPS else verdict.tag(name, COMPARISON, row["steps"])
+        is_best = bool(tag) and verdict.layout is not None and verdict.layout.name == name
+        rows.append(ComparisonRow(_GROUPS.get(name, 0), _NAMES.get(name, name), tag, is_best, cells, row["note"]))
     return sorted(rows, key=lambda row: row.group)
+
+
+def _has_dense(inputs: Inputs) -> bool:
+    """Return whether the comparison has a row for the dense model as it is."""
+    return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
 
 
 def domain_rows(table: DensityTable) -> list[tuple[str, ...]]:
@@ -125,20 +166,40 @@ def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
     ]
 
 
-def search_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """The best layouts of a search; with the cost, where there is one."""
+def search_header(inputs: Inputs) -> tuple[str, ...]:
+    """Return the names of the columns of a search's table; changes of NLL come first."""
+    recorded = inputs.search_record.get("steps")
+    steps = recorded if isinstance(recorded, Mapping) else {}
+    retrained = (
+        f"Δ NLL, %, {kind} retraining" + (f" ({steps[kind]} steps)" if kind in steps else "")
+        for kind in ("full", "short")
+    )
+    cost = ("Cost",) if _has_cost(inputs.search) else ()
+    return ("Layout", *retrained, "Δ NLL, %, zero-shot", "Global KV heads", "Coverage, %", *cost)
+
+
+def search_rows(rows: pd.DataFrame, verdict: Verdict | None = None) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the best layouts of a search as (tag, cells); with the cost, where there is one."""
     return [
         (
-            str(row["name"]),
-            number(row["num_global"], 0),
-            number(row["coverage_percent"], 1),
-            *([f"{row['cost']:.4g}"] if not math.isnan(row["cost"]) else []),
-            change(row["zero_shot_delta_percent"], row["zero_shot_standard_error"]),
-            change(row["short_delta_percent"], row["short_standard_error"]),
-            change(row["full_delta_percent"], row["full_standard_error"]),
+            "" if verdict is None else verdict.tag(str(row["name"]), SEARCH),
+            (
+                str(row["name"]),
+                change(row["full_delta_percent"], row["full_standard_error"]),
+                change(row["short_delta_percent"], row["short_standard_error"]),
+                change(row["zero_shot_delta_percent"], row["zero_shot_standard_error"]),
+                number(row["num_global"], 0),
+                number(row["coverage_percent"], 1),
+                *([f"{row['cost']:.4g}"] if _has_cost(rows) else []),
+            ),
         )
         for row in best_layouts(rows).to_dict("records")
     ]
+
+
+def _has_cost(rows: pd.DataFrame | None) -> bool:
+    """Return whether every layout of a search has a cost."""
+    return rows is not None and bool(rows["cost"].notna().all())
 
 
 def provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:

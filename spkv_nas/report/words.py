@@ -1,11 +1,16 @@
-"""How the report writes numbers and names."""
+"""Write numbers, changes and names as the report shows them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
+
+BASELINES = {DENSE: "the dense model as it is", FULL_ATTENTION: "the control"}
 
 
 def signed(value: float, digits: int = 3) -> str:
@@ -28,15 +33,21 @@ def measured(value: float, error: float) -> str:
     return f"{number(value, 3)} ± {number(error, 3)}"
 
 
-def versus_full(row: pd.Series[Any]) -> str:
-    """Such as "0.161 ± 0.020 % above full attention"."""
-    return above_full(row["delta_nll_percent"], row["delta_nll_standard_error"])
+def versus(row: pd.Series[Any], baseline: str) -> str:
+    """Return such as "0.161 ± 0.020 % above the dense model as it is" for a row of the comparison."""
+    return above(row["delta_nll_percent"], row["delta_nll_standard_error"], baseline)
 
 
-def above_full(delta: float, error: float) -> str:
-    """The same of a change in percent and its standard error, which may be NaN."""
-    plus_minus = "" if math.isnan(error) else f" ± {error:.3f}"
-    return f"{abs(delta):.3f}{plus_minus} % {'below' if delta < 0 else 'above'} full attention"
+def above(delta: float, error: float, baseline: str) -> str:
+    """Return a change in percent and its standard error, which may be NaN, in words."""
+    plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
+    return f"{number(abs(delta), 3)}{plus_minus} % {'below' if delta < 0 else 'above'} {BASELINES[baseline]}"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return names in a row, beyond ``most`` of them only how many more there are."""
+    more = len(names) - most
+    return ", ".join([*names[:most], *([f"and {more} more"] if more > 0 else [])])
 
 
 def short(text: str, length: int) -> str:

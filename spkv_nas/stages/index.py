@@ -18,10 +18,9 @@ from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Fidelity, read
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.density_charts import thumbnail
-from spkv_nas.report.findings import findings
-from spkv_nas.report.headline import headline
 from spkv_nas.report.index import Card, write_index
 from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.verdict import conclude
 from spkv_nas.report.words import change
 from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.results import SEARCH, read_results
@@ -61,7 +60,7 @@ def _probe(place: Workspace, name: str, number: int) -> Card:
         f"{measure.scale.factor * inputs.table.mean:.1f} {measure.shown}."
     ]
     if inputs.comparison is not None or inputs.search is not None:
-        said.append((headline(inputs) or findings(inputs))[0])
+        said.append("".join(conclude(inputs).lead))
     links: tuple[tuple[str, str], ...] = ()
     if has_page:
         page = f"{quote(name)}/index.html"

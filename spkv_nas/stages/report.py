@@ -23,6 +23,7 @@ from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.index import pages, write_workspace_index
 from spkv_nas.stages.options import ReportOptions
+from spkv_nas.stages.page_steps import page_steps
 from spkv_nas.stages.results import read_results
 from spkv_nas.stages.trust import neighbours, trust
 from spkv_nas.stages.under_way import under_way
@@ -86,6 +87,7 @@ def _page(
             probes=probes,
             calibration=_calibration(folder, table, reporter),
             predict=None if scored is None else _prediction(scored, probes),
+            advise=page_steps(place, table),
             under_way=None if written is None else under_way(place, table.name, reporter),
             pictures=pictures,
             progress=progress,

@@ -1,0 +1,68 @@
+"""Explain the words of the report: each is linked to where it is used, and all are listed at the end of the page."""
+
+from __future__ import annotations
+
+from spkv_nas.artifacts.comparison import DENSE, SP_KV, counted_from
+from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.words import BASELINES
+
+
+def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:
+    """Return (title, meaning) of each word that the page uses, by its key."""
+    table, measure = inputs.table, inputs.table.measure
+    below = "" if table.is_density else " (0 where it is negative)"
+    words = {
+        "measure": (measure.title, measure.meaning),
+        "window": (
+            "Window",
+            "Number of most recent keys that a local KV head sees, the query's own included"
+            + (f"; here {table.window}." if table.window else "."),
+        ),
+        "layout": ("Layout", "For each KV head: global (sees all earlier keys), or local (sees its window only)."),
+        "budget": ("Budget", "Number of global KV heads of a layout."),
+        "coverage": (
+            f"{measure.title} coverage",
+            f"Sum of {measure.noun}{below} over the global heads of a layout, as a share of the sum over all heads.",
+        ),
+    }
+    if table.is_density:
+        words["tau"] = (
+            "Threshold τ",
+            "A key is kept if its utility, which the gate predicts, is at least τ."
+            + (
+                " At thresholds other than the probe's, densities are interpolated from its histogram of utilities, as "
+                "by propose --tau."
+                if table.histogram
+                else ""
+            ),
+        )
+    if inputs.comparison is not None or inputs.search is not None:
+        words |= _of_results(inputs)
+    return words
+
+
+def _of_results(inputs: Inputs) -> dict[str, tuple[str, str]]:
+    """Return the words of a comparison and of a search."""
+    words = {
+        "control": (
+            "Control",
+            "Full attention, retrained like the layouts: what differs from it is due to the layout, not to the "
+            "retraining.",
+        ),
+        "dense": ("Dense model as it is", "The checkpoint before any retraining."),
+    }
+    comparison = inputs.comparison
+    if comparison is None:
+        baseline = "the dense model as it is where nothing was retrained, else the control"
+    else:
+        baseline = BASELINES[counted_from(comparison)]
+        if inputs.search is not None and counted_from(comparison) == DENSE:
+            baseline += "; in the search, of retrained layouts, the control"
+    words["delta"] = (
+        "Δ NLL",
+        f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower is "
+        "better. ± is one standard error over documents.",
+    )
+    if comparison is not None and (comparison["strategy"] == SP_KV).any():
+        words["spkv"] = ("SP-KV", "The model with gates: it decides for every token of every head what stays.")
+    return words

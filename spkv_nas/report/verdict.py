@@ -1,0 +1,234 @@
+"""Draw one conclusion from all evidence on a page: which layout it is about, and how sure that is.
+
+Headline, figures at the top, tags in tables, the layout that the explorer starts with, its file and the next command
+all come from one ``Verdict``, so that no two of them can differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.measure import Measure
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.report.evidence import COMPARISON, Evidence, Result, all_evidence
+from spkv_nas.report.inputs import Inputs, widest_layout
+from spkv_nas.report.words import above, listed, number, signed
+
+_MOST_NAMED = 4
+_RUNS = "The spread between training runs is not part of any of these errors."
+LEVEL, UNKNOWN, BEHIND = "level", "unknown", "behind"  # of a layout against the best
+_WORDS = {
+    LEVEL: "Not significantly different from it, within two standard errors of the difference",
+    UNKNOWN: "Measured higher, though no standard error of the difference is known, so that the order is not "
+    "established",
+    BEHIND: "Significantly higher, by more than two standard errors of the difference",
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold a recommended command, and what it does."""
+
+    purpose: str
+    command: str
+
+
+Advise = Callable[["Verdict"], Sequence[Step]]
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """Hold what all evidence on a page amounts to.
+
+    Attributes:
+        num_heads: KV heads of the model.
+        measure: what the table holds.
+        layout: the one that the page is about: of the lowest NLL, or before training of the highest coverage; None
+            where there is none.
+        evidence: what decided; None before training.
+        others: the other layouts of the budget, in their order.
+        standings: of each of them, ``LEVEL`` (within two standard errors of the difference), ``BEHIND`` or
+            ``UNKNOWN``.
+        errors: standard errors of their differences from the best, in percentage points; NaN: unknown.
+        covered: coverage of the layout, in [0, 1]; None where its heads are not known.
+        summary: the first sentence where there is no layout.
+    """
+
+    num_heads: int
+    measure: Measure
+    layout: Result | None = None
+    evidence: Evidence | None = None
+    others: tuple[Result, ...] = ()
+    standings: tuple[str, ...] = ()
+    errors: tuple[float, ...] = ()
+    covered: float | None = None
+    summary: str = ""
+
+    @cached_property
+    def is_clear(self) -> bool:
+        """Whether every other layout is significantly behind."""
+        return all(standing == BEHIND for standing in self.standings)
+
+    def standing(self, name: str) -> str | None:
+        """Return the standing of another layout of the budget; None of the best itself and of what did not compete."""
+        return next(
+            (standing for other, standing in zip(self.others, self.standings, strict=True) if other.name == name), None
+        )
+
+    def tag(self, name: str, source: str, steps: float | None = None) -> str:
+        """Return a word for the row of a layout in a table of ``source``; "" where the verdict is not about it.
+
+        Args:
+            steps: of the row, where the rows of a table differ in them.
+        """
+        if self.evidence is None or self.layout is None or self.evidence.source != source:
+            return ""
+        if steps is not None and not np.isclose(steps, self.evidence.steps, equal_nan=True):
+            return ""
+        if name == self.layout.name:
+            return "lowest NLL" if self.is_clear else "lowest measured NLL"
+        return "not significantly different" if self.standing(name) == LEVEL else ""
+
+    @cached_property
+    def lead(self) -> tuple[str, str, str]:
+        """Return the first sentence in three parts, of which the second is the name of the layout, "" without one."""
+        if self.layout is None:
+            return self.summary, "", ""
+        if self.evidence is None:
+            return self._before_training
+        name, count = self.layout.name, 1 + len(self.others)
+        field = f"{self._budget}, {self.evidence.how}"
+        if count == 1:
+            return "", name, f" is the only layout measured{field}: {self._value}."
+        if self.is_clear:
+            return "", name, f" has the lowest NLL of {count} layouts{field}: {self._value}."
+        if LEVEL in self.standings:
+            level = 1 + self.standings.count(LEVEL)
+            before = f"No single best of {count} layouts{field}: {level} are not significantly different; "
+            return before, name, f" is measured lowest, {self._value}."
+        return "", name, f" has the lowest measured NLL of {count} layouts{field}: {self._value}."
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return what follows the first sentence: who is level, of whom it is unknown, who is behind."""
+        if self.layout is not None and self.evidence is None:
+            return ["No layout has been retrained yet, so which has the lowest NLL is not known."]
+        said = [
+            f"{words}, in percentage points: {listed(named, _MOST_NAMED)}."
+            for standing, words in _WORDS.items()
+            if (named := self._named(standing))
+        ]
+        return [*said[:-1], f"{said[-1]} {_RUNS}"] if said else []
+
+    def _named(self, standing: str) -> list[str]:
+        """Return the layouts of a standing with their differences from the best."""
+        if self.layout is None:
+            return []
+        named = []
+        for other, its, error in zip(self.others, self.standings, self.errors, strict=True):
+            if its == standing and not math.isnan(difference := other.delta - self.layout.delta):
+                plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
+                named.append(f"{other.name} {signed(difference)}{plus_minus}")
+        return named
+
+    @property
+    def _budget(self) -> str:
+        """Return the number of global heads in words, "" where it is not known."""
+        if self.layout is None or math.isnan(self.layout.num_global):
+            return ""
+        return f" with {self.layout.num_global:.0f} of {self.num_heads} KV heads global"
+
+    @property
+    def _value(self) -> str:
+        """Return the change of NLL of the best in words, or its NLL."""
+        if self.layout is None or self.evidence is None:
+            return ""
+        if math.isnan(self.layout.delta):
+            return f"{number(self.layout.nll, 4)} nats per token"
+        return above(self.layout.delta, self.layout.error, self.evidence.baseline)
+
+    @property
+    def _before_training(self) -> tuple[str, str, str]:
+        """Return the first sentence on layouts that have only been proposed."""
+        if self.layout is None or self.covered is None:
+            return "", "", ""
+        rivals = 1 + len(self.others)
+        noun = f"{self.measure.noun} coverage: {100 * self.covered:.1f} %."
+        if rivals == 1:
+            return "", self.layout.name, f" is the only layout proposed{self._budget}; its {noun}"
+        return f"Of {rivals} layouts{self._budget}, ", self.layout.name, f" has the highest {noun}"
+
+
+def conclude(inputs: Inputs) -> Verdict:
+    """Return the verdict on everything that a page shows.
+
+    The longest retraining of several layouts of one budget decides; without any, the highest coverage.
+    """
+    retrained = [one for one in all_evidence(inputs) if one.steps != 0]
+    deciding = next((one for one in retrained if len(one.of_one_budget) > 1), next(iter(retrained), None))
+    if deciding is None:
+        return _before_training(inputs)
+    best, *others = deciding.of_one_budget
+    errors = tuple(_error(inputs, deciding, best, other) for other in others)
+    standings = tuple(_standing(best, other, error) for other, error in zip(others, errors, strict=True))
+    return Verdict(
+        inputs.table.num_heads, inputs.table.measure, best, deciding, tuple(others), standings, errors,
+        _covered(inputs, best),
+    )  # fmt: skip
+
+
+def _before_training(inputs: Inputs) -> Verdict:
+    """Return the verdict on layouts that have only been proposed, or on the table alone."""
+    table = inputs.table
+    best = widest_layout(inputs)
+    if best is None:
+        return Verdict(table.num_heads, table.measure, summary=_mean(table))
+    proposed = {
+        name: Result(name, math.nan, num_global=layout.num_global, mask=layout.global_mask)
+        for name, layout in inputs.layouts.items()
+    }
+    others = tuple(
+        result
+        for name, result in sorted(proposed.items(), key=lambda item: -inputs.covered[item[0]])
+        if name != best and result.num_global == proposed[best].num_global
+    )
+    unknown = (UNKNOWN,) * len(others), (math.nan,) * len(others)
+    return Verdict(table.num_heads, table.measure, proposed[best], None, others, *unknown, covered=inputs.covered[best])
+
+
+def _mean(table: DensityTable) -> str:
+    """Return a sentence on a table alone."""
+    if table.is_density:
+        return f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."
+    measure, (layer, head) = table.measure, np.unravel_index(int(table.values.argmax()), table.grid)
+    return (
+        f"Of {table.num_heads} KV heads, KV head {head} of layer {layer} has the highest {measure.noun}: "
+        f"{measure.exact(table.values[layer, head])} {measure.unit}."
+    )
+
+
+def _error(inputs: Inputs, evidence: Evidence, best: Result, other: Result) -> float:
+    """Return the standard error of the difference of two layouts that share documents; NaN where it is not known."""
+    return inputs.pair_error(best.name, other.name) if evidence.source == COMPARISON else math.nan
+
+
+def _standing(best: Result, other: Result, error: float) -> str:
+    """Compare a layout with the best. The two share documents, so their errors cannot be added."""
+    difference = other.delta - best.delta
+    if math.isnan(error) or math.isnan(difference):
+        return UNKNOWN
+    return LEVEL if difference <= 2 * error else BEHIND
+
+
+def _covered(inputs: Inputs, result: Result) -> float | None:
+    """Return the coverage of a layout, in [0, 1]; None where its heads are not known."""
+    if result.mask is None:
+        return None
+    return coverage(inputs.table, Layout.from_mask(result.mask, window=DEFAULT_WINDOW))

@@ -1,0 +1,64 @@
+"""Recommend the command to run next on a report's page, by the page's verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from spkv_nas.artifacts import checkpoints
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.report.verdict import Advise, Step, Verdict
+from spkv_nas.stages.commands import command_line
+from spkv_nas.stages.layout_options import ExportOptions
+from spkv_nas.stages.options import ProposeOptions, TrainHybridOptions
+
+
+def page_steps(place: Workspace, table: DensityTable) -> Advise:
+    """Return the function that recommends commands for the page of a probe."""
+
+    def advise(verdict: Verdict) -> Sequence[Step]:
+        if verdict.layout is None:
+            command = command_line(ProposeOptions(probe=table.name, workspace=place.root))
+            return [Step("Propose layouts:", command)]
+        name = verdict.layout.name
+        trained = None if verdict.evidence is None else _checkpoint(place, table.name, name)
+        if trained is not None:
+            command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export")))
+            return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
+        return _retrain(place, table, verdict)
+
+    return advise
+
+
+def _checkpoint(place: Workspace, report: str, strategy: str) -> Path | None:
+    """Return the checkpoint of a retrained layout, the first seed's; None where it is not in the workspace."""
+    folder = place.report_dir(report)
+    if not (folder / checkpoints.FILE).is_file():
+        return None
+    models = (
+        model.checkpoint for model in checkpoints.read_checkpoints(folder, place.root) if model.strategy == strategy
+    )
+    return next((path for path in models if path.is_dir()), None)
+
+
+def _retrain(place: Workspace, table: DensityTable, verdict: Verdict) -> list[Step]:
+    """Recommend to retrain layouts: all before any training, else the verdict's, of which no checkpoint is there.
+
+    Nothing where it takes a recipe that the probe does not name.
+    """
+    if verdict.layout is None or not str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
+        return []
+    if verdict.evidence is None:
+        command = command_line(TrainHybridOptions(probe=table.name, workspace=place.root))
+        return [Step("Retrain the layouts, to see which has the lowest NLL:", command)]
+    name = verdict.layout.name
+    folder = place.layout_dir(table.name)
+    files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
+    file = next((file for file in files if file.is_file()), None)
+    purpose = f"Retrain {name} to a checkpoint that can be exported" + (
+        ":" if file else f" (download its file {name}.yaml below first):"
+    )
+    options = TrainHybridOptions(layouts=[file or Path(f"{name}.yaml")], probe=table.name, workspace=place.root)
+    return [Step(purpose, command_line(options))]

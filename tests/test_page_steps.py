@@ -1,0 +1,52 @@
+"""What the page recommends to run next: of the layout of its verdict, and a command that the product takes."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+from command_cases import parsed
+from helpers import make_comparison, make_domain_table, make_layouts
+
+from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
+from spkv_nas.artifacts.comparison import write_comparison
+from spkv_nas.report import page as report_page
+from spkv_nas.stages.options import ReportOptions
+from spkv_nas.stages.report import report
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A workspace of a probe of the embedded reference, and its two layouts."""
+    monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
+    make_domain_table(metadata={"model": "embedded:reference"}).write(tmp_path / "probes/test")
+    for name, layout in make_layouts("densest", "last").items():
+        layout.write(tmp_path / f"layouts/test/{name}.yaml")
+    return tmp_path
+
+
+def recommended(place: Path) -> str:
+    """The command on the page, which must be one."""
+    html = report(ReportOptions(workspace=place)).read_text(encoding="utf-8")
+    (command,) = re.findall(r'<code id="next-1">(.*?)</code>', html)
+    return unescape(command)
+
+
+def test_layouts_are_to_be_retrained_first(place: Path) -> None:
+    options = parsed(recommended(place))
+    assert (options.probe, options.workspace, options.layouts) == ("test", place, None)
+
+
+def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(place: Path) -> None:
+    """The command beside the map gave the heads of the sliders, whatever the headline said."""
+    write_comparison(place / "reports/test/comparison.csv", make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01],
+                     delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]))  # fmt: skip
+    assert parsed(recommended(place)).layouts == [place / "layouts/test/last.yaml"]
+    models = [TrainedModel(name, 0, "", place / "runs" / name) for name in ("densest", "last")]
+    for model in models:
+        model.checkpoint.mkdir(parents=True)
+    write_checkpoints(place / "reports/test", models, place)
+    options = parsed(recommended(place))
+    assert (options.model, str(options.out)) == (str(place / "runs/last"), "last-export")
