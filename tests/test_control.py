@@ -22,6 +22,7 @@ from spkv_nas.artifacts.comparison import (
     write_comparison,
 )
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import main, show
@@ -161,6 +162,13 @@ class TestHarm:
         assert "interleaved-last has 0.50 ± 0.00 % more NLL retrained" in heard.cautioned[0]
 
 
+@pytest.mark.parametrize("file", ["demo.yaml", "search.yaml"])
+def test_the_embedded_recipes_warm_up_to_a_rate_that_does_no_harm(file: str) -> None:
+    branch = Recipe.read(EMBEDDED / file).branch
+    assert branch.learning_rate == 3e-4
+    assert branch.warmup_steps == branch.steps / 10
+
+
 def test_the_control_is_compared_before_a_layout_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +193,11 @@ def test_the_control_is_compared_before_a_layout_is_trained(
 
     monkeypatch.setattr(Trunk, "train", watched_train)
     monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
-    main(["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *place])
+    command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *place]
+    main([*command, "--no-reference"])
+    assert order == [FULL_ATTENTION, "compared", "mine"]
+    order.clear()
+    main(command)
     assert order == [FULL_ATTENTION, "compared", "sp-kv", "mine"]
     shown = capsys.readouterr()
     assert "NLL than the dense model as it is" in shown.err

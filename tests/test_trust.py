@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
@@ -25,11 +28,13 @@ from spkv_nas.evaluation.ranking import spearman
 from spkv_nas.evaluation.trust import Missed, Trust
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.gains import opening, opening_gains
+from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.page import write_report
-from spkv_nas.stages.options import SHOWN, ProbeOptions
+from spkv_nas.stages.options import SHOWN, ProbeOptions, ProposeOptions
 from spkv_nas.stages.probe import GAIN_TOKENS
+from spkv_nas.stages.propose import propose
 from spkv_nas.stages.trust import recommendation, trust, trust_advice, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
@@ -205,6 +210,24 @@ class TestWorkspace:
         found = trust(place, good, densest(good.values, 3))
         assert found is not None
         assert trust_advice(found, good) is None
+
+    def test_propose_shows_the_recommended_signal_beside_densities(self, place: Workspace) -> None:
+        """Densities were compared with layer patterns and chance, and never with the heads that lose least."""
+        put(place, "mine", LEFT)
+        put(place, "mine-duo", GAINS.clip(0) * 20, signal="duo")
+        options = ProposeOptions(workspace=place.root, probe="mine", budget="3", num_random=0)
+        assert RECOMMENDED not in propose(options).answer.layouts
+        gates = put(place, "mine-gates", GAINS.clip(0) * 20, signal=RECOMMENDED)
+        answer = propose(options).answer
+        layout = Layout.read(place.layout_dir("mine") / f"{RECOMMENDED}.yaml")
+        assert np.array_equal(layout.global_mask, densest(gates.values, 3))
+        assert layout.provenance["probe"] == "mine-gates"
+        assert answer.rows.set_index("strategy").loc[RECOMMENDED, "coverage"] == pytest.approx(
+            coverage(answer.table, layout), abs=1e-4
+        )
+        shutil.rmtree(place.probe_dir("mine-gates"))
+        propose(options)
+        assert not (place.layout_dir("mine") / f"{RECOMMENDED}.yaml").exists()
 
     def test_a_damaged_neighbour_plays_no_part(self, place: Workspace) -> None:
         table = put(place, "mine", LEFT, gains())

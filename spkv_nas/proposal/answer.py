@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +11,17 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
-from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
+from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage, provenance
 from spkv_nas.proposal.propose import RANDOM_PREFIX, propose, resolve_tau
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
+from spkv_nas.proposal.strategies import densest
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,9 +58,10 @@ def propose_for(
     window: int | None = None,
     seed: int = 0,
     num_random: int = 3,
+    others: Sequence[DensityTable] = (),
     progress: Progress | None = None,
 ) -> Answer:
-    """Layouts by every strategy for a budget, and among them the one that meets the requirements, if there are any.
+    """Propose layouts by every strategy for a budget, and the one that meets the requirements, if there are any.
 
     Args:
         table: densities.
@@ -68,6 +71,8 @@ def propose_for(
         tau: threshold to compare the heads at, see ``resolve_tau``; the table's own by default.
         window: of the local heads; the table's by default, or 128.
         seed, num_random: of the random layouts, see ``propose``.
+        others: scores of the same heads by other signals; the heads that each scores highest are a layout of the
+            signal's name, such as head-gates, whose coverage is counted in ``table`` like that of all others.
         progress: called with (resamples solved, resamples in all) where requirements have to be met in each.
 
     Raises:
@@ -81,13 +86,20 @@ def propose_for(
         layout = requirements.solve(table, limit, window)
         solved[layout.strategy] = layout
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
-    layouts = propose(table, heads, window=window, seed=seed, num_random=num_random) | solved
+    layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
+    layouts |= {other.signal: _chosen_by(other, layouts["densest"].window, heads) for other in others} | solved
     resampled = bootstrap(table)
     certainty = None
     if resampled is not None:
         taken = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
         certainty = Certainty.of(resampled, layouts, heads, taken)
     return Answer(table, layouts, coverage_table(table, layouts, heads, resampled), certainty)
+
+
+def _chosen_by(scores: DensityTable, window: int, heads: int) -> Layout:
+    """Make the ``heads`` heads of the highest scores global, under the name of the signal."""
+    layout = Layout.from_mask(densest(scores.values, heads), window=window, strategy=scores.signal)
+    return Layout(layout.heads, window, scores.signal, provenance(scores, layout, heads, None))
 
 
 def coverage_table(
@@ -127,10 +139,11 @@ def write_proposal(folder: Path, answer: Answer) -> None:
     """Write every ``<strategy>.yaml``, ``coverage.csv``, ``coverage-curve.csv`` and, where known, ``heads.csv``.
 
     All together take the place of an earlier proposal's. What that left and this one does not have is removed: random
-    layouts, the solved one, ``heads.csv``.
+    layouts, the solved one, that of the recommended signal, ``heads.csv``.
     """
     random = (file.name for file in folder.glob(f"{RANDOM_PREFIX}*.yaml"))
-    with replacing(folder, stale=(*random, f"{CONSTRAINED}.yaml", f"{ROBUST}.yaml", "heads.csv")) as new:
+    optional = (f"{name}.yaml" for name in (CONSTRAINED, ROBUST, RECOMMENDED))
+    with replacing(folder, stale=(*random, *optional, "heads.csv")) as new:
         for name, layout in answer.layouts.items():
             layout.write(new / f"{check_name(name, 'the layout')}.yaml")
         write_csv(new / "coverage.csv", answer.rows, digits=None)

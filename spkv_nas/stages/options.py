@@ -307,6 +307,7 @@ class TrainHybridOptions(Trains, InPrecision):
     recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
     probe: flags.OptionalProbe = default(None, ONLY_PROBE)
     seeds: flags.Seeds = default(1, note="With another data order.")
+    reference: flags.Reference = True
 
 
 @dataclass(frozen=True, kw_only=True)

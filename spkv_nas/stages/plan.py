@@ -70,7 +70,7 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
     planner = _planner(options, find_recipe(options.recipe, table, "demo.yaml"), reporter)
     proposal.warn_of_windows({SP_KV: planner.recipe.gates.window})
-    return planner.plan(hybrid_runs(planner, hybrid_variants(layouts), options.seeds))
+    return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
 
 
 def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.measure import RECOMMENDED
 from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
@@ -22,7 +24,7 @@ from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.trust import recommendation, trust, trust_advice, unknown_trust, window_advice
+from spkv_nas.stages.trust import neighbours, recommendation, trust, trust_advice, unknown_trust, window_advice
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     with reporter.bar("resampling") as progress:
         answer = propose_for(
             table, requirements, options.budget, tau=options.tau, window=options.window, seed=options.seed,
-            num_random=options.num_random, progress=progress,
+            num_random=options.num_random, others=_recommended(options.place, table), progress=progress,
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
     write_proposal(folder, answer)
@@ -81,6 +83,13 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     return ProposalResult(
         answer, [one for one in sentences if one is not None], _advice(answer, judged, options), judged, folder
     )
+
+
+def _recommended(place: Workspace, table: DensityTable) -> list[DensityTable]:
+    """Return the scores by the recommended signal of the model that densities are of, if the workspace has them."""
+    if not table.is_density:
+        return []
+    return [other for other in neighbours(place, table) if other.signal == RECOMMENDED][:1]
 
 
 def _advice(answer: Answer, judged: Trust | None, options: ProposeOptions) -> str | None:

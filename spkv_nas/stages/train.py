@@ -95,14 +95,14 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     proposal = find_proposal(place, table.name, options.layouts)
     path = find_recipe(options.recipe, table, "demo.yaml")
     recipe = Recipe.read(path).with_precision(options.dtype)
-    proposal.warn_of_windows({f"{SP_KV} (recipe {path})": recipe.gates.window})
+    proposal.warn_of_windows({f"{SP_KV} (recipe {path})": recipe.gates.window} if options.reference else None)
     quiet_transformers(reporter)
     if recipe.gates.start_from is None:
         for line in recipe.warnings():
             reporter.caution(f"warning: {line}")
     return hybrids.train_hybrids(
         recipe, proposal.layouts, proposal.table(table), place, base=path.parent, num_seeds=options.seeds,
-        device=options.device, reporter=reporter,
+        reference=options.reference, device=options.device, reporter=reporter,
     )  # fmt: skip
 
 

@@ -81,6 +81,7 @@ def train_hybrids(
     *,
     base: Path,
     num_seeds: int = 1,
+    reference: bool = True,
     device: str | None = None,
     reporter: Reporter = SILENT,
 ) -> Comparison:
@@ -96,6 +97,7 @@ def train_hybrids(
         table: densities that coverage is computed with; its name is the report's.
         base: folder that the recipe's relative paths start from.
         num_seeds: repetitions with another data order (and other initial predictors).
+        reference: whether to train the SP-KV reference as well.
         reporter: told what starts, one line each, and shows how far it is.
 
     Raises:
@@ -106,7 +108,7 @@ def train_hybrids(
     covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
     names = _distinct(layouts, reporter)
     layouts = {name: layouts[name] for name in names}
-    variants = hybrid_variants(layouts)
+    variants = hybrid_variants(layouts, reference=reference)
     trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
     untrained = zero_shot_scores(trunk, layouts)
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
@@ -140,10 +142,14 @@ def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple
     return names
 
 
-def hybrid_variants(layouts: dict[str, Layout]) -> dict[str, Variant]:
-    """The two baselines and the layouts, by name. Raises ``UserError`` for a layout with a baseline's name."""
+def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> dict[str, Variant]:
+    """Return what is trained, by name: full attention, with ``reference`` SP-KV, and the layouts.
+
+    Raises:
+        UserError: a layout has the name of one of the other two.
+    """
     check_layout_names(layouts)
-    baselines = {FULL_ATTENTION: Variant.full_attention(), SP_KV: Variant.sp_kv()}
+    baselines = {FULL_ATTENTION: Variant.full_attention()} | ({SP_KV: Variant.sp_kv()} if reference else {})
     return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
