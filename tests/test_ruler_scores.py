@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.result_tables import RULER
+from spkv_nas.base.statistics import unseen_share
 from spkv_nas.cli import main
 from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import generate as make_sample
@@ -80,10 +81,12 @@ class TestScore:
         pair = np.std([1, 0, 0, 1], ddof=1) / 2
         assert list(rows.iloc[0, 2:]) == pytest.approx([4, 0.625, error, 0, 0.25, 0.125, 0.5, 0.5, pair])
         other = np.std([0, 1, 0, 1], ddof=1) / 2
-        expected = [8, 0.5625, math.hypot(error, other) / 2, 0.125, 0.25, 0.3125, 0.5, 0.25, pair / 2]
+        alike = unseen_share(4) / 1.96  # of differences that are all 0
+        both = math.hypot(pair, alike) / 2
+        expected = [8, 0.5625, math.hypot(error, other) / 2, 0.125, 0.25, 0.3125, 0.5, 0.25, both]
         assert list(rows.iloc[2, 2:]) == pytest.approx(expected)
         assert rows.iloc[3:, 7:].isna().all(axis=None)
-        assert list(rows.iloc[4, 2:7]) == [4, 1, 0, 0, 0.25]
+        assert list(rows.iloc[4, 2:7]) == pytest.approx([4, 1, alike, 0, 0.25])
 
 
 class TestContinuation:

@@ -21,6 +21,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed (spkv-nas[tasks]
 
 from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.statistics import unseen_share
 from spkv_nas.cli import main
 from spkv_nas.data.tokenizer import train_bpe
 from spkv_nas.evaluation.tasks.documents import by_article
@@ -67,7 +68,8 @@ class TestTable:
             0.5,
             pytest.approx(pair),
         ]
-        assert list(rows.iloc[1, 1:]) == ["acc_norm", 0, 4, 1, 0, 0.25, 0, 0.5, 1, 0]
+        alike = pytest.approx(unseen_share(4) / 1.96)  # an error of 0 would say that no other sample differs
+        assert list(rows.iloc[1, 1:]) == ["acc_norm", 0, 4, 1, alike, 0.25, 0, 0.5, 1, alike]
         second = np.std([1, 0, 0, 0], ddof=1) / 2
         assert list(rows.loc[3, ["num_samples", "value", "difference"]]) == [8, 0.5, 0.25]
         assert rows.loc[3, "standard_error"] == pytest.approx(math.hypot(error, second) / 2)

@@ -33,6 +33,11 @@ def shortened(text: str, most: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in its first line; its type where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an error of a library says, in its first line and, where that ends in a colon, those that it introduces; its
+    type where it says nothing.
+    """
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
+    if end > 1:  # a list: up to the next blank line
+        end = next((number for number, line in enumerate(lines) if number >= end and not line), len(lines))
+    return " ".join(lines[:end]) or type(error).__name__

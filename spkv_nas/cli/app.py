@@ -22,6 +22,7 @@ from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
 from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.result import Results
+from spkv_nas.cli.several import name_each
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and torchrun then ends this process
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with raising(), warnings.catch_warnings():
             warnings.showwarning = partial(_show_warning, warnings.showwarning)
-            code = app(arguments, standalone_mode=False)
+            code = app(name_each(arguments), standalone_mode=False)
         if code:
             sys.exit(code)
         leave(0)

@@ -42,6 +42,8 @@ def change(percent: float, error: float | None = None) -> str:
 
 def probe(table: DensityTable) -> None:
     """A probe's mean and its highest head; what it cautions against."""
+    from spkv_nas.artifacts.domains import about_small_domains
+
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
     exact = ".3f" if table.is_density else ".3g"
@@ -53,6 +55,8 @@ def probe(table: DensityTable) -> None:
     if "passes" in table.metadata:
         reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
         say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
+    if (small := about_small_domains(table)) is not None:
+        say(small)
     for line in table.diagnosis():
         caution(line)
 
@@ -296,20 +300,23 @@ def _percent(share: float) -> str:
 
 
 def _share(value: float, error: float | None = None) -> str:
-    """A share such as ``0.842 ± 0.036``; a dash for NaN."""
+    """Write a share, with its error if there is one (``share_text``); a dash for NaN."""
+    from spkv_nas.base.statistics import share_text
+
     if math.isnan(value):
         return "-"
-    return f"{value:.3f}" if error is None else f"{value:.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
+    return f"{value:.3f}" if error is None else share_text(value, error)
 
 
 def generation(result: Generation) -> None:
     """Speed and cache of a generation, on standard error."""
     share = result.cache_bytes / result.full_attention_bytes
+    reason = " (pages and windows that so short a text does not fill)" if share > 1 else ""
     err.print(
         f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
         f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
         f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
-        f"{100 * share:.0f} %"
+        f"{100 * share:.0f} %{reason}"
     )
     if result.density is not None:
         kept = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"

@@ -61,7 +61,7 @@ def forecast(result: Forecast) -> None:
     for stage in result.stages:
         name = f"{escape(stage.name)}\n  [dim]{escape(stage.how)}[/dim]" if stage.how else escape(stage.name)
         tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
-        time = "-" if stage.seconds is None else _time(stage.seconds)
+        time = "-" if stage.seconds is None else _time(stage.seconds, of_a_token=stage.tokens == 1)
         answer = {True: "yes", False: "no", None: "-"}[stage.fits]
         shown.add_row(name, format_bytes(round(stage.memory.total)), tokens, flops, time, answer)
         if stage.remedy:
@@ -77,8 +77,11 @@ def _where(site: Site) -> str:
     return site.name if site.devices == 1 else f"{site.name}, training on {site.devices}"
 
 
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else format_seconds(seconds)
+def _time(seconds: float, *, of_a_token: bool = False) -> str:
+    """Write a stage's time, of which FLOPs say nothing below a second, or a token's, nothing below a millisecond."""
+    if of_a_token:
+        return "< 1 ms" if seconds < 1e-3 else f"at least {1e3 * seconds:.3g} ms"
+    return "< 1 s" if seconds < 1 else format_seconds(seconds)
 
 
 def first_recipe(result: FirstRecipe) -> None:

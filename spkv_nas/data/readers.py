@@ -348,7 +348,7 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
         if not isinstance(row.get(text_field), str):
             raise UserError(
                 f"{where}: no text in field '{text_field}'; found fields {', '.join(row)}\n"
-                "name the field with text_field"
+                f"name the field 'text', or say in a recipe's data.sources: {{path: {origin}, text_field: FIELD}}"
             )
         own = row.get(domain_field)
         yield Text(row[text_field], options.get("domain") or (str(own) if own else domain), f"{origin}#{number}")

@@ -67,8 +67,30 @@ def heldout(document: Document, share: float) -> bool:
     return int(document.id[:8], 16) < share * 2**32
 
 
+@dataclass
+class LeftOut:
+    """Count the documents that are read, and those of them that are left out: empty, or the same as an earlier one."""
+
+    empty: int = 0
+    repeated: int = 0
+    read: int = 0
+
+    def notes(self) -> list[str]:
+        """Say to people what is left out, where it is a twentieth of the documents or more."""
+        if 20 * (self.empty + self.repeated) < max(self.read, 1):
+            return []
+        counts = {"repeat an earlier one": self.repeated, "are empty": self.empty}
+        kinds = [f"{number:,} {what}" for what, number in counts.items() if number]
+        return [f"{self.read:,} documents were read, and those left out that say nothing new: {', '.join(kinds)}"]
+
+
 def documents(
-    sources: Iterable[str | SourceConfig], base: Path, *, piece: int = PIECE, progress: Progress | None = None
+    sources: Iterable[str | SourceConfig],
+    base: Path,
+    *,
+    piece: int = PIECE,
+    progress: Progress | None = None,
+    left_out: LeftOut | None = None,
 ) -> Iterator[Document]:
     """The documents of all sources in order; empty ones and exact duplicates are left out.
 
@@ -77,12 +99,13 @@ def documents(
         base: folder that relative paths start from.
         piece: characters of the pieces of long texts (``in_pieces``).
         progress: told (kilobytes read, in all), if they are known.
+        left_out: counts what is left out.
 
     Raises:
         UserError: a source that is not there, has no readable file, or lacks its text field.
     """
     opened = [(source, open_source(source, base)) for source in sources]
-    return in_pieces(_distinct(_read(opened, piece, _meter(opened, progress))), piece)
+    return in_pieces(_distinct(_read(opened, piece, _meter(opened, progress)), left_out or LeftOut()), piece)
 
 
 def in_pieces(documents: Iterable[Document], size: int) -> Iterator[Document]:
@@ -120,7 +143,7 @@ def _meter(opened: list[tuple[str | SourceConfig, Source]], progress: Progress |
     return read
 
 
-def _distinct(documents: Iterable[Document]) -> Iterator[Document]:
+def _distinct(documents: Iterable[Document], left_out: LeftOut) -> Iterator[Document]:
     """The documents that are not empty, each once. Of all that went before 8 bytes are kept: of 10 million documents
     that differ, two are taken for one with a chance of 1 in 400,000.
     """
@@ -130,7 +153,11 @@ def _distinct(documents: Iterable[Document]) -> Iterator[Document]:
         key = int(document.id[:16], 16)
         at = int(np.searchsorted(earlier, np.uint64(key)))
         known = key in recent or (at < len(earlier) and int(earlier[at]) == key)
-        if known or not document.text.strip():
+        is_empty = not document.text.strip()
+        left_out.read += 1
+        left_out.empty += is_empty
+        left_out.repeated += known and not is_empty
+        if known or is_empty:
             continue
         recent.add(key)
         if len(recent) == _RECENT:

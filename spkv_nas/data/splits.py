@@ -21,7 +21,7 @@ from spkv_nas.data.config import DataConfig, SourceConfig
 from spkv_nas.data.heldout import HeldOut, heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.readers import BrokenOffError
-from spkv_nas.data.sources import Document, documents, heldout
+from spkv_nas.data.sources import Document, LeftOut, documents, heldout
 from spkv_nas.data.tokenizer import TRAINING_PIECE, pieces, train_bpe
 
 if TYPE_CHECKING:
@@ -126,9 +126,10 @@ def load_text(
         with locked(cache, _LOCKED, reporter.announce):
             folder = place.find(has_it)
             if folder is None:
+                left_out = LeftOut()
                 with reporter.bar(_TITLE) as progress, BlockWriter(place.partial, block_size, "text") as writer:
-                    found = documents(sources, base, piece=piece_size(block_size), progress=progress)
-                    folder = _write_text(found, tokenizer, place, writer, max_tokens)
+                    found = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
+                    folder = _write_text(found, tokenizer, place, writer, max_tokens, left_out)
     check_blocks(folder / _TEXT)
     for note in read_notes(folder / _TEXT):
         reporter.announce(note)
@@ -141,9 +142,10 @@ def _write_text(
     place: BlockCache,
     writer: BlockWriter,
     max_tokens: int | None,
+    left_out: LeftOut,
 ) -> Path:
     """All of a text, up to the document that reaches ``max_tokens``."""
-    seen = _Seen()
+    seen = _Seen(left_out)
 
     def new() -> Iterator[Document]:
         for document in found:
@@ -174,7 +176,8 @@ def _write_split(
 ) -> Path:
     """Both sets of blocks, in one pass; without a writer the held-out ones alone."""
     share = heldout_share(config, base, reporter.announce)
-    seen, kept = _Seen(), HeldOut(config.max_heldout_tokens)
+    left_out = LeftOut()
+    seen, kept = _Seen(left_out), HeldOut(config.max_heldout_tokens)
 
     def new(found: Iterable[Document]) -> Iterator[Document]:
         for document in found:
@@ -186,7 +189,9 @@ def _write_split(
                 yield document
 
     with reporter.bar(_TITLE) as progress, _going_on(writer):
-        found = documents(config.sources, base, piece=piece_size(config.block_size), progress=progress)
+        found = documents(
+            config.sources, base, piece=piece_size(config.block_size), progress=progress, left_out=left_out
+        )
         for document, ids in tokenised(new(found), tokenizer):
             if heldout(document, share):
                 kept.add(document, ids)
@@ -212,9 +217,10 @@ def _going_on(writer: BlockWriter | None) -> Iterator[None]:
 
 
 class _Seen:
-    """What is known of the documents that passed: their content, and which texts came in pieces."""
+    """What is known of the documents that passed: their content, which came in pieces, and what was left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, left_out: LeftOut) -> None:
+        self._left_out = left_out
         self.content = ContentKey()
         self._names: list[str] = []
         self._documents = self._pieces = 0
@@ -229,6 +235,9 @@ class _Seen:
 
     def notes(self) -> list[str]:
         """What there is to say of them to people."""
+        return [*self._left_out.notes(), *self._about_pieces()]
+
+    def _about_pieces(self) -> list[str]:
         if not self._names:
             return []
         if self._pieces == 1:

@@ -38,6 +38,10 @@ from spkv_nas.model.spread import spread
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
+_TOKENIZER_FILES = (  # of which a model folder has one, whatever the tokenizer's kind
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
 SHARD_BYTES = 5_000_000_000  # of a file of weights at most, as on the hub: so much of a GPU's is copied at a time
 
 
@@ -299,6 +303,11 @@ def weight_files(path_or_id: str | Path) -> list[Path]:
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or id, or of a name like ``embedded:dense``."""
     source = str(resolve(path_or_id))
+    if Path(source).is_dir() and not any(Path(source, name).is_file() for name in _TOKENIZER_FILES):
+        raise UserError(
+            f"model {source} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is in it\n"
+            "copy the tokenizer files of the model that it was made from into this folder"
+        )
     with _as_user_error(f"tokenizer {source}"):
         name, commit = pinned(source)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -105,9 +105,11 @@ def _chosen_by(scores: DensityTable, window: int, heads: int) -> Layout:
 def coverage_table(
     table: DensityTable, layouts: Mapping[str, Layout], heads: int, resampled: Bootstrap | None = None
 ) -> pd.DataFrame:
-    """One row per layout, best coverage first: strategy, num_global, density_percent, coverage, worst_domain (the
-    lowest coverage of a domain), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why
-    it has other than ``heads`` global heads, or may not be the best).
+    """One row per layout, best coverage first, those above the budget last.
+
+    Columns: strategy, num_global, density_percent, coverage, worst_domain (the lowest coverage of a domain),
+    coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why it has other than ``heads``
+    global heads, or may not be the best).
     """
     rows = []
     for name, layout in layouts.items():
@@ -124,7 +126,19 @@ def coverage_table(
                 "note": _note(layout, heads),
             }
         )
-    return pd.DataFrame(rows).sort_values("coverage", ascending=False, kind="stable").reset_index(drop=True)
+    table_rows = pd.DataFrame(rows).sort_values("coverage", ascending=False, kind="stable")
+    is_above = (table_rows["num_global"] > heads).sort_values(kind="stable")
+    return table_rows.loc[is_above.index].reset_index(drop=True)
+
+
+def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
+    """Say which layouts of a ``coverage_table`` have not ``heads`` global heads, so that coverages do not compare."""
+    budget = rows.set_index("strategy")["num_global"]
+    other = budget[budget != heads]
+    if other.empty:
+        return None
+    named = ", ".join(f"{name} ({number})" for name, number in other.items())
+    return f"not {heads} global heads: {named}; coverage grows with their number, so compare layouts of one number"
 
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:

@@ -121,6 +121,27 @@ def price_advice(table: DensityTable, budget: int | str | None) -> str | None:
     return None
 
 
+def tie_advice(table: DensityTable, budget: int) -> str | None:
+    """Says when the budget cuts through heads of equal values, of which the earlier ones are taken."""
+    values = table.values.ravel()
+    order = strategies.densest_first(table.values)
+    if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
+        return None
+    equal = values == values[order[budget]]
+    taken = int(equal[order[:budget]].sum())
+    return (
+        f"{int(equal.sum())} heads are tied at {values[order[budget]]:.4g}, and the budget takes {taken} of them, the "
+        "first by layer: between these the table makes no choice"
+    )
+
+
+def default_window(table: DensityTable, window: int | None) -> str | None:
+    """Says which window layouts have of which neither the table nor the caller says one."""
+    if window is not None or table.window is not None:
+        return None
+    return f"window {DEFAULT_WINDOW}: '{table.name}' does not say one; give --window W if the layouts are for another"
+
+
 def tau_advice(table: DensityTable, budget: int | str | None) -> str | None:
     """Says when the densest heads tie: the reference keeps far more than the budget allows, so tau cuts too low."""
     share = parse_budget(budget, table.num_heads) / table.num_heads

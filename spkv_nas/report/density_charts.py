@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.domains import about_small_domains, small_domains
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.measure import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
@@ -88,10 +89,11 @@ def stability_chart(certainty: Certainty) -> Chart:
 
 
 def domain_chart(table: DensityTable) -> Chart:
-    """One row per domain: every KV head a dot, the mean a bar."""
-    profile, measure = domain_profile(table), table.measure
+    """One row per domain with enough text: every KV head a dot, the mean a bar; the note names the other domains."""
+    profile, measure, small = domain_profile(table), table.measure, about_small_domains(table)
+    profile = profile[~profile["domain"].isin(list(small_domains(table)))]
     marks: list[Points] = []
-    for place, (domain, mean) in enumerate(zip(table.domains, profile["mean"].tolist(), strict=True)):
+    for place, (domain, mean) in enumerate(zip(profile["domain"], profile["mean"].tolist(), strict=True)):
         values = numbers(table.domain_density(domain, signed=True).ravel())
         tips: tuple[str, ...] = tuple(
             f"{k // table.num_kv_heads} {k % table.num_kv_heads} {measure.exact(value)}"
@@ -114,7 +116,7 @@ def domain_chart(table: DensityTable) -> Chart:
         _value_axis(table),
         name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
         tuple(marks),
-        note="Each dot is a KV head, the vertical bar the mean over heads.",
+        note=f"Each dot is a KV head, the vertical bar the mean over heads.{f' Left out: {small}.' if small else ''}",
         height=62.0 + 46 * len(profile),
     )
 

@@ -134,7 +134,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
         f"{haystack if isinstance(haystack, str) else 'the essays given'}. The floor is the same checkpoint with "
         f"every head local to {record.get('floor_window', '?')} tokens: so much takes no long range, or is right by "
         "chance; its own error is not known here. “Level” is a difference of at most two standard errors, paired by "
-        "sample. An error of 0 says that all samples came out alike, not that more of them would.",
+        "sample. In brackets stands an exact 95 % interval, where all samples came out alike.",
         (*findings, *_of_pairs(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
         ("Task", "Tokens", "Samples", "Found", "Floor", "Density, %", *(_PAIR if paired else ())),
         (averages,),
@@ -165,8 +165,8 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
         name,
         "Downstream tasks",
         f"{_whose(record)}By lm-eval{limit}, ± one standard error over samples. What guessing would give is not in "
-        "this table. “Level” is a difference of at most two standard errors, paired by sample. An error of 0 says that "
-        "all samples came out alike.",
+        "this table. “Level” is a difference of at most two standard errors, paired by sample. In brackets stands an "
+        "exact 95 % interval, where all samples came out alike.",
         tuple(_of_pairs(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
         ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
         tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
+from spkv_nas.base.statistics import share_interval, share_text
 
 BASELINES = {DENSE: "the dense model as it is", FULL_ATTENTION: "the control"}
 
@@ -29,7 +30,9 @@ def change(percent: float, error: float) -> str:
 
 
 def measured(value: float, error: float) -> str:
-    """A value with its standard error, such as "0.842 ± 0.036"."""
+    """Write a value with its standard error, such as "0.842 ± 0.036"; a share of 0 or 1 as ``share_text``."""
+    if share_interval(value, error) is not None:
+        return share_text(value, error)
     return f"{number(value, 3)} ± {number(error, 3)}"
 
 

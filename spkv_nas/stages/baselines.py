@@ -58,7 +58,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     options.place.check_writable()
     folder = options.place.report_dir(subject.name)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
-    check_prunable(measured.model, measured.blocks)
+    check_prunable(measured.model, measured.blocks, options.max_tokens)
     beside = None if options.against is None else _beside(options, measured)
     window = options.window or (suitable_window(measured.blocks.block_size) if beside is None else beside.gates.window)
     chunk = min(BASELINE_CHUNK, window) if options.chunk is None else options.chunk

@@ -22,6 +22,7 @@ from spkv_nas.cost.ladder import find_level, flops_table, write_flops_table
 from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
 from spkv_nas.stages.common import model_name
+from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.options import PAPER, REFERENCE, CalibrateOptions, CostOptions
 
 if TYPE_CHECKING:
@@ -60,11 +61,12 @@ class CalibrationResult:
 
 @dataclass(frozen=True)
 class _Sized:
-    """What cost is counted of: the name of its results, its name for people, its shape."""
+    """What cost is counted of: the name of its results, its name for people, its shape, tokens it was made for."""
 
     name: str
     title: str
     shape: Shape
+    positions: int | None = None
 
     @classmethod
     def of(cls, level: str | None, model: str | None) -> _Sized:
@@ -73,10 +75,12 @@ class _Sized:
             raise UserError("give a level of the ladder or --model, not both")
         if level is not None:
             return cls(level, level, find_level(level).shape)
-        from spkv_nas.model.checkpoint import read_shape
+        from spkv_nas.model.checkpoint import check_dense, read_size
 
         source = model or REFERENCE
-        return cls(model_name(source), source, read_shape(source))
+        size = read_size(source)
+        check_dense(size, source)
+        return cls(model_name(source), source, size.shape, size.positions)
 
 
 def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> CalibrationResult:
@@ -125,7 +129,10 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
     model's own name if there is one that fits (``caution`` says why one does not); else from the roofline.
     """
     subject = _Sized.of(options.level, options.model)
-    shape, tokens, size = subject.shape, parse_context(options.context), options.element_size
+    shape, size = subject.shape, options.element_size
+    tokens = choose_context(options.context, subject.positions)
+    if (remark := beyond_positions(tokens, subject.positions)) is not None:
+        reporter.caution(remark)
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [layout_density(shape, layout) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
@@ -209,7 +216,7 @@ def draw_flops(options: CostOptions) -> Path:
     from spkv_nas.report.cost_charts import flops_charts
     from spkv_nas.report.plot import save_chart
 
-    tokens = parse_context(options.context)
+    tokens = choose_context(options.context, None)
     density = LADDER_DENSITY if options.density is None else options.density
     rows = flops_table(tokens, density)
     options.place.check_writable()

@@ -93,7 +93,7 @@ Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.", v
 # a model and a text
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-Data = Annotated[list[str] | None, Flag("Text to measure on: files or folders; repeat for several.")]
+Data = Annotated[list[str] | None, Flag("Text to measure on: one or several files or folders.")]
 BlockSize = Annotated[int | None, _BLOCK_SIZE]
 MaxTokens = Annotated[int, _MAX_TOKENS]
 OptionalMaxTokens = Annotated[int | None, _MAX_TOKENS]

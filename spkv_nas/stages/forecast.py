@@ -26,7 +26,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_WHOLE
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.units import ITEM_BYTES, parse_context
+from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages, Training
 from spkv_nas.data.config import DataConfig
@@ -37,6 +37,7 @@ from spkv_nas.probing.gains import num_passes
 from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
+from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.options import REFERENCE, PlanOptions, ProbeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.plan import Planner
@@ -84,6 +85,9 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
     trained = [part.train(name, how, gated=gated) for name, part, how, gated in given.trained]
     measured = list(_measured(stages, given.tokens))
     path = [*given.first, *measured, *trained] if options.recipe is None else [*trained, *measured]
+    context = choose_context(options.context, stages.size.positions)
+    if (remark := beyond_positions(context, stages.size.positions)) is not None:
+        reporter.caution(remark)
     remarks = (
         _about_memory(stages.site),
         f"text: {given.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
@@ -244,7 +248,7 @@ def _gains(stages: Stages, name: str, tokens: int) -> StageCost:
 
 def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
     """What becomes of a layout of the budget, beside full attention."""
-    size, context = stages.size, parse_context(options.context)
+    size, context = stages.size, choose_context(options.context, stages.size.positions)
     heads = size.heads.num_layers * size.heads.num_kv_heads
     budget = parse_budget(options.budget, heads)
     yield stages.export("export")
@@ -289,5 +293,6 @@ def _about_time(options: PlanOptions) -> str:
     found = find_hardware(options.hardware)
     return (
         f"time: {options.utilisation:.0%} of the {found.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
-        "(--utilisation); of a token to generate the least that reading weights and cache takes"
+        "(--utilisation), which passes of small models do not reach: nothing is said below a second; of a token to "
+        "generate the least that reading weights and cache takes, and nothing below a millisecond"
     )

@@ -24,6 +24,7 @@ PAPER, PALINDROME = "paper", "palindrome"  # names of the results on the paper's
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
 PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
+LONGEST = "128k, or what the model was made for if less"
 SHOWN, NOTE = "shown", "note"  # keys of a field's metadata: the words of ``default``
 
 
@@ -286,7 +287,7 @@ class PlanOptions(InWorkspace, InDtype):
         None, f"the recipe's; of gates {defaults.PRICED_STEPS}, of each model {defaults.FIRST_STEPS}"
     )
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    context: flags.Context = default("128k", note="Of a text to generate.")
+    context: flags.OptionalContext = default(None, LONGEST, note="Of a text to generate.")
     hardware: flags.Hardware = default(None, "this machine, without times", note="Also the memory of one.")
     devices: flags.Devices = 1
     utilisation: flags.Utilisation = default(0.4, note="An assumption; for times.")
@@ -361,7 +362,7 @@ class CostOptions(InWorkspace):
     model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
     layout: flags.Layouts = None
     density: flags.Density = None
-    context: flags.Context = "128k"
+    context: flags.OptionalContext = default(None, LONGEST)
     window: flags.Window = default(128, note="For --density.")
     element_size: flags.ElementSize = 2
     calibration: flags.CalibrationName = default(None, "the level's or model's own, if there is one that fits")

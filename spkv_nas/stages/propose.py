@@ -15,10 +15,18 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
-from spkv_nas.proposal.answer import Answer, propose_for, write_proposal
+from spkv_nas.proposal.answer import Answer, propose_for, uneven_budgets, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
-from spkv_nas.proposal.propose import MATCH_BUDGET, layer_advice, price_advice, tau_advice, unmatched
+from spkv_nas.proposal.propose import (
+    MATCH_BUDGET,
+    default_window,
+    layer_advice,
+    price_advice,
+    tau_advice,
+    tie_advice,
+    unmatched,
+)
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.common import find_table
@@ -110,6 +118,11 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
         said += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+    said += [
+        default_window(answer.table, options.window),
+        tie_advice(answer.table, taken),
+        uneven_budgets(answer.rows, taken),
+    ]
     said += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
     return [sentence for sentence in said if sentence is not None]
 

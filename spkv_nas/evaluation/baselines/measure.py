@@ -76,14 +76,23 @@ class Plan:
         return first + [(m, sinks, density) for density in self.densities for m in others for sinks in self.sinks]
 
 
-def check_prunable(model: PreTrainedModel, blocks: TokenBlocks) -> None:
-    """Raise ``UserError`` for a model that is pruned already, or a text of which no error can be said."""
+def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
+    """Raise ``UserError`` for a model that is pruned already, or ``blocks`` of a single document.
+
+    Args:
+        max_tokens: limit that the blocks were cut at, to be named where it may be what leaves one document.
+    """
     if gate_config(model) is not None:
         raise UserError("the model has gates, which prune already: give a dense one, and this one to --against")
     if checkpoint_layout(model) is not None:
         raise UserError("the model is a hybrid, whose local heads see the window alone: give a dense one")
     if len(np.unique(blocks.document)) < 2:
-        raise UserError("the text is one document, so the error of a difference cannot be said: give at least two")
+        if max_tokens is None or blocks.tokens.size + blocks.block_size <= max_tokens:
+            raise UserError("the text is one document, so no standard error can be computed: give at least two")
+        raise UserError(
+            f"the {blocks.tokens.size} tokens that --max-tokens {max_tokens} leaves are of one document, so no "
+            "standard error can be computed\ngive a larger --max-tokens"
+        )
 
 
 def measure(

@@ -1,0 +1,206 @@
+"""Figures that cannot be are marked or not printed, and messages name what is wrong and what there is to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import fails, make_domain_table, make_table, tiny_model
+from scipy.stats import binomtest
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.base.errors import first_line
+from spkv_nas.base.statistics import mean_and_error, share_interval, share_text
+from spkv_nas.cli import main, show
+from spkv_nas.cli.several import name_each
+from spkv_nas.data.sources import LeftOut, documents
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.generation import Generation
+from spkv_nas.report.density_charts import domain_chart
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A dense model of 128 positions."""
+    save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Run a command; all that it prints, in one line."""
+
+    def run(*arguments: str | Path) -> str:
+        main([str(a) for a in arguments])
+        return " ".join(" ".join(capsys.readouterr()).split())
+
+    return run
+
+
+class TestFigures:
+    @pytest.mark.parametrize("number", [2, 5, 100])
+    def test_samples_that_are_all_alike_have_an_interval(self, number: int) -> None:
+        """It was 1.000 ± 0.000 of five samples."""
+        for share in (0.0, 1.0):
+            mean, error = mean_and_error(np.full(number, share))
+            exact = binomtest(int(share * number), number).proportion_ci(0.95, method="exact")
+            assert share_interval(mean, error) == pytest.approx((exact.low, exact.high))
+        difference, error = mean_and_error(np.zeros(number))
+        assert difference == 0.0
+        assert error > 0.0
+
+    def test_other_samples_have_the_error_of_their_mean(self) -> None:
+        values = np.array([1.0, 0.5, 0.0, 1.0])
+        assert mean_and_error(values) == pytest.approx((0.625, values.std(ddof=1) / 2))
+        assert share_interval(*mean_and_error(values)) is None
+        assert np.isnan(mean_and_error(np.ones(1))[1])
+        assert mean_and_error(np.full(4, 37.0)) == (37.0, 0.0)  # no share
+
+    def test_how_shares_are_written(self) -> None:
+        assert share_text(*mean_and_error(np.ones(5))) == "1.000 (0.478 to 1)"
+        assert share_text(*mean_and_error(np.zeros(100))) == "0.000 (0 to 0.0362)"
+        assert share_text(0.8421, 0.0361) == "0.842 ± 0.036"
+        assert share_text(1.0, float("nan")) == "1.000 ± -"
+
+    def test_a_plan_says_nothing_that_launches_hide(self, checkpoint: Path, said: Said) -> None:
+        """It had training in 0.0989 ms, and 128k tokens of a model that was made for 128."""
+        shown = said("plan", "--model", checkpoint, "--hardware", "h100")
+        assert "< 1 s" in shown
+        assert " ms" not in shown.replace("< 1 ms", "")
+        assert "generate at 128 " in shown
+        assert "max_position_embeddings" not in shown
+
+    def test_a_context_beyond_the_positions_is_marked(self, checkpoint: Path, said: Said) -> None:
+        for command in (("plan", "--hardware", "h100"), ("cost",)):
+            shown = said(*command, "--model", checkpoint, "--context", "2k")
+            assert "the model was made for 128 tokens (max_position_embeddings)" in shown
+            assert "2,048" in shown
+            assert "max_position_embeddings" not in said(*command, "--model", checkpoint)
+        assert "128 tokens" in said("cost", "--model", checkpoint)
+        assert "131,072 tokens" in said("cost", "level-8")
+
+    def test_a_cache_larger_than_full_attentions_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for held, reason in ((254, True), (40, False)):
+            show.generation(Generation("", 3, 5, 0.1, 0.1, held, 100, None, None))
+            assert ("so short a text does not fill" in capsys.readouterr().err) == reason
+
+    def test_domains_with_little_text_are_not_drawn_as_equals(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """Of 272 tokens beside one of 64,763."""
+        table = make_domain_table(("code", "docs"))
+        for small, drawn in ((1024, ("code", "docs")), (272, ("code",))):
+            table.rows["num_tokens"] = np.where(table.rows["domain"] == "docs", small, 64_763)
+            chart = domain_chart(table)
+            assert sum(mark.shape == "stroke" for mark in chart.marks) == len(drawn)  # type: ignore[union-attr]
+            assert ("docs (272 tokens)" in chart.note) == (len(drawn) == 1)
+            show.probe(table)
+            assert ("docs (272 tokens)" in " ".join("".join(capsys.readouterr()).split())) == (len(drawn) == 1)
+
+
+class TestProposal:
+    @pytest.fixture
+    def table(self, tmp_path: Path) -> Path:
+        """2 layers x 4 KV heads, three of them equal, without a window."""
+        rows = zip(np.repeat((0, 1), 4), (0, 1, 2, 3) * 2, (0.9, 0.5, 0.5, 0.5, 0.1, 0.2, 0.05, 0.01), strict=True)
+        file = tmp_path / "mine.csv"
+        file.write_text("layer,kv_head,density\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+        return file
+
+    def test_what_a_table_does_not_decide_is_said(self, table: Path, tmp_path: Path, said: Said) -> None:
+        propose = ("propose", "--probe", table, "-w", tmp_path / "w")
+        shown = said(*propose, "--budget", "3")
+        assert "3 heads are tied at 0.5, and the budget takes 2 of them" in shown
+        assert "window 128: 'mine' does not say one" in shown
+        assert "not 3 global heads: interleaved-first (4), interleaved-last (4)" in shown
+        assert shown.index("sparsest") < shown.index("interleaved-first")
+        shown = said(*propose, "--budget", "4", "--window", "16")
+        assert "tied" not in shown
+        assert "window" not in shown
+        assert "global heads:" not in shown
+
+    def test_a_table_with_a_window_says_it(self, tmp_path: Path, said: Said) -> None:
+        make_table(np.arange(8.0).reshape(2, 4) / 10).write(tmp_path / "w" / "probes" / "p")
+        shown = said("propose", "-w", tmp_path / "w", "--budget", "4")
+        assert "does not say one" not in shown
+        assert "tied" not in shown
+
+
+class TestText:
+    def test_files_may_follow_one_option(self, checkpoint: Path, text: Path, tmp_path: Path, said: Said) -> None:
+        """A shell makes them of ``--data corpus/*.txt``."""
+        evaluate = ("evaluate", "--model", checkpoint, "--block-size", "32", "-w", tmp_path / "w")
+        shown = said(*evaluate, "--data", *sorted(text.glob("*.txt")), "--name", "several")
+        assert shown.split("NLL")[1] == said(*evaluate, "--data", text, "--name", "folder").split("NLL")[1]
+
+    @pytest.mark.parametrize(
+        ("written", "meant"),
+        [
+            ("probe --data a b --window 8 c", "probe --data a --data b --window 8 c"),
+            ("probe --data a r.yaml", "probe --data a r.yaml"),
+            ("score --data a b l.yaml m.yaml", "score --data a --data b l.yaml m.yaml"),
+            ("evaluate --haystack a b --qa c d -q", "evaluate --haystack a --haystack b --qa c --qa d -q"),
+            ("layout show --probe p x.yaml y", "layout show --probe p x.yaml y"),
+            ("generate --file a b", "generate --file a b"),
+            ("probe --data a -- b --data c d", "probe --data a -- b --data c d"),
+            ("probe --data", "probe --data"),
+        ],
+    )
+    def test_which_words_follow(self, written: str, meant: str) -> None:
+        assert name_each(written.split()) == meant.split()
+
+    def test_documents_that_are_left_out_are_counted(self, checkpoint: Path, tmp_path: Path, said: Said) -> None:
+        """300 became 179 without a word."""
+        lines = [f"word{number % 179}" for number in range(300)] + ["", "  "]
+        (tmp_path / "short.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        left_out = LeftOut()
+        assert len(list(documents([str(tmp_path / "short.jsonl")], Path(), left_out=left_out))) == 179
+        assert left_out == LeftOut(empty=2, repeated=121, read=302)
+        where = ("--data", tmp_path / "short.jsonl", "--block-size", "16", "-w", tmp_path / "w")
+        for _ in range(2):  # also of blocks that are there already
+            shown = said("evaluate", "--model", checkpoint, *where)
+            assert "302 documents were read" in shown
+            assert "121 repeat an earlier one, 2 are empty" in shown
+        assert LeftOut(repeated=4, read=100).notes() == []
+
+    def test_a_missing_field_names_what_there_is(
+        self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It named text_field, which is no option."""
+        (tmp_path / "rows.jsonl").write_text('{"content": "some text"}\n')
+        message = fails(capsys, "evaluate", "--model", checkpoint, "--data", tmp_path / "rows.jsonl")
+        assert "found fields content" in message
+        assert "recipe's data.sources: {path: rows.jsonl, text_field: FIELD}" in message
+
+
+class TestErrors:
+    def test_baselines_blame_the_limit_for_one_document(
+        self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        command = ("baselines", "--model", checkpoint, "--data", text, "--block-size", "32", "-w", tmp_path / "w")
+        message = fails(capsys, *command, "--max-tokens", "32")
+        assert "--max-tokens 32 leaves are of one document" in message
+        assert "give a larger --max-tokens" in message
+        for file in sorted(text.glob("*.txt"))[1:]:
+            file.unlink()
+        assert "the text is one document" in fails(capsys, *command)
+
+    def test_a_missing_tokenizer_is_named(
+        self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """The error ended in "from one of:"."""
+        bare = tmp_path / "bare"
+        shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "spkv-manifest.json"))
+        message = fails(capsys, "evaluate", "--model", bare, "--data", text, "-w", tmp_path / "w")
+        assert f"model {bare} has no tokenizer" in message
+        assert "copy the tokenizer files" in message
+
+    def test_an_error_that_introduces_a_list_has_it(self) -> None:
+        assert first_line(ValueError("one of:\n(1) a file,\n(2) another\n\nmore")) == "one of: (1) a file, (2) another"
+        assert first_line(ValueError("one line\nanother")) == "one line"
+        assert first_line(ValueError("a list:")) == "a list:"
+        assert first_line(ValueError()) == "ValueError"
