@@ -39,6 +39,7 @@ def test_changes_of_nll_are_seen_on_a_phone(open_page: Any) -> None:
     page = open_page()
     page.set_viewport_size({"width": 390, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.eval_on_selector_all("details", "all => all.forEach(one => { one.open = true; })")
     checked = 0
     for table in page.locator("table:has(thead th:nth-child(2))").all():
         if not table.is_visible() or "NLL" not in table.locator("thead").inner_text():

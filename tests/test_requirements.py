@@ -142,7 +142,7 @@ def test_the_knee_is_where_the_curve_lies_farthest_above_chance() -> None:
     rows = curve.rows
     best = rows.loc[(rows["coverage"] - rows["random"]).idxmax(), "budget"]
     assert curve.knee.budget == best == (table.density > table.density.mean()).sum()
-    assert "no denser than the average" in curve.knee.meaning
+    assert "adds less than average" in curve.knee.meaning
     inner = Requirements(Constraints(max_per_layer=2))
     assert find_knee(table, inner, rows).budget == best
     assert "may lie beyond" in find_knee(table, inner, rows.iloc[:2]).meaning
@@ -168,7 +168,7 @@ class TestCommand:
     def test_a_constrained_layout_joins_the_others(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.propose(workspace, "--budget", "6", "--max-per-layer", "1", "--robust")
         printed = " ".join(capsys.readouterr().out.split())
-        assert "no interval can be given" in printed
+        assert "no confidence interval available" in printed
         layout = Layout.read(workspace / "layouts" / "p" / "robust.yaml")
         assert layout.heads == tuple(
             "".join("G" if j == row.argmax() else "L" for j in range(3))

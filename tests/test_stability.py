@@ -147,7 +147,7 @@ class TestDocumentCounts:
         (tmp_path / "documents.npz").unlink()
         table = DensityTable.read(tmp_path)
         assert bootstrap(table) is None
-        assert "no interval can be given" in (caution(table) or "")
+        assert "no confidence interval available" in (caution(table) or "")
         replace(make_probe(), documents=None).write(tmp_path)
         assert not (tmp_path / "documents.npz").exists()
 
@@ -333,5 +333,5 @@ def test_a_report_without_counts_by_document_says_so(tmp_path: Path) -> None:
     table = replace(make_probe(), documents=None)
     text = write_report(tmp_path, table=table, layouts={}).read_text(encoding="utf-8")
     Page(text)
-    assert "No interval can be given" in text
+    assert "No confidence interval available" in text
     assert not (tmp_path / "stability.png").exists()

@@ -118,7 +118,7 @@ def find_knee(table: DensityTable, requirements: Requirements, rows: pd.DataFram
     which coverage lies farthest above that of as many random heads.
     """
     if not requirements.is_solved:
-        return Knee(knee(table), "the next head is no denser than the average")
+        return Knee(knee(table), "beyond it each further head adds less than average")
     best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
     beyond = "; it is an end of the range, so the knee may lie beyond" if best.name in (0, len(rows) - 1) else ""
     return Knee(int(best["budget"]), f"coverage lies farthest above that of random heads there{beyond}")

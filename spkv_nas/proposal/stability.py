@@ -131,14 +131,14 @@ def caution(table: DensityTable) -> str | None:
     documents = table.documents
     if documents is None:
         remedy = " (probe it again to have them)" if table.is_density else ""
-        return f"no interval can be given: '{table.name}' has no counts by document{remedy}"
+        return f"no confidence interval available: '{table.name}' has no counts by document{remedy}"
     number = np.bincount(documents.domain, minlength=len(documents.domains))
     if not (number > 1).any():
-        return f"no interval can be given: '{table.name}' has one document per domain"
+        return f"no confidence interval available: '{table.name}' has one document per domain"
     alone = [name for name, count in zip(documents.domains, number, strict=True) if count == 1]
     if documents.num_documents < FEW_DOCUMENTS:
-        return f"intervals from {documents.num_documents} documents alone are rough, and rather too narrow"
-    return f"intervals do not show the spread within {', '.join(alone)}: one document" if alone else None
+        return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
+    return f"confidence intervals do not show the spread within {', '.join(alone)}: one document" if alone else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,9 +204,9 @@ class Certainty:
             chosen, left_out, unsure = beyond_doubt(probability)
             interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
             said.append(
-                f"{name}: {interval}of {probability.size} heads, {chosen} are chosen and {left_out} left out in at "
-                f"least {100 * LEVEL:.0f} % of the resamples, {unsure} are open"
+                f"{name}: {interval}of {probability.size} heads, {chosen} are selected and {left_out} excluded in at "
+                f"least {100 * LEVEL:.0f} % of the resamples, {unsure} are undecided"
             )
         low, high = self.knee_interval
         interval = f"{100 * LEVEL:.0f} % interval {low} to {high}"
-        return [*said, f"knee: {self.knee} heads ({interval}); the next head is no denser than the average"]
+        return [*said, f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average"]

@@ -1,4 +1,4 @@
-"""Pictures of what a budget of global KV heads buys, and of how far probes agree on where to spend it."""
+"""Draw coverage against the budget of global KV heads, and how far probes agree on which heads to take."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def coverage_budget_chart(
         marks.append(Points(heads, percent, tips=tips, tone="ink", label="layout"))
         note += " Dots: the layouts of this report."
     if certainty is not None:
-        note += f" Band: {reach} points, over documents. Knee: the next head is no denser than the average."
+        note += f" Band: {reach} points, over documents. Knee: beyond it each further head adds less than average."
     covers = f"{table.measure.title} coverage"
     third = curve.iloc[max(0, round(len(curve) / 3) - 1)]
     shares = ", ".join(f"{name} {100 * third[name]:.1f} %" for name in names if not math.isnan(third[name]))
     return Chart(
         "coverage-budget",
-        "What a budget buys",
+        "Coverage vs budget",
         f"{covers} with {third['budget']:.0f} of {table.num_heads} heads global: {shares}. Dots are the layouts.",
         round_axis(_BUDGET, 0, table.num_heads, exact=True),
         round_axis(f"{covers}, %", 0, 100),
@@ -96,7 +96,7 @@ def budgets_chart(rows: pd.DataFrame, knee: int, *, num_domains: int) -> Chart:
     across = round_axis(_BUDGET, budget[0] - room, budget[-1] + room, exact=True)
     return Chart(
         "budgets",
-        "What each budget buys",
+        "Coverage vs budget",
         f"Coverage rises from {coverage[0]:.1f} % with {budget[0]:.0f} heads to {coverage[-1]:.1f} % with "
         f"{budget[-1]:.0f}.",
         across,

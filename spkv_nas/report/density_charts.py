@@ -165,11 +165,11 @@ def histogram_chart(table: DensityTable) -> Chart:
     )
     if table.is_density:
         below, above = int((table.density < 0.1).sum()), int((table.density > 0.9).sum())
-        title = "How dense heads are"
+        title = "Distribution of density over heads"
         about = f"Of {table.num_heads} KV heads, {below} keep less than 10 % of the tokens, {above} more than 90 %."
     else:
         most = int((table.values > 0.1 * scale.high).sum())
-        title = f"How {measure.noun}s are spread"
+        title = f"Distribution of {measure.noun}s over heads"
         about = f"Of {table.num_heads} KV heads, {most} have more than a tenth of the highest {measure.noun}."
     return Chart(
         "histogram",
@@ -180,7 +180,7 @@ def histogram_chart(table: DensityTable) -> Chart:
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
         note="A long tail means that few heads matter most."
         if scale.is_stretched
-        else "A mass at either end means that heads differ in kind; a single hump means that the choice of heads "
+        else "Peaks at both ends mean that heads differ in kind; a single peak means that the choice of heads "
         "matters less.",
     )
 

@@ -45,15 +45,15 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
     how = "" if record.get("protocol") != "kvpress" else ", as kvpress reads it"
     return Section(
         name,
-        "Pruned after the fact",
-        "The dense model with keys evicted by rules that know nothing of training with gates, on "
+        "Training-free pruning",
+        "The dense model with keys evicted by training-free rules, on "
         f"{_text(record)}, read in chunks of {record.get('chunk', '?')} tokens{how}; the window of "
         f"{record.get('window', '?')} is always kept. "
         "Density is the share of the keys outside the window that is kept, sinks among them. ΔNLL is against the model "
         "with all keys, ± one standard error, paired by document; “level” is within two of them. SP-KV is a model of "
         "its own.",
         tuple(_of_densities(rows)),
-        ("Method", "Sinks", "Asked for, %", "Density, %", "NLL", "Δ NLL, %"),
+        ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %"),
         (),
         tuple(groups),
         (baselines_chart(rows),),
@@ -64,11 +64,11 @@ def _baseline(row: pd.Series[Any]) -> Row:
     is_dense = row["method"] == FULL_ATTENTION
     delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
     cells = (
+        "reference" if is_dense else change(delta, error),
+        number(row["nll"], 4),
         number(row["sinks"], 0),
         number(100 * row["target_density"], 1),
         number(100 * row["density"], 1),
-        number(row["nll"], 4),
-        "reference" if is_dense else change(delta, error),
     )
     return Row(_called(row), cells, "" if is_dense else _level(delta, error))
 

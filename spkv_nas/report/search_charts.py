@@ -1,4 +1,4 @@
-"""Pictures of a layout search: progress by sampler, what retraining made of it, and what cost buys."""
+"""Draw a layout search: progress by sampler, zero-shot against retrained NLL, and NLL against cost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
     drawn = "; ".join(f"{sampler}: {SAMPLERS.get(sampler, 'another sampler')}" for sampler in means)
     return Chart(
         "search-progress",
-        "What guidance was worth",
+        "Benefit of guidance",
         f"{what}, mean over seeds, at the end: {ends}.",
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
         spread_axis(what, low, high, zero=False) if cost is None else round_axis(what, low, high),
@@ -69,9 +69,9 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     up = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
     predictors = (
         ("search-retrained-zero-shot", "zero_shot_delta_percent", "Zero-shot ΔNLL, %",
-         "Does a score without training predict the retraining?", "Zero-shot and retrained ΔNLL"),
+         "Does the zero-shot score predict the retrained NLL?", "Zero-shot and retrained ΔNLL"),
         ("search-retrained-coverage", "coverage_percent", "Coverage, %",
-         "Does coverage predict the retraining?", "Coverage and retrained ΔNLL"),
+         "Does coverage predict the retrained NLL?", "Coverage and retrained ΔNLL"),
     )  # fmt: skip
     charts = []
     for name, column, axis, title, said in predictors:
@@ -116,7 +116,7 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     )  # fmt: skip
     return Chart(
         "search-front",
-        "What cost buys",
+        "NLL against cost",
         f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Squares are the baselines.",
         round_axis(cost[:1].upper() + cost[1:], 0.0, float(rows["cost"].max())),
         round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
