@@ -94,6 +94,11 @@ def test_a_revision_is_read(revision: str, commit: str, repository: Repository) 
     assert saved_dtype(source) is torch.float32
 
 
+def test_a_revision_is_an_argument_too(repository: Repository) -> None:
+    assert load(repository.name, revision="v1")[0].model.norm.weight[0] == 1.0
+    assert load(repository.name, revision=NEW)[0].model.norm.weight[0] == 2.0
+
+
 def test_one_commit_is_read_throughout(repository: Repository) -> None:
     """A branch that moves between config and weights would give half of each model."""
     before = checkpoint_hash(repository.name)

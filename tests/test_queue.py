@@ -22,10 +22,11 @@ from optuna.exceptions import StorageInternalError
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.errors import UserError
 from spkv_nas.search import queue as queue_module
-from spkv_nas.search.queue import GRACE, Queue, Result
+from spkv_nas.search.queue import GRACE, Queue
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
+from spkv_nas.search.trials import Result
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.evaluation.racing import Course, Estimate, Race
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.search.queue import Result
 from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
-from spkv_nas.search.trials import GENERATION
+from spkv_nas.search.trials import GENERATION, Result
 
 LAYOUTS = [Layout(tuple(grid.split()), 6) for grid in ("GL LL LG LL", "LL GG LL LL", "GG LL LL LG", "LL LL LL LL")]
 

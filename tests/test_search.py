@@ -22,11 +22,10 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.search.driver import Search
-from spkv_nas.search.queue import Result
 from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space, descending
-from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Trial, ranked
+from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial, ranked
 
 
 @pytest.fixture

@@ -17,11 +17,10 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.search.head_weights import Evidence, HeadWeights
-from spkv_nas.search.queue import Result
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
-from spkv_nas.search.trials import GENERATION
+from spkv_nas.search.trials import GENERATION, Result
 
 Float = NDArray[np.float64]
 

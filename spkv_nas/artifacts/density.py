@@ -27,7 +27,7 @@ from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.measure import Measure
 from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import is_file, is_folder
+from spkv_nas.base.files import StrPath, is_file, is_folder
 from spkv_nas.base.limits import MOST_SIZE, MOST_WINDOW
 from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_record, write_record
@@ -288,7 +288,7 @@ class DensityTable:
         return picture("of_table", self)
 
     @classmethod
-    def read(cls, path: Path) -> DensityTable:
+    def read(cls, path: StrPath) -> DensityTable:
         """Read ``density.csv`` (or its folder) and what lies beside it: ``probe.yaml``, ``positions.csv``,
         ``histogram.npz``, ``documents.npz``, ``gains.csv``.
 
@@ -299,6 +299,7 @@ class DensityTable:
         Warns:
             UserWarning: a table or ``probe.yaml`` was edited after they were written.
         """
+        path = Path(path)
         file = path / _TABLE if is_folder(path) else path
         folder = file.parent
         settle(folder)
@@ -325,7 +326,7 @@ class DensityTable:
             gains=Gains.read(folder / _GAINS, table.grid),
         )
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: StrPath) -> None:
         """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram, counts per document, gains.
 
         All together take the place of an earlier probe's; one that this table does not have is removed, so that an
@@ -340,7 +341,7 @@ class DensityTable:
             "mean_density": round(self.mean, 4 if self.is_density else 6),
             "std_density": round(self.std, 4 if self.is_density else 6),
         }
-        with replacing(folder, stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS)) as new:
+        with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS)) as new:
             write_csv(new / _TABLE, self.rows[list(COLUMNS)])
             if self.positions is not None and self.tau_of_positions == self.tau:
                 write_csv(new / _POSITIONS, self.positions)

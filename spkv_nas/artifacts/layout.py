@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field
 from spkv_nas.artifacts.grid import Grid, check_grid
 from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError, shortened
-from spkv_nas.base.files import parse_yaml, read_text, write_atomic, yaml_line
+from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
 from spkv_nas.base.limits import MOST_WINDOW
 from spkv_nas.base.names import check_name
 from spkv_nas.base.schema import Section, validate
@@ -179,7 +179,7 @@ class Layout:
         return cls(heads, window, strategy, provenance or {})
 
     @classmethod
-    def read(cls, path: Path) -> Layout:
+    def read(cls, path: StrPath) -> Layout:
         """The layout in a YAML file; its hash and check, if they are there, are checked and not part of ``provenance``.
 
         Raises:
@@ -189,7 +189,7 @@ class Layout:
             UserWarning: window, grid, strategy or provenance were edited after the file was written, or it was cut off.
         """
         where = f"layout {path}"
-        text = read_text(path, "layout")
+        text = read_text(Path(path), "layout")
         data = parse_yaml(text, where)
         if data.get("format") != FORMAT:
             said = shortened(repr(data.get("format")), 40)
@@ -245,9 +245,9 @@ class Layout:
             provenance=yaml_line({**self.provenance, "hash": self.hash, "check": self.check}),
         )
 
-    def write(self, path: Path) -> None:
+    def write(self, path: StrPath) -> None:
         """Write ``text`` atomically."""
-        write_atomic(path, self.text)
+        write_atomic(Path(path), self.text)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,17 @@ def check_dtype(asked: str | None) -> None:
         raise UserError(f"--dtype '{asked}' is unknown; there are {', '.join(DTYPES)}")
 
 
+def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype of a name; None for None and "auto". Raises ``UserError``: the name is none of ``DTYPES``."""
+    import torch
+
+    if not isinstance(dtype, str):
+        return dtype
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"dtype '{dtype}' is unknown; there are auto, {', '.join(DTYPES)}")
+    return None if dtype == "auto" else getattr(torch, dtype)
+
+
 def training_precision(device: str) -> str:
     """The dtype of matrix products in training that suits the device: "bfloat16" where it is native, else "float32"."""
     import torch

@@ -32,6 +32,9 @@ _MOST_UNPACKED = 1 << 30, 100  # bytes of the arrays of a file, or times its own
 _MOST_DEPTH = 100  # of brackets or indentations within each other
 
 
+StrPath = str | os.PathLike[str]  # what public functions take for a file or a folder
+
+
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new one.
 

@@ -6,6 +6,8 @@ modules reach that function, and puts a forward pre-hook on each (``attention.py
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from spkv_nas.model.attention import (
     LayerState,
     attention_layers,
     install,
+    layer_predictor,
     layer_state,
     layer_states,
     uninstall,
@@ -30,7 +33,7 @@ from spkv_nas.model.attention import (
 from spkv_nas.model.cache import SPKVCache
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
 from spkv_nas.model.modes import evaluation_mode
-from spkv_nas.model.section import remove_section, write_section
+from spkv_nas.model.section import remove_section, restore_section, write_section
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
@@ -88,6 +91,34 @@ def detach(model: PreTrainedModel) -> None:
             model.generation_config.use_cache = caches[1]
         del model._spkv_before
     remove_section(model)
+
+
+@contextmanager
+def detached(model: PreTrainedModel) -> Iterator[None]:
+    """Remove gates, windows and hooks inside the ``with`` block; put the same ones back after it."""
+    if not attention_layers(model):
+        yield
+        return
+    # Remember what is on the model
+    layers = [(layer, layer_state(layer), layer_predictor(layer)) for layer in attention_layers(model).values()]
+    attn_implementation, _, caches = model._spkv_before
+    section, generation = getattr(model.config, "spkv", None), getattr(model, "generation_config", None)
+    use_cache = generation.use_cache if generation else None
+    detach(model)
+    try:
+        yield
+    finally:
+        # Put it back
+        model.set_attn_implementation("spkv")
+        for layer, state, predictor in layers:
+            install(layer, state)
+            if predictor is not None:
+                layer.utility_predictor = predictor
+        prepare(model, attn_implementation, caches)
+        if section is not None:
+            restore_section(model, section)
+        if generation:
+            generation.use_cache = use_cache
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:

@@ -23,17 +23,17 @@ from transformers import (
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.shape import ModelSize, Shape
-from spkv_nas.base.device import check_dtype, choose_dtype
+from spkv_nas.base.device import check_dtype, choose_dtype, named_dtype
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import read_json
+from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.own_type import stock_class
-from spkv_nas.model.restore import restoring_class
+from spkv_nas.model.restore import check_attention, restoring_class
 from spkv_nas.model.section import saved_gates, saved_layers
 from spkv_nas.model.shape import check_counts, check_size, config_size
-from spkv_nas.model.source import commit_of, config_place, model_folder, pinned, resolve
+from spkv_nas.model.source import at_revision, commit_of, config_place, model_folder, pinned, resolve
 from spkv_nas.model.spread import spread
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
@@ -48,7 +48,7 @@ SHARD_BYTES = 5_000_000_000  # of a file of weights at most, as on the hub: so m
 def save(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    folder: Path,
+    folder: StrPath,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a checkpoint into ``folder``: what ``save_files`` writes, and its manifest.
@@ -58,6 +58,7 @@ def save(
     Raises:
         UserError: the place is full or cannot be written.
     """
+    folder = Path(folder)
     save_files(model, tokenizer, folder, weights)
     write_manifest(folder)
 
@@ -188,9 +189,15 @@ def model_origin(path_or_id: str | Path) -> dict[str, str]:
 
 
 def load(
-    path_or_id: str | Path, *, dtype: torch.dtype | None = None, mapped: bool = False
+    path_or_id: StrPath,
+    *,
+    dtype: str | torch.dtype | None = None,
+    device_map: str | torch.device | dict[str, Any] | None = None,
+    revision: str | None = None,
+    attn_implementation: str | None = None,
+    mapped: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A Hugging Face decoder and its tokenizer; gates and layout are restored if the checkpoint has them.
+    """Load a Hugging Face decoder and its tokenizer; gates and layout are restored if the checkpoint has them.
 
     On the CPU, in the checkpoint's own dtype, weights are not read into memory but mapped: the system reads what is
     used, and may forget it.
@@ -198,28 +205,44 @@ def load(
     Args:
         path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, ``ID@REVISION`` at a
             branch, a tag or a commit.
-        dtype: of the weights; None keeps the checkpoint's own. Predictors are float32.
+        dtype: of the weights, such as ``torch.bfloat16`` or "bfloat16"; None or "auto" keeps the checkpoint's own.
+            Predictors are float32.
+        device_map: where to put the weights, as in transformers: a device, "auto" to part them over all devices, or
+            devices by module name; None loads to the CPU.
+        revision: branch, tag or commit of an id.
+        attn_implementation: of a dense model, such as "sdpa" or "eager"; None lets transformers choose. Gates and
+            layouts have an implementation of their own.
         mapped: weights in their own dtype are to stay in their files, so that memory is not asked for them.
 
     Raises:
         UserError: nothing there, a damaged or truncated file, weights that are not all there, not finite or not of this
-            config, an unsupported class, too little memory.
+            config, an unsupported class, too little memory, or an argument that the checkpoint cannot be loaded with.
     """
-    source, what = str(resolve(path_or_id)), f"model {path_or_id}"
+    source, what = at_revision(str(resolve(path_or_id)), revision), f"model {path_or_id}"
     config = _read_config(source, what)
     explicit = getattr(config, "transformers_weights", None)
+    options = {"device_map": device_map, "attn_implementation": attn_implementation}
+    check_attention(config, attn_implementation, what)
     with _as_user_error(what):
         folder = model_folder(source, explicit)
     with manifest_checked(folder):
         files = check_files(folder, explicit)
         with _as_user_error(what):
-            model = _load_weights(folder, files, config, what, dtype, mapped)
+            given = {name: value for name, value in options.items() if value is not None}
+            model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, given)
         return model, load_tokenizer(source)
 
 
 def _load_weights(
-    folder: Path, files: list[Path], config: PreTrainedConfig, what: str, dtype: torch.dtype | None, mapped: bool
+    folder: Path,
+    files: list[Path],
+    config: PreTrainedConfig,
+    what: str,
+    dtype: torch.dtype | None,
+    mapped: bool,
+    placed: dict[str, Any],
 ) -> PreTrainedModel:
+    """Build the model and read its weights; ``placed`` are further options of ``from_pretrained``."""
     restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
     build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
     quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
@@ -227,7 +250,7 @@ def _load_weights(
     num_parameters = check_size(config, item_bytes, what, build=build)
     if not quantized:
         check_room(files, num_parameters, what)
-    options: dict[str, Any] = {"config": config, "dtype": dtype or "auto", "use_safetensors": True}
+    options: dict[str, Any] = {"config": config, "dtype": dtype or "auto", "use_safetensors": True, **placed}
     if restored is not None:
         return restored.from_pretrained(folder, **options)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
@@ -293,7 +316,7 @@ def _read_config(source: str, what: str) -> PreTrainedConfig:
     return config
 
 
-def weight_files(path_or_id: str | Path) -> list[Path]:
+def weight_files(path_or_id: StrPath) -> list[Path]:
     """The files with the weights of a model that was loaded. Raises ``UserError``, as ``load``."""
     source = str(resolve(path_or_id))
     explicit = getattr(_read_config(source, f"model {path_or_id}"), "transformers_weights", None)

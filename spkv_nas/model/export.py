@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import StrPath
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import new_folder
 from spkv_nas.model import fresh
@@ -28,7 +29,7 @@ from spkv_nas.model.windows import apply_layout
 
 
 def export(
-    layout: Layout | None, checkpoint: str | Path, out: Path, *, allow_dense: bool = False, link: bool = False
+    layout: Layout | None, checkpoint: StrPath, out: StrPath, *, allow_dense: bool = False, link: bool = False
 ) -> str:
     """Write the checkpoint's weights with ``layout`` to the folder ``out``; says in a sentence what was written.
 
@@ -50,6 +51,7 @@ def export(
     Warns:
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
+    out = Path(out)
     target = _checked(out)
     model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, checkpoint_layout(model), checkpoint)
@@ -87,7 +89,7 @@ def _checked(out: Path) -> Path:
     return target
 
 
-def _chosen(given: Layout | None, own: Layout | None, checkpoint: str | Path) -> Layout:
+def _chosen(given: Layout | None, own: Layout | None, checkpoint: StrPath) -> Layout:
     """The layout to export. Raises ``UserError``: there is none. Warns: the weights were trained for another."""
     if given is None:
         if own is None:

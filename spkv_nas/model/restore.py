@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
@@ -45,6 +45,15 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     Restored.__qualname__ = base.__qualname__
     Restored.__module__ = base.__module__
     return Restored
+
+
+def check_attention(config: PreTrainedConfig, attn_implementation: str | None, what: str) -> None:
+    """Raise ``UserError`` for an implementation that would ignore the gates or the layout of a checkpoint."""
+    if attn_implementation not in (None, "spkv") and hasattr(config, "spkv"):
+        raise UserError(
+            f"{what} has gates or a layout, which attn_implementation '{attn_implementation}' would ignore: leave it "
+            "out, or load the model and call detach(model) for full attention"
+        )
 
 
 def _put_section(model: PreTrainedModel) -> None:

@@ -67,7 +67,12 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         own: dict[str, Any] = {"gates": content.model_dump()}
     else:
         own = {"layout": {"heads": list(content.heads), "window": content.window}}
-    model.config.spkv = {"version": 1, "layers": layers, **own}
+    restore_section(model, {"version": 1, "layers": layers, **own})
+
+
+def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
+    """Put a section on a model's config, which gets our type."""
+    model.config.spkv = section
     set_own_type(model.config, True)
 
 

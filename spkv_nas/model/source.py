@@ -7,21 +7,23 @@ while a command works, so its commit is asked for once, and everything is read a
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
 
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import StrPath
 from spkv_nas.model.weight_files import FILE, INDEX, index_names, is_index
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
-def resolve(path_or_id: str | Path) -> Path:
+def resolve(path_or_id: StrPath) -> Path:
     """A path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
-    text = str(path_or_id)
+    text = os.fspath(path_or_id)
     if not text.startswith(EMBEDDED_PREFIX):
         return Path(text)
     folder = EMBEDDED / text.removeprefix(EMBEDDED_PREFIX)
@@ -37,6 +39,15 @@ def split_revision(source: str) -> tuple[str, str | None]:
     if not found or not revision or _ID.fullmatch(name) is None or Path(source).exists():
         return source, None
     return name, revision
+
+
+def at_revision(source: str, revision: str | None) -> str:
+    """Return ``ID@REVISION`` of an id. Raises ``UserError``: the source is a folder, or has a revision already."""
+    if revision is None:
+        return source
+    if Path(source).exists() or split_revision(source)[1] is not None:
+        raise UserError(f"model {source} is not an id without a revision, so it has no revision '{revision}'")
+    return f"{source}@{revision}"
 
 
 def pinned(source: str) -> tuple[str, str | None]:

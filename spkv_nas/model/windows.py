@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from spkv_nas.artifacts.gate_config import GLOBAL, suitable_window
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.attach import allow_cache, check_heads, detach, hook_layers
+from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, hook_layers
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import checkpoint_layout, gate_config, write_section
@@ -41,6 +41,29 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
         state.windows = row
     write_section(model, layout)
     allow_cache(model)
+
+
+@contextmanager
+def layout_applied(model: PreTrainedModel, layout: Layout, window: int | None = None) -> Iterator[PreTrainedModel]:
+    """Apply a layout inside the ``with`` block; after it the model is as before, with gates or layout if it had any.
+
+        with spkv_nas.layout_applied(model, layout):
+            spkv_nas.evaluate(model, blocks)
+
+    Args:
+        model: dense, hybrid or gated; yielded.
+        layout: which KV heads are global.
+        window: of local heads; the layout's by default.
+
+    Raises:
+        UserError: as ``apply_layout``.
+    """
+    with detached(model):
+        apply_layout(model, layout, window)
+        try:
+            yield model
+        finally:
+            detach(model)
 
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:

@@ -64,7 +64,7 @@ def probe(
     if config is None:
         raise UserError("this model has no gates, so it has no density: train an SP-KV reference first")
     tau = config.tau if tau is None else tau
-    blocks = blocks if isinstance(blocks, TokenBlocks) else _own_blocks(model, blocks, tokenizer)
+    blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     if blocks.num_blocks == 0:
         raise UserError("there is no held-out text to probe")
     states = layer_states(model)
@@ -93,7 +93,8 @@ def probe(
     )
 
 
-def _own_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
+def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
+    """Make texts into blocks of the default size, or of the model's length if that is less. Raises ``UserError``."""
     if tokenizer is None:
         raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -28,12 +28,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.paired import Score
 from spkv_nas.search.judge import Judge
-from spkv_nas.search.queue import Queue, Result
+from spkv_nas.search.queue import Queue
 from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
-from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Trial, first_front, ranked
+from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial, first_front, ranked
 
 CLAIM = 5  # most layouts that a worker scores at a time: they share the layers in which they agree
 POLL = 0.2  # seconds between looks at what other workers do

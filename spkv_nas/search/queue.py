@@ -33,20 +33,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.search.storage import IF_DAMAGED, Storage
+from spkv_nas.search.trials import Result
 
 HEARTBEAT, GRACE = 20.0, 300.0  # seconds
 FORMAT = 2  # of a study; before that a layout had a parameter per head
 SETTINGS, _FORMAT, WORKER = "settings", "format", "worker"  # user attributes of a study; the last begins the keys
 INDEX, POINT, STOPPED, _HASH = "index", "point", "stopped", "hash"  # user attributes of a trial
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a finished task tried, as text, what it measured, and whether that is an estimate of what was stopped."""
-
-    point: str
-    values: list[float]
-    stopped: bool = False
 
 
 class Queue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -20,8 +20,10 @@ from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.proposal.coverage import coverage, provenance
-from spkv_nas.search.driver import Search
 from spkv_nas.search.trials import Trial, first_front
+
+if TYPE_CHECKING:  # at run time it would need Optuna
+    from spkv_nas.search.driver import Search
 
 
 def result_table(trials: Sequence[Trial], table: DensityTable) -> pd.DataFrame:

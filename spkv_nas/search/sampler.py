@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import DENSITY, RANDOM, SURROGATE
-from spkv_nas.search.queue import Result
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
 from spkv_nas.search.tpe import wish
-from spkv_nas.search.trials import GENERATION
+from spkv_nas.search.trials import GENERATION, Result
 
 
 class Sampler:

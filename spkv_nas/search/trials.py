@@ -47,6 +47,15 @@ class Effort:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What a finished task tried, as text, what it measured, and whether that is an estimate of what was stopped."""
+
+    point: str
+    values: list[float]
+    stopped: bool = False
+
+
+@dataclass(frozen=True)
 class Trial:
     """A layout that was tried, and what it measured so far; changes of NLL are against full attention."""
 

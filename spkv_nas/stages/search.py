@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import optuna
@@ -21,14 +21,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Announce, Reporter
 from spkv_nas.base.workspace import SEARCH
 from spkv_nas.proposal.budget import parse_budget, parse_budgets
-from spkv_nas.proposal.constraints import CONSTRAINED, solve
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.proposal.propose import MATCH_BUDGET, SPARSEST, propose, resolve_tau, unmatched
+from spkv_nas.proposal.propose import MATCH_BUDGET, resolve_tau, unmatched
 from spkv_nas.proposal.requirements import Requirements, asks_for_several
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
 from spkv_nas.search.space import Space
+from spkv_nas.search.starts import starting_layouts
 from spkv_nas.search.trials import Effort, LayoutCost
 from spkv_nas.stages.common import find_recipe, find_table, quiet_transformers
 from spkv_nas.stages.cost import find_times
@@ -175,24 +175,9 @@ def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
     return [parse_budget(options.budget, table.num_heads)]
 
 
-def _starts(space: Space, budgets: list[int]) -> dict[str, Layout]:
-    """The strategies' layouts: of one budget those that meet the constraints; of a range the best of five budgets."""
-    table, window = space.table, space.window
-    if len(budgets) == 1:
-        layouts = propose(table, budgets[0], window=window, num_random=0)
-        del layouts[SPARSEST]
-        if space.constraints.named:
-            layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
-    else:
-        chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
-        best = (solve(table, number, space.constraints, window=window) for number in chosen)
-        layouts = {f"densest-{layout.num_global}": layout for layout in best}
-    return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}
-
-
 def _candidates(options: SearchOptions, space: Space, budgets: list[int], announce: Announce) -> _Candidates:
     """The layouts to start from and to compare with, each once; ``announce`` says which are left out."""
-    starts = _starts(space, budgets)
+    starts = starting_layouts(space, budgets)
     given, others = (Proposal.read(files or ()).layouts for files in (options.start, options.layouts))
     _check_given(space, starts, given, others)
     return _distinct({**starts, **given}, others, announce)

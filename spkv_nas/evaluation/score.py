@@ -1,0 +1,45 @@
+"""Score layouts on a model in memory: what each costs before any retraining."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from transformers import PreTrainedModel
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.zero_shot import score_table, zero_shot
+
+
+def score(
+    model: PreTrainedModel,
+    blocks: TokenBlocks,
+    layouts: Layout | Sequence[Layout] | Mapping[str, Layout],
+    *,
+    batch_size: int = 8,
+) -> pd.DataFrame:
+    """Score layouts on the weights of ``model`` as they are, which is left as it was.
+
+    Args:
+        model: dense, hybrid or gated.
+        blocks: text, best held out; the same for all layouts, so that their differences are paired by document.
+        layouts: one, several, or several by name; without names those of their strategies.
+        batch_size: blocks of a forward pass.
+
+    Returns:
+        A row for full attention and one for each layout, the lowest NLL first: strategy, hash, num_global,
+        density_percent, nll (nats per token), and its change from full attention in percent with the standard error.
+
+    Raises:
+        UserError: there is no text, no layout or one that does not fit the model, or two have one name.
+    """
+    if isinstance(layouts, Layout):
+        layouts = [layouts]
+    by_name = layouts if isinstance(layouts, Mapping) else {one.strategy or one.hash: one for one in layouts}
+    if not by_name or len(by_name) < len(layouts):
+        raise UserError("give at least one layout, each with a name of its own: score(model, blocks, {name: layout})")
+    full, *scores = zero_shot(model, [None, *by_name.values()], blocks, batch_size=batch_size)
+    rows = score_table(by_name, dict(zip(by_name, scores, strict=True)), full, {})
+    return rows.drop(columns="coverage_percent")

@@ -1,0 +1,28 @@
+"""The layouts that a search starts from: what the strategies propose, without a search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.proposal.constraints import CONSTRAINED, solve
+from spkv_nas.proposal.propose import SPARSEST, propose
+from spkv_nas.search.space import Space
+
+
+def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
+    """Return the layouts of a space to start a search from, by name.
+
+    Of one budget these are the strategies' layouts that meet the constraints, of a range the best of five budgets.
+    """
+    table, window = space.table, space.window
+    if len(budgets) == 1:
+        layouts = propose(table, budgets[0], window=window, num_random=0)
+        del layouts[SPARSEST]
+        if space.constraints.named:
+            layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
+    else:
+        chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
+        best = (solve(table, number, space.constraints, window=window) for number in chosen)
+        layouts = {f"densest-{layout.num_global}": layout for layout in best}
+    return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}

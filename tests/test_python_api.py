@@ -1,0 +1,202 @@
+"""The library from Python: paths as text, options of loading, and public functions on models in memory."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import DENSITY, all_logits, gated, logits, make_table, tiny_model
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import spkv_nas
+from spkv_nas import DensityTable, Layout, UserError
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.section import checkpoint_layout, gate_config
+
+LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
+
+
+def test_paths_are_text(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, tokens: Tensor) -> None:
+    """Each of these was an AttributeError of str."""
+    spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, f"{tmp_path}/dense")
+    LAYOUT.write(f"{tmp_path}/layout.yaml")
+    assert Layout.read(f"{tmp_path}/layout.yaml").heads == LAYOUT.heads
+    make_table(DENSITY).write(f"{tmp_path}/probe")
+    assert np.allclose(DensityTable.read(f"{tmp_path}/probe").values, DENSITY)
+    spkv_nas.export(LAYOUT, f"{tmp_path}/dense", f"{tmp_path}/hybrid")
+    hybrid, _ = spkv_nas.load(f"{tmp_path}/hybrid")
+    model, _ = spkv_nas.load(f"{tmp_path}/dense")
+    spkv_nas.apply_layout(model, LAYOUT)
+    assert torch.equal(logits(hybrid, tokens), logits(model, tokens))
+
+
+class TestLoad:
+    @pytest.fixture
+    def dense(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+        spkv_nas.save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
+        return tmp_path / "dense"
+
+    @pytest.fixture
+    def hybrid(self, dense: Path) -> Path:
+        spkv_nas.export(LAYOUT, dense, dense.with_name("hybrid"))
+        return dense.with_name("hybrid")
+
+    @pytest.mark.parametrize("kind", ["dense", "hybrid"])
+    def test_options_of_transformers(self, kind: str, request: pytest.FixtureRequest, tokens: Tensor) -> None:
+        folder = request.getfixturevalue(kind)
+        expected = logits(spkv_nas.load(folder)[0], tokens)
+        for device_map in ("cpu", "auto", {"": "cpu"}, torch.device("cpu")):
+            model, _ = spkv_nas.load(folder, device_map=device_map)
+            assert torch.equal(logits(model, tokens), expected)
+        assert spkv_nas.load(folder, dtype="bfloat16")[0].dtype is torch.bfloat16
+        assert spkv_nas.load(folder, dtype=torch.bfloat16)[0].dtype is torch.bfloat16
+        assert spkv_nas.load(folder, dtype="auto")[0].dtype is torch.float32
+
+    def test_attention_of_a_dense_model(self, dense: Path, hybrid: Path, tokens: Tensor) -> None:
+        for name in ("eager", "sdpa"):
+            assert spkv_nas.load(dense, attn_implementation=name)[0].config._attn_implementation == name
+        with pytest.raises(UserError, match="attn_implementation 'sdpa' would ignore"):
+            spkv_nas.load(hybrid, attn_implementation="sdpa")
+
+    def test_mistakes(self, dense: Path) -> None:
+        with pytest.raises(UserError, match="dtype 'float99' is unknown"):
+            spkv_nas.load(dense, dtype="float99")
+        with pytest.raises(UserError, match="has no revision 'v1'"):
+            spkv_nas.load(dense, revision="v1")
+        with pytest.raises(UserError, match="has no revision 'v2'"):
+            spkv_nas.load("org/name@v1", revision="v2")
+
+
+class TestLayoutApplied:
+    def test_a_dense_model(self, tokens: Tensor, tmp_path: Path) -> None:
+        model, hybrid = tiny_model(), tiny_model()
+        expected, config = logits(model, tokens), model.config.to_dict()
+        spkv_nas.apply_layout(hybrid, LAYOUT)
+        with spkv_nas.layout_applied(model, LAYOUT) as applied:
+            assert applied is model
+            assert torch.equal(logits(model, tokens), logits(hybrid, tokens))
+        assert torch.equal(logits(model, tokens), expected)
+        assert model.config.to_dict() == config
+
+    def test_a_hybrid_and_gates_come_back(self, tokens: Tensor, blocks: TokenBlocks, tmp_path: Path) -> None:
+        hybrid, other = tiny_model(vocab_size=300), gated()
+        spkv_nas.apply_layout(hybrid, LAYOUT)
+        spkv_nas.set_gate_mode(other, "hard", 0.3)
+        for model in (hybrid, other):
+            before, names = logits(model, tokens), list(model.state_dict())
+            alone = tiny_model(vocab_size=300)
+            spkv_nas.apply_layout(alone, Layout(("LG",) * 4, 7))
+            with suppress(ZeroDivisionError), spkv_nas.layout_applied(model, Layout(("LG",) * 4, 3), window=7):
+                assert torch.equal(logits(model, tokens), logits(alone, tokens))
+                assert checkpoint_layout(model) == Layout(("LG",) * 4, 7)
+                _ = 1 / 0
+            assert torch.equal(logits(model, tokens), before)
+            assert list(model.state_dict()) == names
+            model.save_pretrained(tmp_path / str(len(names)))
+            assert hasattr(model.config, "spkv")
+        assert checkpoint_layout(hybrid) == Layout(LAYOUT.heads, LAYOUT.window)
+        gates = gate_config(other)
+        assert gates is not None
+        assert gates.tau == 0.3
+        assert all_logits(other, blocks, 0.3).shape[1] == 4
+
+    def test_one_that_does_not_fit(self, tokens: Tensor) -> None:
+        model = gated()
+        before = logits(model, tokens)
+        with pytest.raises(UserError, match="the layout is for"), spkv_nas.layout_applied(model, Layout(("G",), 3)):
+            pass
+        assert torch.equal(logits(model, tokens), before)
+
+
+class TestMeasures:
+    def test_score_and_evaluate_agree(self, blocks: TokenBlocks) -> None:
+        model = tiny_model()
+        layouts = {"mixed": LAYOUT, "local": Layout(("LL",) * 4, 4)}
+        rows = spkv_nas.score(model, blocks, layouts).set_index("strategy")
+        dense = spkv_nas.evaluate(model, blocks)
+        assert rows.loc["full-attention", "nll"] == pytest.approx(dense.nll.mean, abs=1e-6)
+        for name, layout in layouts.items():
+            with spkv_nas.layout_applied(model, layout):
+                change = spkv_nas.paired_difference(spkv_nas.evaluate(model, blocks).nll, dense.nll)
+            assert rows.loc[name, "delta_nll_percent"] == pytest.approx(change.percent, abs=1e-4)
+            assert rows.loc[name, "delta_nll_standard_error"] == pytest.approx(change.standard_error, abs=1e-4)
+        assert list(spkv_nas.score(model, blocks, LAYOUT)["strategy"]) == ["full-attention", "mixed"]
+        assert set(spkv_nas.score(model, blocks, [LAYOUT])["strategy"]) == {"full-attention", "mixed"}
+        for wrong in ([], [LAYOUT, LAYOUT]):
+            with pytest.raises(UserError, match="each with a name of its own"):
+                spkv_nas.score(model, blocks, wrong)
+
+    @pytest.mark.filterwarnings("ignore:the model predicts .* of the needles' tokens")  # being random
+    @pytest.mark.parametrize("signal", spkv_nas.SIGNALS)
+    def test_every_signal_by_its_name(self, signal: str, blocks: TokenBlocks) -> None:
+        options = {"head-gates": {"steps": 2}, "duo": {"steps": 2}, "regression": {"num_layouts": 12}}
+        model = gated() if signal == "density" else tiny_model(vocab_size=300)
+        window = {} if signal == "density" else {"window": 6}
+        table = spkv_nas.probe(model, blocks, signal=signal, **window, **options.get(signal, {}))
+        assert table.grid == (4, 2)
+        assert table.name == ("probe" if signal == "density" else signal)
+
+    def test_signals_of_text_and_mistakes(self, tiny_tokenizer: PreTrainedTokenizerBase, blocks: TokenBlocks) -> None:
+        texts = ["the quick brown fox jumps over the lazy dog " * 20] * 3
+        table = spkv_nas.probe(
+            tiny_model(vocab_size=300), texts, signal="attention-mass", window=6, tokenizer=tiny_tokenizer
+        )
+        assert table.grid == (4, 2)
+        with pytest.raises(UserError, match="unknown signal 'x'"):
+            spkv_nas.probe(tiny_model(), blocks, signal="x")
+        with pytest.raises(UserError, match="leave window out"):
+            spkv_nas.probe(gated(), blocks, window=5)
+        with pytest.raises(UserError, match="--tau is not for"):
+            spkv_nas.probe(tiny_model(), blocks, 0.4, signal="opening")
+
+
+class TestSearch:
+    def test_a_study(self, blocks: TokenBlocks) -> None:
+        model, table = tiny_model(), make_table(DENSITY)
+        before = copy.deepcopy(model.state_dict())
+        seen: list[tuple[int, str]] = []
+        study = spkv_nas.search_layouts(
+            model, blocks, table, 3, trials=14, window=6,
+            callbacks=[lambda study, trial: seen.append((len(study.trials), trial.name))],
+        )  # fmt: skip
+        assert seen == [(number + 1, f"surrogate-0-{number}") for number in range(14)]
+        assert (study.trials["num_global"] <= 3).all()
+        best = study.best_layout
+        rows = spkv_nas.score(model, blocks, best)
+        assert study.best_value == study.trials["zero_shot_delta_percent"].min()
+        assert study.best_value == pytest.approx(rows["delta_nll_percent"].dropna().item(), abs=1e-6)
+        assert study.front[0].layout.heads == best.heads
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+    def test_goes_on_as_if_it_had_never_stopped(self, blocks: TokenBlocks) -> None:
+        model, table = tiny_model(), make_table(DENSITY)
+        whole = spkv_nas.search_layouts(model, blocks, table, "2..4", trials=13, window=6)
+        parts = spkv_nas.search_layouts(
+            model, blocks, table, "2..4", trials=13, window=6,
+            callbacks=[lambda study, trial: study.stop() if trial.number == 3 else None],
+        )  # fmt: skip
+        assert len(parts.trials) == 4
+        assert parts.optimize(5).optimize(4).trials.equals(whole.trials)
+
+    def test_a_second_objective(self, blocks: TokenBlocks) -> None:
+        cost = spkv_nas.LayoutCost("global heads", lambda layout: float(layout.num_global))
+        study = spkv_nas.search_layouts(
+            tiny_model(), blocks, make_table(DENSITY), "1..6", trials=12, window=6, cost=cost, sampler="random"
+        )
+        heads = [trial.cost for trial in study.front]
+        assert heads == sorted(heads, reverse=True)
+        assert list(study.trials["cost"]) == list(study.trials["num_global"])
+
+    def test_mistakes(self, blocks: TokenBlocks) -> None:
+        model, table = tiny_model(), make_table(DENSITY)
+        with pytest.raises(UserError, match="sampler 'x' is unknown"):
+            spkv_nas.search_layouts(model, blocks, table, 3, sampler="x")
+        with pytest.raises(UserError, match="layout 'mine' is outside the search"):
+            spkv_nas.search_layouts(model, blocks, table, 3, starts={"mine": LAYOUT})
+        with pytest.raises(UserError, match="no trials yet"):
+            _ = spkv_nas.search_layouts(model, blocks, table, 3, trials=0).best_layout
