@@ -77,9 +77,8 @@ class TestCache:
 
     def test_a_text_that_is_not_parted(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write_files(tmp_path / "text", 30)
-        options: dict[str, Any] = {"block_size": 32, "max_tokens": 2000}
-        loaded = load_text(["text"], tiny_tokenizer, tmp_path / "cache", tmp_path, **options)
-        expected = build_blocks(documents(["text"], tmp_path), tiny_tokenizer, **options)
+        loaded = load_text(["text"], tiny_tokenizer, tmp_path / "cache", tmp_path, block_size=32)
+        expected = build_blocks(documents(["text"], tmp_path), tiny_tokenizer, block_size=32)
         assert isinstance(loaded.tokens, np.memmap)
         assert same(loaded, expected)
         assert loaded.largest_token == expected.largest_token

@@ -14,6 +14,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data import stdlib
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.config import SourceConfig
+from spkv_nas.data.heldout import RULE
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import cache_split, load_heldout, read_split, train_tokenizer
 from spkv_nas.data.tokenizer import END_OF_TEXT, train_bpe
@@ -107,9 +108,9 @@ class TestSplit:
         """A file that was cut off used to end in a traceback."""
         tokenizer = train_tokenizer(recipe.data, 280, recipe_file.parent)
         folder = cache_split(recipe.data, tokenizer, tmp_path / "cache", recipe_file.parent)
-        file = folder / "heldout-4000.npz"
+        file = folder / f"heldout-{RULE}-4000-{recipe.data.block_size}.npz"
         file.write_bytes(file.read_bytes()[:-50])
-        with pytest.raises(UserError, match=r"4000\.npz is damaged: .*\nremove it: the text is then tokenised again"):
+        with pytest.raises(UserError, match=r"4000-32\.npz is damaged: .*\nremove it: the text is then"):
             read_split(folder, recipe.data)
 
     def test_the_tokenizer_never_sees_held_out_text(
@@ -156,21 +157,6 @@ class TestBlocks:
         blocks = build_blocks(["the quick brown fox\n" * 2000], tiny_tokenizer, 64)
         assert len(blocks.documents) == 5
         assert {d.name for d in blocks.documents} >= {"text 1, piece 1", "text 1, piece 5"}
-
-    def test_parted_by_document(self, blocks: TokenBlocks) -> None:
-        """Documents of 24 tokens in blocks of 32: the fifth reaches token 100."""
-        first, second = blocks.parted(100)
-        assert (first.num_blocks, second.num_blocks) == (3, 5)
-        assert not set(first.document.ravel()) & set(second.document.ravel())
-        assert first.tokens.ravel().tolist() == blocks.tokens.ravel()[:96].tolist()
-        assert second.tokens.ravel().tolist() == blocks.tokens.ravel()[120:280].tolist()
-        assert second.document.ravel()[0] == 5
-        assert len(second.documents) == len(blocks.documents)  # so that NLL by document can be paired
-
-    @pytest.mark.parametrize("number", [10, 288])
-    def test_too_little_to_part(self, number: int, blocks: TokenBlocks) -> None:
-        with pytest.raises(UserError, match=f"cannot be parted by document at {number}"):
-            blocks.parted(number)
 
     def test_cut_anew(self, blocks: TokenBlocks) -> None:
         other = blocks.cut(100)

@@ -237,7 +237,8 @@ class TestCommand:
         runs = workspace / "runs" / "tiny"
         judge = RecipeJudge.prepare(recipe, project[0].parent, runs, max_tokens=640)
         heldout = load_corpus(recipe, project[0].parent, runs).heldout
-        seen = set(heldout.document[:20].ravel().tolist())
+        seen = set(np.unique(heldout.take(heldout.num_blocks // 2).spread(20).document).tolist())
+        assert len(seen) >= 8  # the first 20 blocks were of 4 documents
         lengths = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
         nll = DocumentNLL(np.ones(len(heldout.documents)), lengths)
         chosen, judged = (judge._part(nll, fidelity).num_tokens for fidelity in ("short", "full"))

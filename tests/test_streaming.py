@@ -18,9 +18,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
 from spkv_nas.data import block_files, readers
 from spkv_nas.data.block_files import BlockWriter, map_blocks
-from spkv_nas.data.config import DataConfig
-from spkv_nas.data.heldout import HeldOut, heldout_share
-from spkv_nas.data.pieces import cut
+from spkv_nas.data.config import DataConfig, SourceConfig
+from spkv_nas.data.heldout import heldout_share
+from spkv_nas.data.pieces import cut, piece_size
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.data.splits import cache_split, load_text, read_split
 
@@ -112,23 +112,29 @@ class TestShare:
         cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Reporter(announce=again.append))
         assert again == said
 
-    def test_one_piece_gives_no_error(self, tmp_path: Path) -> None:
+    def test_a_limit_takes_of_several_pieces(self, tmp_path: Path) -> None:
+        """It used to read the first piece alone, which gave no standard error."""
         (tmp_path / "corpus.txt").write_text(prose(2000))
         said: list[str] = []
-        options: dict[str, Any] = {"block_size": 64, "max_tokens": 100, "reporter": Reporter(announce=said.append)}
-        load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
-        assert said == ["corpus.txt is one long document, of which one piece is read: no standard error can be given"]
+        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Reporter(announce=said.append)}
+        found = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
+        assert len(found.documents) == found.num_blocks == 4
+        number = len(list(documents(["corpus.txt"], tmp_path, piece=piece_size(64))))
+        assert said == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
 
-    def test_one_piece_beside_other_documents_is_said(self, tmp_path: Path) -> None:
-        """It used to say that no standard error can be given."""
-        folder = write_files(tmp_path / "text", 8)
-        (folder / "z.txt").write_text(prose(2000))
-        tokens = sum(len(d.text) + 1 for d in documents(["text"], tmp_path) if d.name != "z.txt")
+    @pytest.mark.parametrize("others", [0, 8])
+    def test_one_piece_is_said(self, others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Alone it gives no standard error, beside other documents it does."""
+        monkeypatch.setattr(readers, "MOST_CHARACTERS", 20_000)
+        (tmp_path / "long.txt").write_text(prose(2000))
+        write_files(tmp_path / "text", others)
         said: list[str] = []
-        options: dict[str, Any] = {"max_tokens": tokens + 1, "reporter": Reporter(announce=said.append)}
-        found = load_text(["text"], bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, **options)
-        assert len(found.documents) == 9
-        assert said == ["z.txt is one long document, of which one piece is read"]
+        sources = ["text"] * bool(others) + [SourceConfig(path="long.txt", max_documents=1)]
+        reporter = Reporter(announce=said.append)
+        found = load_text(sources, bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, reporter=reporter)
+        assert len(found.documents) == others + 1
+        note = "long.txt is one long document, of which one piece is read"
+        assert said == [note if others else f"{note}: no standard error can be given"]
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -144,21 +150,6 @@ class TestShare:
         (tmp_path / "a.txt").write_text(text)
         with pytest.raises(UserError, match=message):
             heldout_share(DataConfig(sources=["a.txt"]), tmp_path)
-
-
-@pytest.mark.parametrize("most", [1, 100, 2500, 10**9])
-def test_held_out_documents_are_those_of_the_smallest_hashes(most: int) -> None:
-    found = [Document(prose(2, i), "a", str(i)) for i in range(100)]
-    kept = HeldOut(most)
-    for document in found:
-        if kept.wants(document):
-            kept.add(document, np.zeros(len(document.text), np.int32))
-    expected, total = [], 0
-    for document in sorted(found, key=lambda document: document.id):
-        if total < most:
-            expected.append(document.id)
-            total += len(document.text)
-    assert [d.id for d in kept.blocks(1).documents] == expected
 
 
 @pytest.fixture

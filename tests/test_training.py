@@ -17,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import predictors
 from spkv_nas.training import callbacks, trainer
-from spkv_nas.training.branches import Trunk, first_key, train_branch
+from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dataset import BlockDataset
 from spkv_nas.training.dense import train_dense
@@ -59,29 +59,6 @@ class TestVariants:
         assert [variant.key for variant in variants] == ["full-attention", "sp-kv", "densest-4c5d79de7570a250"]
         assert [variant.density(0.3) for variant in variants] == [0.3, 0.3, 0.5]
         assert Variant.full_attention().density(None) == 1.0
-
-    def test_folders_are_those_of_the_first_version(self, recipe: Recipe, tmp_path: Path) -> None:
-        """A workspace is used again by later versions; a finished run whose name changes is trained again."""
-        (tmp_path / "spkv-manifest.json").write_text("{}")
-        keys = [
-            first_key(recipe, tmp_path, variant, 3)
-            for variant in (Variant.full_attention(), Variant.sp_kv(), Variant.hybrid(Layout(("GL", "LG"), 8, "mine")))
-        ]
-        assert keys == [
-            "full-attention-fc04922de433-seed3",
-            "sp-kv-2b93fae85086-seed3",
-            "mine-4c5d79de7570a250-fc04922de433-seed3",
-        ]
-
-    def test_what_the_first_version_finished_is_not_trained_again(
-        self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
-    ) -> None:
-        trunk = Trunk(recipe, corpus, dense, tmp_path / "runs", "cpu")
-        own = trunk.train(Variant.sp_kv()).checkpoint.parent
-        first = own.rename(own.with_name(first_key(recipe, dense, Variant.sp_kv(), recipe.seed)))
-        assert first != own
-        assert trunk.folder(Variant.sp_kv()) == first
-        assert trunk.folder(Variant.full_attention()) != first
 
 
 class TestBranches:

@@ -100,18 +100,35 @@ class TokenBlocks:
         return TokenBlocks(self.tokens[:num_blocks], self.document[:num_blocks], self.documents)
 
     def spread(self, num_blocks: int) -> TokenBlocks:
-        """``num_blocks`` blocks, or all, evenly spread, so that they are of as many documents as may be."""
-        num_blocks = min(num_blocks, self.num_blocks)
-        chosen = np.arange(num_blocks) * self.num_blocks // max(num_blocks, 1)
-        return TokenBlocks(self.tokens[chosen], self.document[chosen], self.documents)
+        """Choose ``num_blocks`` blocks, or all, of as many documents as possible, in their order in the text.
+
+        One block of every document is taken before a second of any. A block counts as its middle token's document.
+        """
+        if num_blocks >= self.num_blocks:
+            return self
+        # Rank each block within its document, by an order whose beginnings are spread over the document
+        _, owner, counts = np.unique(self.document[:, self.block_size // 2], return_inverse=True, return_counts=True)
+        rank = np.empty(self.num_blocks, dtype=np.int64)
+        by_owner = np.split(np.argsort(owner, kind="stable"), np.cumsum(counts)[:-1])
+        for blocks in by_owner:
+            rank[blocks[spread_order(len(blocks), 0.5)]] = np.arange(len(blocks))
+        # Take whole rounds, and of the last one blocks that are evenly spread over the text
+        per_round = np.bincount(rank)
+        last = int(np.searchsorted(np.cumsum(per_round), num_blocks))
+        missing = num_blocks - int(per_round[:last].sum())
+        candidates = np.flatnonzero(rank == last)
+        chosen = [np.flatnonzero(rank < last), candidates[np.arange(missing) * len(candidates) // max(missing, 1)]]
+        return self._choose(np.sort(np.concatenate(chosen)))
+
+    def _choose(self, blocks: NDArray[np.intp]) -> TokenBlocks:
+        return TokenBlocks(self.tokens[blocks], self.document[blocks], self.documents)
 
     def nested(self, ends: Sequence[int]) -> list[TokenBlocks]:
         """The blocks in parts: the first ``ends[0]``, those up to ``ends[1]`` ..., of an order all of whose beginnings
         are evenly spread: by the fractional part of a block's number times the golden ratio.
         """
-        order = np.argsort(np.arange(self.num_blocks) * _GOLDEN_RATIO % 1.0)
-        parts = [np.sort(order[start:end]) for start, end in pairwise((0, *ends))]
-        return [TokenBlocks(self.tokens[part], self.document[part], self.documents) for part in parts]
+        order = spread_order(self.num_blocks)
+        return [self._choose(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
 
     def every(self, step: int, start: int) -> TokenBlocks:
         """Every ``step``-th block, from ``start``."""
@@ -130,27 +147,6 @@ class TokenBlocks:
         whole = self.tokens.size // block_size * block_size
         tokens, document = (a.reshape(-1)[:whole].reshape(-1, block_size) for a in (self.tokens, self.document))
         return TokenBlocks(tokens, document, self.documents, self.largest)
-
-    def parted(self, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:
-        """Two texts without a document in common, each a multiple of a block long: the documents up to the one that
-        reaches ``num_tokens``, and the others.
-
-        Raises:
-            UserError: one of the two does not fill a block.
-        """
-        owner = self.document.reshape(-1)
-        reached = owner[min(max(num_tokens, 1), len(owner)) - 1]
-        at = int(np.flatnonzero(owner == reached)[-1]) + 1
-        parts = [
-            TokenBlocks(self.tokens.reshape(1, -1)[:, some], owner[None, some], self.documents).cut(self.block_size)
-            for some in (slice(at), slice(at, None))
-        ]
-        if any(part.num_blocks == 0 for part in parts):
-            raise UserError(
-                f"{len(owner)} tokens cannot be parted by document at {num_tokens}, with a block of {self.block_size} "
-                "on either side\ngive more text, a larger data.max_heldout_tokens, or another number"
-            )
-        return parts[0], parts[1]
 
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
@@ -195,27 +191,44 @@ def build_blocks(
     Raises:
         UserError: no document at all, or fewer tokens than one block.
     """
-    pieces: list[NDArray[np.int32]] = []
+    pieces: list[tuple[NDArray[np.int32], int]] = []
     infos: list[DocumentInfo] = []
     num_tokens = 0
     for document, ids in tokenised(in_pieces(_documents(texts), piece_size(block_size)), tokenizer):
         if max_tokens is not None and num_tokens >= max_tokens:
             break
-        pieces.append(ids)
+        pieces.append((ids, len(infos)))
         infos.append(DocumentInfo.of(document))
         num_tokens += len(ids)
     return packed(pieces, infos, block_size, "text")
 
 
 def packed(
-    pieces: Sequence[NDArray[np.int32]], infos: Sequence[DocumentInfo], block_size: int, what: str
+    pieces: Sequence[tuple[NDArray[np.int32], int]], infos: Sequence[DocumentInfo], block_size: int, what: str
 ) -> TokenBlocks:
-    """Blocks of documents that are tokens already. Raises ``UserError`` if they do not fill one; it names ``what``."""
-    check_enough(len(infos), sum(map(len, pieces)), block_size, what)
-    tokens = np.concatenate(pieces)
-    owner = np.repeat(np.arange(len(pieces), dtype=np.int32), [len(piece) for piece in pieces])
+    """Pack tokens back to back into blocks; what does not fill the last one is left out.
+
+    Args:
+        pieces: tokens int32 [tokens], and the index in ``infos`` of the document that they are of.
+        what: names the text in errors.
+
+    Raises:
+        UserError: they do not fill a block.
+    """
+    sizes = [len(piece) for piece, _ in pieces]
+    check_enough(len(infos), sum(sizes), block_size, what)
+    tokens = np.concatenate([piece for piece, _ in pieces])
+    owner = np.repeat(np.array([document for _, document in pieces], dtype=np.int32), sizes)
     whole = len(tokens) // block_size * block_size
     return TokenBlocks(tokens[:whole].reshape(-1, block_size), owner[:whole].reshape(-1, block_size), tuple(infos))
+
+
+def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:
+    """Order the items 0 to ``number`` - 1 so that all beginnings of the order are evenly spread over them.
+
+    It is the order of the fractional parts of ``offset`` plus an item times the golden ratio.
+    """
+    return np.argsort((np.arange(number) * _GOLDEN_RATIO + offset) % 1.0)
 
 
 def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str) -> None:

@@ -1,21 +1,19 @@
-"""Which documents are held out, and which of them are kept."""
+"""Decide which share of the documents is held out."""
 
 from __future__ import annotations
 
-from bisect import insort
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce, silent
-from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed
 from spkv_nas.data.config import DataConfig
 from spkv_nas.data.pieces import piece_size
-from spkv_nas.data.sources import Document, documents
+from spkv_nas.data.sources import documents
 
 _MOST_PER_TOKEN = 8  # characters; few tokenizers reach 6
+RULE = 2  # changes with which tokens are held out, so that results of another choice are not taken for these
 _LEAST = 2  # held-out documents: one alone gives no standard error
 
 
@@ -63,30 +61,3 @@ def _parted(found: list[tuple[int, int]], number: int, least: int) -> int:
     first = max(_LEAST, int(np.searchsorted(lengths, least)) + 1)
     last = min(len(found) - 1, int(np.searchsorted(lengths, lengths[-1] - least, side="right")))
     return min(max(number, first), max(last, 1))
-
-
-class HeldOut:
-    """The held-out documents of the smallest hashes, so that a limit takes an even sample, up to ``most`` tokens.
-
-    The document that reaches the limit is the last. Memory is that of the documents that are kept.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._total = 0
-        self._kept: list[tuple[str, DocumentInfo, NDArray[np.int32]]] = []  # ascending
-
-    def wants(self, document: Document) -> bool:
-        """Whether the document would be kept, by what is known so far."""
-        return self._total < self._most or document.id < self._kept[-1][0]
-
-    def add(self, document: Document, ids: NDArray[np.int32]) -> None:
-        """Take a held-out document, tokens int32 [tokens]."""
-        insort(self._kept, (document.id, DocumentInfo.of(document), ids), key=lambda one: one[0])
-        self._total += len(ids)
-        while self._total - len(self._kept[-1][2]) >= self._most:
-            self._total -= len(self._kept.pop()[2])
-
-    def blocks(self, block_size: int) -> TokenBlocks:
-        """What was kept, packed. Raises ``UserError`` if it does not fill a block."""
-        return packed([ids for *_, ids in self._kept], [info for _, info, _ in self._kept], block_size, "held-out text")

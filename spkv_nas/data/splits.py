@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
 from spkv_nas.data.blocks import TokenBlocks, tokenised
 from spkv_nas.data.cache import BlockCache, ContentKey
 from spkv_nas.data.config import DataConfig, SourceConfig
-from spkv_nas.data.heldout import HeldOut, heldout_share
+from spkv_nas.data.heldout import RULE, heldout_share
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.readers import BrokenOffError
 from spkv_nas.data.sources import Document, LeftOut, documents, heldout
+from spkv_nas.data.spread import SpreadSample
 from spkv_nas.data.tokenizer import TRAINING_PIECE, pieces, train_bpe
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 BPE_SAMPLE_CHARACTERS = 20_000_000
 _TRAIN, _TEXT = "train", "text"  # folders of a folder of the cache
+_SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
+_REACH, _LEAST_REACH = 400, 2_000_000  # characters that a sample is chosen from: for each of its tokens, at least
 _TITLE = "reading and tokenising text, kB"
 _LOCKED = "reads and tokenises the text"
 
@@ -52,9 +56,19 @@ def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrain
 
 
 def cache_split(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path, reporter: Reporter = SILENT
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    base: Path,
+    reporter: Reporter = SILENT,
+    *,
+    stretch: int | None = None,
 ) -> Path:
-    """The folder under ``cache`` with both sets of blocks, tokenised if they are not there yet.
+    """Tokenise both sets of blocks, unless they are cached, and return their folder under ``cache``.
+
+    Args:
+        stretch: tokens of text of one document that held-out blocks keep together (``spread.SpreadSample``), a multiple
+            of a block; a block by default.
 
     Raises:
         UserError: the text is not there, too short, or its blocks are damaged.
@@ -62,7 +76,7 @@ def cache_split(
     place = _place(config, tokenizer, cache, base)
 
     def has_all(folder: Path) -> bool:
-        return is_written(folder / _TRAIN) and _heldout_file(folder, config).is_file()
+        return is_written(folder / _TRAIN) and _heldout_file(folder, config, stretch).is_file()
 
     folder = place.find(has_all)
     if folder is None:
@@ -70,32 +84,38 @@ def cache_split(
             folder = place.find(has_all)
             if folder is None:
                 with BlockWriter(place.partial, config.block_size, "training text") as writer:
-                    folder = _write_split(config, tokenizer, place, base, reporter, writer)
+                    folder = _write_split(config, tokenizer, place, base, reporter, writer, stretch)
     check_blocks(folder / _TRAIN)
     for note in read_notes(folder / _TRAIN):
         reporter.announce(note)
     return folder
 
 
-def read_split(folder: Path, config: DataConfig) -> tuple[TokenBlocks, TokenBlocks]:
+def read_split(folder: Path, config: DataConfig, *, stretch: int | None = None) -> tuple[TokenBlocks, TokenBlocks]:
     """(training, held-out) blocks of a folder that ``cache_split`` gave."""
-    return map_blocks(folder / _TRAIN), TokenBlocks.read(_heldout_file(folder, config))
+    return map_blocks(folder / _TRAIN), TokenBlocks.read(_heldout_file(folder, config, stretch))
 
 
 def load_heldout(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path, reporter: Reporter = SILENT
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    base: Path,
+    reporter: Reporter = SILENT,
+    *,
+    stretch: int | None = None,
 ) -> TokenBlocks:
-    """The held-out blocks alone, without tokenising the rest."""
+    """The held-out blocks alone, without tokenising the rest; ``stretch`` is that of ``cache_split``."""
     place = _place(config, tokenizer, cache, base)
 
     def has_it(folder: Path) -> bool:
-        return _heldout_file(folder, config).is_file()
+        return _heldout_file(folder, config, stretch).is_file()
 
     folder = place.find(has_it)
     if folder is None:
         with locked(cache, _LOCKED, reporter.announce):
-            folder = place.find(has_it) or _write_split(config, tokenizer, place, base, reporter)
-    return TokenBlocks.read(_heldout_file(folder, config))
+            folder = place.find(has_it) or _write_split(config, tokenizer, place, base, reporter, stretch=stretch)
+    return TokenBlocks.read(_heldout_file(folder, config, stretch))
 
 
 def load_text(
@@ -111,11 +131,15 @@ def load_text(
     """The blocks of a text that is not parted, cached under ``cache`` too.
 
     Args:
-        max_tokens: stop after the document that reaches this many tokens.
+        max_tokens: take so many tokens at least (all of a shorter text), spread over the documents: of each a block
+            before a second of any. Documents are chosen by their hashes among the first of the text, which has
+            ``_REACH`` times as many characters (at least ``_LEAST_REACH``).
 
     Raises:
         UserError: the text is not there, too short, or its blocks are damaged.
     """
+    if max_tokens is not None:
+        return _load_sample(sources, tokenizer, cache, base, block_size, max_tokens, reporter)
     place = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole")
 
     def has_it(folder: Path) -> bool:
@@ -127,43 +151,91 @@ def load_text(
             folder = place.find(has_it)
             if folder is None:
                 left_out = LeftOut()
-                with reporter.bar(_TITLE) as progress, BlockWriter(place.partial, block_size, "text") as writer:
+                with reporter.bar(_TITLE) as progress:
                     found = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
-                    folder = _write_text(found, tokenizer, place, writer, max_tokens, left_out)
+                    folder = _write_text(found, tokenizer, place, block_size, left_out)
     check_blocks(folder / _TEXT)
     for note in read_notes(folder / _TEXT):
         reporter.announce(note)
     return map_blocks(folder / _TEXT)
 
 
+def _load_sample(
+    sources: Sequence[str | SourceConfig],
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path,
+    base: Path,
+    block_size: int,
+    max_tokens: int,
+    reporter: Reporter,
+) -> TokenBlocks:
+    """``load_text`` with a limit."""
+    place = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} sample-{RULE}")
+
+    def has_it(folder: Path) -> bool:
+        return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
+
+    folder = place.find(has_it)
+    if folder is None:
+        with locked(cache, _LOCKED, reporter.announce):
+            folder = place.find(has_it)
+            if folder is None:
+                left_out = LeftOut()
+                with reporter.bar(_TITLE) as progress:
+                    found = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
+                    folder = _write_sample(found, tokenizer, place, block_size, max_tokens, left_out)
+    for note in read_json(folder / _NOTES, "notes on a text").get("notes", []):
+        reporter.announce(str(note))
+    return TokenBlocks.read(folder / _SAMPLE)
+
+
 def _write_text(
     found: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
     place: BlockCache,
-    writer: BlockWriter,
-    max_tokens: int | None,
+    block_size: int,
     left_out: LeftOut,
 ) -> Path:
-    """All of a text, up to the document that reaches ``max_tokens``."""
+    """Write the blocks of a whole text."""
     seen = _Seen(left_out)
-
-    def new() -> Iterator[Document]:
-        for document in found:
-            if writer.has(document):
-                seen.add(document)
-            else:
-                yield document
-
-    with _going_on(writer):
-        for document, ids in tokenised(new(), tokenizer):
-            if max_tokens is not None and writer.num_tokens >= max_tokens:
-                break
-            seen.add(document)
+    with BlockWriter(place.partial, block_size, "text") as writer, _going_on(writer):
+        new = (document for document in seen.pass_on(found) if not writer.has(document))
+        for document, ids in tokenised(new, tokenizer):
             writer.add(document, ids)
-    folder = place.folder(seen.content)
-    writer.finish(folder / _TEXT, seen.notes())
+        folder = place.folder(seen.content)
+        writer.finish(folder / _TEXT, seen.notes())
     place.remember(folder)
     return folder
+
+
+def _write_sample(
+    found: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    place: BlockCache,
+    block_size: int,
+    max_tokens: int,
+    left_out: LeftOut,
+) -> Path:
+    """Write a sample of a text, spread over the documents at its beginning."""
+    seen, kept = _Seen(left_out), SpreadSample(max_tokens, block_size)
+    reach = max(_LEAST_REACH, _REACH * max_tokens)
+    wanted = (document for document in _first(seen.pass_on(found), reach) if kept.wants(document))
+    for document, ids in tokenised(wanted, tokenizer):
+        kept.add(document, ids)
+    folder = place.folder(seen.content)
+    kept.blocks(block_size, "text").save(folder / _SAMPLE)
+    write_json(folder / _NOTES, {"notes": seen.notes()})
+    place.remember(folder)
+    return folder
+
+
+def _first(found: Iterable[Document], characters: int) -> Iterator[Document]:
+    """Documents up to the one that reaches so many characters."""
+    for document in found:
+        yield document
+        characters -= len(document.text)
+        if characters <= 0:
+            return
 
 
 def _write_split(
@@ -173,11 +245,12 @@ def _write_split(
     base: Path,
     reporter: Reporter,
     writer: BlockWriter | None = None,
+    stretch: int | None = None,
 ) -> Path:
     """Both sets of blocks, in one pass; without a writer the held-out ones alone."""
     share = heldout_share(config, base, reporter.announce)
     left_out = LeftOut()
-    seen, kept = _Seen(left_out), HeldOut(config.max_heldout_tokens)
+    seen, kept = _Seen(left_out), SpreadSample(config.max_heldout_tokens, stretch or config.block_size)
 
     def new(found: Iterable[Document]) -> Iterator[Document]:
         for document in found:
@@ -198,7 +271,8 @@ def _write_split(
             elif writer is not None:
                 writer.add(document, ids)
     folder = place.folder(seen.content)
-    kept.blocks(config.block_size).save(_heldout_file(folder, config))
+    blocks = kept.blocks(config.block_size, "held-out text", balanced=True)
+    blocks.save(_heldout_file(folder, config, stretch))
     if writer is not None:
         writer.finish(folder / _TRAIN, seen.notes())
     place.remember(folder)
@@ -225,6 +299,12 @@ class _Seen:
         self._names: list[str] = []
         self._documents = self._pieces = 0
 
+    def pass_on(self, found: Iterable[Document]) -> Iterator[Document]:
+        """Add each document, and pass it on."""
+        for document in found:
+            self.add(document)
+            yield document
+
     def add(self, document: Document) -> None:
         """The next document."""
         self.content.add(document)
@@ -248,8 +328,8 @@ class _Seen:
         return [f"{len(self._names)} documents are long: their {self._pieces} pieces serve as documents"]
 
 
-def _heldout_file(folder: Path, config: DataConfig) -> Path:
-    return folder / f"heldout-{config.max_heldout_tokens}.npz"
+def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:
+    return folder / f"heldout-{RULE}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
 
 
 def _place(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> BlockCache:

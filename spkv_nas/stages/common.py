@@ -158,7 +158,7 @@ class Subject:
         else:
             whole = self._held_out(tokenizer, limit and limit // length, reporter)
             text = recipe.data.model_dump(mode="json")
-        blocks = whole if limit is None else whole.take(limit // length)
+        blocks = whole if limit is None else whole.spread(limit // length)
         if limit is None and tokens is not None:
             blocks = whole.spread(max(1, tokens // length))
         for part in (blocks, train):
@@ -181,7 +181,8 @@ class Subject:
 
         recipe = self.recipe
         cache = self.options.place.run_dir(recipe.name) / "blocks"
-        text = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter))
+        stretch = recipe.heldout_stretch
+        text = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter, stretch=stretch))
         if recipe.data.mix is None:
             return text
         total = min(text.num_blocks, most or text.num_blocks)
@@ -198,12 +199,13 @@ class Subject:
         from spkv_nas.data.config import DataConfig
         from spkv_nas.data.splits import cache_split, read_split
 
-        data, base, name = self.recipe.data, self.base, self.recipe.name
+        data, base, name, stretch = self.recipe.data, self.base, self.recipe.name, self.recipe.heldout_stretch
         if self.options.data:
             data, base, name = DataConfig(sources=[*self.options.data], block_size=length), Path(), self.name
+            stretch = length
         cache = self.options.place.run_dir(name) / "blocks"
-        folder = on_main(partial(cache_split, data, tokenizer, cache, base, reporter))
-        return read_split(folder, data)
+        folder = on_main(partial(cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
+        return read_split(folder, data, stretch=stretch)
 
 
 def check_positions(model: PreTrainedModel, length: int, option: str) -> None:

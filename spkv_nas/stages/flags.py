@@ -70,7 +70,9 @@ _BUDGETS = Flag(
     "Global KV heads: a number, a share such as 25%, or several: 12,18,24, 6..40, 10%..50%, 6..40:2.",
     ("--budget", "-b"), "N|N%|LIST|RANGE",
 )  # fmt: skip
-_MAX_TOKENS = Flag("Use at most so many tokens, from the first.", low=1, high=MOST_WHOLE)
+_MAX_TOKENS = Flag(
+    "Use at most N tokens, spread over the documents: a block of each before a second of any.", low=1, high=MOST_WHOLE
+)
 _BLOCK_SIZE = Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)

@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes, on_main
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_json, sha256_file, write_json
+from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.manifest import (
-    MANIFEST,
     WEIGHT_ENDINGS,
     check_manifest,
     is_complete,
@@ -31,6 +30,7 @@ from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import new_folder
 from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.data.heldout import RULE
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.sweep import Evaluation, evaluate
 from spkv_nas.model.checkpoint import checkpoint_hash, load_on
@@ -138,31 +138,23 @@ class Trunk:
 def branch_folder(
     recipe: Recipe, dense: Path, runs: Path, variant: Variant, seed: int, *, origin: str | None = None
 ) -> Path:
-    """Of a branch below ``runs``, trained or not. One that the first version finished under its own name keeps it.
+    """Name the folder of a branch below ``runs``, trained or not.
 
     ``origin`` is ``checkpoint_hash(dense)``, which takes a while for weights without a manifest.
     """
-    own = runs / "branches" / branch_key(recipe, origin or checkpoint_hash(dense), variant, seed)
-    first = runs / "branches" / first_key(recipe, dense, variant, seed)
-    return first if not own.exists() and is_finished(first / "final") else own
+    return runs / "branches" / branch_key(recipe, origin or checkpoint_hash(dense), variant, seed)
 
 
 def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
-    """Name of a branch's folder: the variant, and a hash of all that decides the result.
+    """Name of a branch's folder: the variant, and a hash of all that decides the result, the held-out text included.
 
     ``origin`` is the identity of the dense checkpoint's weights.
     """
     sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]
     if variant.kind is Kind.SP_KV:
         sections.append("gates")
-    parts = [recipe.content_hash(*sections), seed, origin]
+    parts = [recipe.content_hash(*sections), seed, origin, RULE]
     return f"{variant.key}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}-seed{seed}"
-
-
-def first_key(recipe: Recipe, dense: Path, variant: Variant, seed: int) -> str:
-    """The name in the first version: it changed with the dense run's log, which says how fast it trained."""
-    manifest = dense / MANIFEST
-    return branch_key(recipe, sha256_file(manifest) if manifest.is_file() else str(dense), variant, seed)
 
 
 def train_branch(
@@ -267,7 +259,7 @@ def _trainer(
     if setup.extension is not None:
         trainer.add_callback(ExtensionCallback(setup.extension))
     if setup.gates is not None and recipe.evaluation.every is not None:
-        part = corpus.heldout.take(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
+        part = corpus.heldout.spread(max(1, recipe.evaluation.max_tokens // corpus.heldout.block_size))
         trainer.add_callback(HeldoutCallback(trainer, part, recipe.evaluation.every))
     return trainer
 

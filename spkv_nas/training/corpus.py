@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,6 +25,9 @@ from spkv_nas.training.optimizer import check_optimizer
 from spkv_nas.training.recipe import OFFLOAD, Recipe
 from spkv_nas.training.trackers import check_trackers
 
+if TYPE_CHECKING:
+    from hashlib import _Hash as Digest
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -35,14 +39,24 @@ class Corpus:
     essays: Essays | None = None
 
     @cached_property
+    def training_text(self) -> str:
+        """Hash what is learned from: 16 digits that change with any document, the number of tokens, and the essays."""
+        return self._training_hash.hexdigest()[:16]
+
+    @cached_property
     def text(self) -> str:
-        """16 hexadecimal digits that change with any document, with the number of their tokens, and with the essays."""
+        """Hash the training text and the held-out text, as ``training_text`` does the first."""
+        key = self._training_hash.copy()
+        self.heldout.feed(key)
+        return key.hexdigest()[:16]
+
+    @cached_property
+    def _training_hash(self) -> Digest:
         key = hashlib.sha256()
-        for blocks in (self.train, self.heldout):
-            blocks.feed(key)
+        self.train.feed(key)
         if self.essays is not None:
             key.update(repr(self.essays).encode("utf-8", "surrogatepass"))
-        return key.hexdigest()[:16]
+        return key
 
 
 def join_processes(recipe: Recipe, device: str | None = None) -> None:
@@ -70,15 +84,17 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
         base: folder that the recipe's relative paths start from.
         reporter: shows how far it is, and is told if another process is at it, for which this one waits.
     """
+    stretch = recipe.heldout_stretch
 
     def prepare() -> tuple[str, Path]:
         with locked(folder, "reads and tokenises the text", reporter.announce):
             source = recipe.tokenizer.path if recipe.tokenizer is not None else recipe.model.path
             source = source or str(_own_tokenizer(recipe, base, folder, reporter))
-            return source, cache_split(recipe.data, load_tokenizer(source), folder / "blocks", base, reporter)
+            tokenizer = load_tokenizer(source)
+            return source, cache_split(recipe.data, tokenizer, folder / "blocks", base, reporter, stretch=stretch)
 
     source, blocks = on_main(prepare)
-    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data), read_essays(recipe, base))
+    return Corpus(load_tokenizer(source), *read_split(blocks, recipe.data, stretch=stretch), read_essays(recipe, base))
 
 
 def read_essays(recipe: Recipe, base: Path) -> Essays | None:

@@ -74,7 +74,8 @@ def train_dense(
     Args:
         reporter: shows the steps, and is told if another process trains it already, for which this one waits.
     """
-    on_main(lambda: check_text(folder, corpus.text, tokenizer_folder(recipe, folder.parent)))
+    tokenizer = tokenizer_folder(recipe, folder.parent)
+    on_main(lambda: check_text(folder, corpus.training_text, tokenizer, key="training_text"))
     if not is_dense_trained(folder):
         with run_lock(folder, reporter.announce):
             if not is_dense_trained(folder):

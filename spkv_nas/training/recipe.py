@@ -256,6 +256,11 @@ class Recipe(Section):
         extend = phase.extend if isinstance(phase, BranchConfig) else None
         return 1 if extend is None else extend.block_size // self.data.block_size
 
+    @property
+    def heldout_stretch(self) -> int:
+        """Tokens of one document that held-out blocks keep together: as many as the longest block has."""
+        return self.least_blocks(self.branch) * self.data.block_size
+
     def _check_from_scratch(self) -> None:
         if self.dense is None:
             raise ValueError("gates.training: from-scratch needs a new model (model.config and 'dense')")

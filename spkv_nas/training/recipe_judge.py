@@ -1,7 +1,7 @@
 """The judge of a search: a recipe's dense checkpoint scores layouts, and its branches retrain them.
 
 What a layout measures lies in files named by its hash, which make a result of an interrupted search good for the next
-one. Held-out text is parted by document: scores and short retrainings count on the first documents alone, full
+one. Held-out text is parted by document: scores and short retrainings count on documents of the first half alone, full
 retrainings on the others.
 """
 
@@ -106,7 +106,7 @@ class RecipeJudge:
                 f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
                 "give more text, a larger data.heldout or more --max-tokens"
             )
-        return heldout.take(number)
+        return heldout.take(heldout.num_blocks // 2).spread(number)  # documents of the other half remain unseen
 
     @property
     def _seen(self) -> np.ndarray:

@@ -134,19 +134,21 @@ def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
         lock.free()
 
 
-def check_text(folder: Path, text: str, tokenizer: Path | None = None) -> None:
+def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: str = "text") -> None:
     """Note with a run which text it learns from, or see that it is the same; ``text`` is its hash.
 
     Args:
+        key: names what ``text`` is a hash of; a note without it, of another version, is replaced.
         tokenizer: what was trained on the text before it, if it is there.
 
     Raises:
         UserError: the run has begun, or was finished, on another text.
     """
     file = folder / _TEXT
-    if not file.is_file():
-        write_json(file, {"text": text})
-    elif read_json(file, "note of a run's text").get("text") != text:
+    known = read_json(file, "note of a run's text").get(key) if file.is_file() else None
+    if known is None:
+        write_json(file, {key: text})
+    elif known != text:
         beside = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
         raise UserError(
             f"the text has changed since {folder} was begun: a file was edited, added or removed\n"

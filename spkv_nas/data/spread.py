@@ -1,0 +1,132 @@
+"""Choose a limited sample of a text that is spread over its documents, while the documents pass one by one.
+
+A standard error by document is only as good as the number of documents, so a sample takes one stretch of every document
+before it takes a second of any. A stretch is a whole block (or several, where blocks will be longer), so that the
+context of its tokens is text of one document; documents shorter than that are packed together.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
+from spkv_nas.data.sources import Document
+
+_LARGEST_SHARE = 0.1  # of the tokens that one document may hold, where there are enough documents
+_TWICE_EVEN = 2.0  # times its even share that it may hold where there are few
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, order=True)
+class _Key:
+    """Order in which stretches are taken: by round, then by the hash of the document."""
+
+    round: int
+    document: str
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    key: _Key
+    start: int
+    info: DocumentInfo
+    tokens: Tokens
+
+
+class SpreadSample:
+    """A sample of at least ``most`` tokens, or all of them: stretches of the documents of the smallest hashes.
+
+    Which stretches are taken depends on the documents' content alone. Documents that are added can displace the last
+    stretches; they never move others. Memory is that of the stretches that are kept.
+
+    Args:
+        most: tokens after which no further stretch is taken.
+        stretch: tokens of a stretch, a multiple of the size of the blocks.
+    """
+
+    def __init__(self, most: int, stretch: int) -> None:
+        self._most, self._stretch = most, stretch
+        self._total = 0
+        self._kept: list[_Stretch] = []  # ascending by key
+
+    def wants(self, document: Document) -> bool:
+        """Whether a stretch of the document would be kept, by what is known so far."""
+        return self._takes(_Key(0, document.id))
+
+    def add(self, document: Document, ids: Tokens) -> None:
+        """Take stretches of a document, tokens int32 [tokens]."""
+        size, info = self._stretch, DocumentInfo.of(document)
+        # Cut it into whole stretches in an order spread over the document; what remains of it comes last
+        whole = len(ids) // size
+        starts = [size * int(number) for number in spread_order(whole, int(document.id[8:16], 16) / 2**32)]
+        starts += [size * whole] if len(ids) > size * whole else []
+        # Keep those that precede the last one kept, and drop what the limit no longer needs
+        for number, start in enumerate(starts):
+            key = _Key(number, document.id)
+            if not self._takes(key):
+                break
+            part = ids[start : start + size].copy()
+            insort(self._kept, _Stretch(key, start, info, part), key=lambda stretch: stretch.key)
+            self._total += len(part)
+        while self._total - len(self._kept[-1].tokens) >= self._most:
+            self._total -= len(self._kept.pop().tokens)
+
+    def blocks(self, block_size: int, what: str, *, balanced: bool = False) -> TokenBlocks:
+        """Pack the sample into blocks, document by document in the order of their hashes.
+
+        Args:
+            what: names the text in errors.
+            balanced: leave out stretches of documents that would hold more than a tenth of the tokens (or twice an even
+                share, where there are fewer than 20 documents).
+
+        Raises:
+            UserError: the sample does not fill a block.
+        """
+        kept = _balanced(self._kept) if balanced else self._kept
+        kept = sorted(kept, key=lambda stretch: (stretch.key.document, stretch.start))
+        infos = {stretch.key.document: stretch.info for stretch in kept}
+        owner = {document: number for number, document in enumerate(infos)}
+        pieces = [(stretch.tokens, owner[stretch.key.document]) for stretch in kept]
+        return packed(_aligned(pieces, self._stretch), list(infos.values()), block_size, what)
+
+    def _takes(self, key: _Key) -> bool:
+        return self._total < self._most or key < self._kept[-1].key
+
+
+def _balanced(kept: Sequence[_Stretch]) -> Sequence[_Stretch]:
+    """The stretches of the most rounds in which no document holds too many of the tokens, of one round at least."""
+    rounds = max((stretch.key.round for stretch in kept), default=0)
+    for last in range(rounds, 0, -1):
+        tokens: dict[str, int] = {}
+        for stretch in kept:
+            if stretch.key.round <= last:
+                tokens[stretch.key.document] = tokens.get(stretch.key.document, 0) + len(stretch.tokens)
+        if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(tokens.values()):
+            return [stretch for stretch in kept if stretch.key.round <= last]
+    return [stretch for stretch in kept if stretch.key.round == 0]
+
+
+def _aligned(pieces: Sequence[tuple[Tokens, int]], size: int) -> list[tuple[Tokens, int]]:
+    """Order pieces so that those of ``size`` tokens start at multiples of it, with shorter ones packed between them."""
+    ordered: list[tuple[Tokens, int]] = []
+    waiting: list[tuple[Tokens, int]] = []
+    num_waiting = 0
+    for tokens, owner in pieces:
+        if len(tokens) == size:
+            ordered.append((tokens, owner))
+            continue
+        # Let short pieces wait until they fill a stretch; the last of them is cut there
+        room = size - num_waiting
+        waiting.append((tokens[:room], owner))
+        num_waiting += len(tokens[:room])
+        if num_waiting == size:
+            ordered += waiting
+            rest = tokens[room:]
+            waiting, num_waiting = ([(rest, owner)] if len(rest) else []), len(rest)
+    return ordered + waiting
