@@ -243,3 +243,10 @@ def test_positions_of_unequal_parts_are_logarithmic(last: int) -> None:
     assert (chart.x.log, chart.x.high) == (last == 90, last)
     line = next(mark for mark in chart.marks if isinstance(mark, Line))
     assert all(0 <= chart.x.fraction(x) <= 1 for x in line.x)
+
+
+def test_an_error_bar_that_reaches_below_zero_ends_at_a_logarithmic_axis() -> None:
+    """The report failed on a layout whose change of NLL is smaller than its standard error."""
+    axis = log_axis("ΔNLL %", 0.02, 20.0)
+    assert axis.fraction(0.02 - 0.1) == axis.fraction(axis.low) == 0.0
+    assert axis.fraction(axis.high) == 1.0

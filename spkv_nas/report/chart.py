@@ -34,9 +34,12 @@ class Axis:
     log: bool = False
 
     def fraction(self, value: float) -> float:
-        """Where a value lies: 0 at ``low``, 1 at ``high``."""
+        """Return where a value lies: 0 at ``low``, 1 at ``high``.
+
+        On a logarithmic axis what lies below ``low``, such as the lower end of a wide error bar, is drawn at ``low``.
+        """
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
