@@ -189,7 +189,7 @@ def make_domain_table(
             "kv_head": head,
             "domain": domain,
             "density": density[layer, head],
-            "num_tokens": 1000 * (number + 1),
+            "num_tokens": 2000 * (number + 1),
             "num_documents": 10,
             "standard_error": 0.01 if number else np.nan,
         }

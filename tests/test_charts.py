@@ -227,7 +227,7 @@ def test_profiles() -> None:
     table = make_domain_table(("code", "docs"), positions=make_positions())
     domains = domain_profile(table)
     assert domains["agreement"].tolist() == pytest.approx([1.0, 1.0])
-    assert domains["num_tokens"].tolist() == [1000, 2000]
+    assert domains["num_tokens"].tolist() == [2000, 4000]
     positions = position_profile(table)
     assert positions is not None
     assert positions["mean"].tolist() == pytest.approx([0.05, 0.13])
