@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spkv_nas.base.files import read_yaml, write_yaml
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import parse_json, parse_yaml, read_yaml, write_yaml
 
 
 @pytest.mark.parametrize("text", ["1e5", "1234e5678901", "12.5e-3", "true", "null", "2024-13-45", "0x1f", "ab: c"])
@@ -21,3 +22,23 @@ def test_a_list_that_stands_twice_can_be_read_again(tmp_path: Path) -> None:
     taus = [0.1, 0.5]
     write_yaml(tmp_path / "a.yaml", {"one": taus, "other": taus})
     assert read_yaml(tmp_path / "a.yaml", "test") == {"one": taus, "other": taus}
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, "0x" + "f" * 5000, "0b" + "1" * 333, "1" + ":59" * 400])
+def test_a_number_of_thousands_of_digits_is_refused(number: str) -> None:
+    """YAML's hexadecimal ones were read, and whatever wrote or divided them later ended in an error of Python's."""
+    with pytest.raises(UserError, match="more than 100 digits"):
+        parse_yaml(f"steps: {number}", "record x.yaml")
+    if number.isdecimal():
+        with pytest.raises(ValueError, match="more than 100 digits"):
+            parse_json(f'{{"steps": {number}}}')
+
+
+def test_large_numbers_are_read() -> None:
+    assert parse_yaml(f"a: {10**30}\nb: 0xff\nc: -{10**99}\nd: 1:30", "x") == {
+        "a": 10**30,
+        "b": 255,
+        "c": -(10**99),
+        "d": 90,
+    }
+    assert parse_json(f"[{10**30}, -3]") == [10**30, -3]

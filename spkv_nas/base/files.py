@@ -16,7 +16,7 @@ import re
 import tempfile
 import warnings
 import zipfile
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ _MOST_BYTES = 64 << 20  # of a text file that is read whole
 _MOST_YAML = 2 << 20  # characters; the parser takes some seconds for them
 _MOST_UNPACKED = 1 << 30, 100  # bytes of the arrays of a file, or times its own bytes if that is more
 _MOST_DEPTH = 100  # of brackets or indentations within each other
+_MOST_BITS = 332  # of a whole number: a hundred digits, which a float can hold and Python can write
 
 
 StrPath = str | os.PathLike[str]  # what public functions take for a file or a folder
@@ -219,11 +220,22 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_bounded_int(self, node: yaml.ScalarNode) -> int:
+        return _bounded(node.value, lambda _: int(self.construct_yaml_int(node)))
+
+
+def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
+    """Parse a whole number. Raises ``ValueError`` for one that Python could not write or divide."""
+    if len(text) <= _MOST_BITS + 2 and (number := parse(text)).bit_length() <= _MOST_BITS:
+        return number
+    raise ValueError("a number of more than 100 digits, which no such file has")
+
 
 def _refusal(reason: str, event: Any) -> yaml.YAMLError:
     return yaml.composer.ComposerError(None, None, reason, event.start_mark)
 
 
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_bounded_int)
 for _yaml_class in (_StrictLoader, _PlainDumper):
     _yaml_class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
@@ -253,10 +265,15 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
     return data
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON of a foreign file. Raises ``ValueError`` also for a whole number of more than 100 digits."""
+    return json.loads(text, parse_int=_bounded)
+
+
 def read_json(path: Path, what: str) -> dict[str, Any]:
     """Parse a JSON object. Raises ``UserError`` naming the file."""
     try:
-        data = json.loads(read_text(path, what))
+        data = parse_json(read_text(path, what))
     except (ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise

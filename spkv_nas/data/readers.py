@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.files import is_file, is_folder
+from spkv_nas.base.files import is_file, is_folder, parse_json
 from spkv_nas.data import installed, stdlib
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.pieces import cut
@@ -300,7 +300,7 @@ def _json_lines(file: Path, read: Read) -> Iterator[Row]:
 
 def _json_object(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not valid JSON: {first_line(error)}") from error
     if not isinstance(row, dict):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text, write_atomic
+from spkv_nas.base.files import parse_json, read_text, write_atomic
 
 _MOST_BYTES = 1 << 34
 
@@ -35,7 +35,7 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
     try:
         text = read_text(file, "samples", most=_MOST_BYTES)
         return [
-            json.loads(line) for line in text.removesuffix("\n").split("\n")
+            parse_json(line) for line in text.removesuffix("\n").split("\n")
         ]  # other line breaks are of the samples
     except ValueError as error:
         raise UserError(f"{file} is damaged\nremove it and run the command again") from error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_text
+from spkv_nas.base.files import parse_json, read_text
 
 SQUAD, HOTPOT = "qa_1", "qa_2"  # the tasks that each form of a file is for
 _MOST_BYTES = 1 << 30
@@ -36,7 +35,7 @@ class Questions:
     def read(cls, file: Path) -> Questions:
         """A file in the form of SQuAD or HotpotQA. Raises ``UserError``: neither, or no question has an answer."""
         try:
-            content = json.loads(read_text(file, "questions", most=_MOST_BYTES))
+            content = parse_json(read_text(file, "questions", most=_MOST_BYTES))
             found = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
