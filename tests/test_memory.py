@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+from checkpoint_cases import change_config
+from configs import CONFIGS
 from helpers import fails, tiny_model
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -13,7 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.base.progress import Reporter
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.shape import check_size, check_tokens
+from spkv_nas.model.shape import check_keys, check_size, check_tokens
 from spkv_nas.stages.common import Subject
 from spkv_nas.stages.evaluate import evaluate
 from spkv_nas.stages.options import EvaluateOptions, SubjectOptions
@@ -75,6 +80,33 @@ class TestConfigs:
         given = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, **options}
         with pytest.raises(UserError, match=message):
             check_size(AutoConfig.for_model(**given), 4)
+
+    @pytest.mark.parametrize(
+        ("kind", "given", "message"),
+        [
+            ("llama", {"num_keY_value_heads": 2}, "'num_keY_value_heads'; did you mean 'num_key_value_heads'?"),
+            ("gemma3", {"text_config": {"hidden_sice": 8}}, "x.text_config: unknown key 'hidden_sice'; did you mean"),
+            ("llama", {"zzz": 1}, "unknown key 'zzz'; known keys: "),
+            ("llama", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+            ("gemma3_text", {"sliding_window_pattern": 6}, None),
+            ("qwen2", {"head_dim": 8, "max_window_layers": 2}, None),
+            ("gpt2", {"n_head": 2, "num_attention_heads": 2, "num_labels": 3}, None),
+        ],
+    )
+    def test_keys_that_a_config_does_not_know(self, kind: str, given: dict[str, Any], message: str | None) -> None:
+        """transformers keeps them as attributes: ``num_keY_value_heads: 2`` gave 4 KV heads."""
+        config = AutoConfig.for_model(kind, **given)
+        with nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message)):
+            check_keys(config, given, "x")
+
+    @pytest.mark.parametrize("config", list(CONFIGS.values()), ids=CONFIGS)
+    def test_published_configs_are_known(self, config: dict[str, Any]) -> None:
+        check_keys(AutoConfig.for_model(**config), config, "x")
+
+    def test_labels_that_a_decoder_has_no_use_for(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """A dictionary of them is built before anything is loaded: ten million took minutes."""
+        change_config(folder, lambda config: config.update(num_labels=10_000_000))
+        assert "'num_labels' in its config is 1e+07; more than 10,000" in fails(capsys, "cost", "--model", folder)
 
     def test_tokens_of_another_model(self) -> None:
         check_tokens(tiny_model(), 96)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import weights
+from helpers import fails, weights
 from transformers import TrainerState
 
 from spkv_nas.artifacts.layout import Layout
@@ -180,6 +180,13 @@ def test_logs_are_tables(tmp_path: Path) -> None:
     write_density_log(state, tmp_path / "none.csv")
     assert (tmp_path / "train.csv").read_text() == "step,loss,learning_rate,density,tokens_per_second\n"
     assert not (tmp_path / "none.csv").exists()
+
+
+def test_a_typo_in_the_config_of_a_new_model(recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model was trained with another number of KV heads than the recipe seemed to say."""
+    recipe_file.write_text(recipe_file.read_text().replace("num_key_value_heads", "num_keY_value_heads"))
+    message = fails(capsys, "train", recipe_file, "--workspace", recipe_file.parent, "--device", "cpu")
+    assert "model.config: unknown key 'num_keY_value_heads'; did you mean 'num_key_value_heads'?" in message
 
 
 def test_less_text_than_a_batch(recipe: Recipe, corpus: Corpus, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -50,11 +50,15 @@ def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
         return f"key '{key}' is missing"
     if problem["type"] == "extra_forbidden":
         known = _known_keys(schema, location[:-1])
-        near = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key '{key}'; {hint}"
+        return f"unknown key '{key}'; {suggestion(str(location[-1]), known)}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MOST_SHOWN)}"
+
+
+def suggestion(key: str, known: Sequence[str]) -> str:
+    """Offer the nearest of the known keys, or all of them where none is near."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
 
 
 def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:

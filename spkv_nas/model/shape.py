@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,12 +14,20 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from spkv_nas.artifacts.shape import HeadShape, ModelSize
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
+from spkv_nas.base.schema import suggestion
 from spkv_nas.model.gates import predictor_parameters
 
 MOST_LAYERS = 1000  # several times as many as any decoder has; a million would be built one by one
 _MOST_EXPERTS = 100_000
 _LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
+_MOST_LABELS = 10_000  # of a classifier; a dictionary of them is built, of which a decoder has no use
 _EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"}
+_READ_BY_MODELS = {"model_type", "head_dim"}  # by decoders whose config class has no such field
+_MOST_COUNTS = {
+    **dict.fromkeys(_LAYER_COUNTS, MOST_LAYERS),
+    **dict.fromkeys(_EXPERT_COUNTS, _MOST_EXPERTS),
+    "num_labels": _MOST_LABELS,
+}
 
 
 def config_shape(config: PreTrainedConfig) -> HeadShape:
@@ -91,7 +100,7 @@ def check_tokens(model: PreTrainedModel, largest: int) -> None:
 
 
 def check_counts(config: Mapping[str, Any], what: str) -> None:
-    """Refuse a config that asks for more layers or experts than there are in any model, sections included.
+    """Refuse a config that asks for more layers, experts or labels than any model has, sections included.
 
     Args:
         config: as ``config.json`` has it, before any library builds lists as long as it says.
@@ -103,9 +112,31 @@ def check_counts(config: Mapping[str, Any], what: str) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping) and key != "spkv":  # which has a schema of its own
             check_counts(value, what)
-        most = MOST_LAYERS if key in _LAYER_COUNTS else _MOST_EXPERTS if key in _EXPERT_COUNTS else None
+        most = _MOST_COUNTS.get(key)
         if most is not None and isinstance(value, int | float) and value > most:
             raise UserError(f"{what}: '{key}' in its config is {value:.6g}; more than {most:,} are not supported")
+
+
+def check_keys(config: PreTrainedConfig, given: Mapping[str, Any], what: str) -> None:
+    """Refuse keys that mean nothing to the class of a config, which keeps them without a word, sections included.
+
+    Older names of keys are known: the class takes them apart, so that they are no attributes (``rope_theta``), or its
+    ``__post_init__`` names them (``sliding_window_pattern`` of Gemma 3).
+
+    Args:
+        config: made of ``given``.
+        what: begins the error ("recipe NAME: model.config").
+
+    Raises:
+        UserError: naming the key, and the nearest one that there is.
+    """
+    known = {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
+    older = {one for one in type(config).__post_init__.__code__.co_consts if isinstance(one, str)}
+    for key, value in given.items():
+        if key in vars(config) and key not in known | older:
+            raise UserError(f"{what}: unknown key '{key}'; {suggestion(key, sorted(known))}")
+        if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(value, Mapping):
+            check_keys(section, value, f"{what}.{key}")
 
 
 def check_size(

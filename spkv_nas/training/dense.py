@@ -25,7 +25,7 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.manifest import is_complete, write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.replace import new_folder
-from spkv_nas.model.shape import check_counts, check_size
+from spkv_nas.model.shape import check_counts, check_keys, check_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.corpus import Corpus, tokenizer_folder
@@ -120,6 +120,7 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     check_counts(options, _about(recipe))  # first, because lists are made as long as it says
     with _as_user_error(recipe):
         config: PreTrainedConfig = AutoConfig.for_model(**options)
+    check_keys(config, recipe.model.config or {}, _about(recipe))
     return config
 
 
