@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import write_atomic
+from spkv_nas.base.files import write_atomic, write_json
+from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.base.version import __version__
 from spkv_nas.proposal.foreign_formats import CONFIG_NAME, TSV_NAME, HeadScores, read_scores
 
@@ -111,8 +111,10 @@ def _target_files(target: Path) -> list[Path]:
 def _write_duo_attention(files: Sequence[Path], scores: HeadScores) -> str:
     sizes = {"sink_size": scores.sink_size, "recent_size": scores.window}
     config = {**sizes, "source": scores.source, "created_by": _CREATED_BY}
-    write_atomic(files[1], json.dumps(config, indent=2) + "\n")
-    write_atomic(files[0], _lines(scores.values, "{:.18e}"))
+    folder = files[0].parent
+    with (replacing if folder.is_dir() else new_folder)(folder) as new:  # both files, or none of them
+        write_json(new / CONFIG_NAME, config)
+        write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
     what = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
     return f"{files[0]}: {what}, {scores.sink_size} sinks, window {scores.window}"
 
