@@ -263,6 +263,28 @@ class TestNotFinite:
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
         run()
 
+    @pytest.mark.parametrize(("step", "rate", "good"), [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")])
+    def test_a_weight_thrown_far_is_not_saved(
+        self, step: int, rate: float, good: str, run: Callable[[], Branch], tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """A learning rate of 1e20 in one step: the weights are finite, and once saved no command got on from them.
+        At 1e30 in the last one the run ended as if nothing were wrong, with the NLL of a uniform guess.
+        """
+
+        def explode(self: object, args: object, state: Any, *_: object, **kwargs: Any) -> None:
+            if state.global_step == step - 1:
+                for group in kwargs["optimizer"].param_groups:
+                    group["lr"] = rate
+
+        with monkeypatch.context() as patch:
+            patch.setattr(callbacks.TokenProgressCallback, "on_pre_optimizer_step", explode, raising=False)
+            with pytest.raises(UserError, match=rf"step {step}: the largest weight, of .*, is \d.*e\+(.|\n)*{good}"):
+                run()
+        assert good in [path.name for path in (tmp_path / "run").glob("checkpoint-*")]
+        assert not (tmp_path / "run" / f"checkpoint-{step}").exists()
+        assert run().nll.mean < 6
+
 
 class TestText:
     def test_another_text_is_another_run(

@@ -47,9 +47,11 @@ from spkv_nas.training.run_files import (
 from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
 from spkv_nas.training.trackers import WANDB, EndWandbRun
 
+_MOST_GROWTH = 1e4  # times the largest weight at the start, or 1 if that is more; in transformers few are above 100
+
 
 class TrainingStoppedError(UserError):
-    """Training met a loss, a gradient or a weight that is not finite; nothing was saved with it."""
+    """Training met a number that is not finite, or a weight beyond any use; nothing was saved with it."""
 
 
 class SPKVTrainer(Trainer):
@@ -82,6 +84,7 @@ class SPKVTrainer(Trainer):
         self._title, self._reporter, self._shown = title, reporter, TokenProgressCallback()
         super().__init__(*args, callbacks=[self._shown, *callbacks], **kwargs)
         self._schedule = schedule
+        self._most_weight = _MOST_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
         self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
         self._ways = [way for way, wanted in ((recomputed, recomputes), (compiled, compiles)) if wanted]
@@ -232,11 +235,23 @@ class SPKVTrainer(Trainer):
         remove_older(self._folder)  # by step and only now; the library goes by file times, and before
 
     def check_finite(self) -> None:
-        """Stops the run, on all processes, if a weight or what the optimizer keeps of it is not finite."""
+        """Stop the run, on all processes, if a weight or its optimizer state is not finite, or a weight exploded."""
         kept = [(name, p, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters()]
         bad = [name for name, p, state in kept if not all(map(_is_whole, (p, *state.values())))]
         if sum_over_processes(torch.tensor(float(len(bad)))) > 0:
             self._stop(f"weight {bad[0]}" if bad else "weight of another process", math.nan)
+        self._check_growth()
+
+    def _check_growth(self) -> None:
+        """Stop the run, on all processes, if an update threw a weight so far that training cannot come back.
+
+        A learning rate of 1e20 leaves finite weights of 1e20: saved, they end every later attempt; at 1e30 the logits
+        are all alike, and the run ends with the NLL of a uniform guess.
+        """
+        sizes = {name: _largest(p) for name, p in self.model.named_parameters() if p.requires_grad}
+        name = max(sizes, key=lambda name: sizes[name])
+        if sum_over_processes(torch.tensor(float(sizes[name] > self._most_weight))) > 0:
+            self._stop(f"largest weight, of {name},", sizes[name])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         norm = super()._clip_grad_norm(model)
@@ -247,7 +262,7 @@ class SPKVTrainer(Trainer):
     def _stop(self, what: str, value: float) -> None:
         good = newest_checkpoint(self._folder)
         raise TrainingStoppedError(
-            f"training stopped at step {self.state.global_step}: the {what} is {value}; nothing was saved with it\n"
+            f"training stopped at step {self.state.global_step}: the {what} is {value:.6g}; nothing was saved with it\n"
             f"last good checkpoint: {good or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
         )
@@ -257,3 +272,12 @@ def _is_whole(value: Any) -> bool:
     """Whether a tensor, or this process's shard of it, is finite; of anything else true."""
     own = value.to_local() if isinstance(value, DTensor) else value
     return not isinstance(own, Tensor) or is_finite(own.detach())
+
+
+def _largest(value: Tensor) -> float:
+    """The largest magnitude in a tensor, or in this process's shard of it; 0 of an empty or quantized one."""
+    own = value.to_local() if isinstance(value, DTensor) else value
+    if own.is_meta or not own.is_floating_point() or own.numel() == 0 or own.itemsize == 1:
+        return 0.0
+    low, high = torch.aminmax(own.detach())
+    return max(-float(low), float(high))
