@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.cli import evaluate as cli_evaluate
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
@@ -158,7 +159,10 @@ class TestCommand:
             assert expected.density is not None
             shown = " ".join(capsys.readouterr().out.split())
             assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in shown
-        assert [path.name for path in (tmp_path / "w").iterdir()] == ["runs"]  # the text as blocks
+        assert [path.name for path in (tmp_path / "w").iterdir()] == ["runs"]
+        assert [path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()] == ["blocks"]
+        help_text = " ".join((cli_evaluate.evaluate.__doc__ or "").split())
+        assert "runs/NAME/blocks/ keeps the tokens of the text" in help_text  # it once promised to write nothing
 
     @pytest.mark.parametrize("kind", ["dense", "hybrid"])
     def test_a_model_without_gates(

@@ -76,7 +76,7 @@ def comparison(result: Comparison) -> Document:
 
 
 def evaluation(result: EvaluationResult) -> Document:
-    """Held-out NLL, or a sweep of thresholds, of which nothing else is written."""
+    """Return held-out NLL, or a sweep of thresholds with the folder that it was written to."""
     found = result.evaluation
     return {
         "name": result.name,

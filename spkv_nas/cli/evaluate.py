@@ -13,10 +13,11 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
     """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
 
     Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
-    models. Without --tau-sweep nothing is written. With --ruler LENGTHS: the share of answers found in RULER's tasks,
-    beside the floor, the same model with every head local. Writes reports/NAME/ruler.csv. With --tasks NAMES:
-    downstream tasks of lm-eval. Writes reports/NAME/tasks.csv, and samples to runs/NAME/tasks/, which are not asked
-    again. With --longppl: perplexity of tokens that need the long context. Writes reports/NAME/longppl.csv.
+    models. Without --tau-sweep no result is written; runs/NAME/blocks/ keeps the tokens of the text. With --ruler
+    LENGTHS: the share of answers found in RULER's tasks, beside the floor, the same model with every head local. Writes
+    reports/NAME/ruler.csv. With --tasks NAMES: downstream tasks of lm-eval. Writes reports/NAME/tasks.csv, and samples
+    to runs/NAME/tasks/, which are not asked again. With --longppl: perplexity of tokens that need the long context.
+    Writes reports/NAME/longppl.csv.
     """
     if options.ruler is not None:
         from spkv_nas.stages.ruler import ruler
