@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
+from helpers import make_layouts
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, parse_yaml, read_yaml, write_yaml
+from spkv_nas.proposal.convert import convert
 
 
 @pytest.mark.parametrize("text", ["1e5", "1234e5678901", "12.5e-3", "true", "null", "2024-13-45", "0x1f", "ab: c"])
@@ -42,3 +46,28 @@ def test_large_numbers_are_read() -> None:
         "d": 90,
     }
     assert parse_json(f"[{10**30}, -3]") == [10**30, -3]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_full_disk_leaves_nothing_that_blocks_the_next_try(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left ``config.json`` alone, and the next conversion to the folder was refused as there already."""
+    source, target, flush, flushed = tmp_path / "a.yaml", tmp_path / "out", os.fsync, []
+    make_layouts("a")["a"].write(source)
+    if is_there:
+        target.mkdir()
+
+    def full(descriptor: int) -> None:
+        flushed.append(descriptor)
+        if len(flushed) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(descriptor)
+
+    monkeypatch.setattr("spkv_nas.base.files.os.fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*No space left"):
+        convert(source, target)
+    assert not [file for file in target.glob("*") if file.is_file()]
+    monkeypatch.undo()
+    convert(source, target)
+    assert {"config.json", "full_attention_heads.tsv"} <= {file.name for file in target.iterdir()}

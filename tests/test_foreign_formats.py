@@ -6,9 +6,7 @@ The files are made in the form in which both projects write them (``numpy.savetx
 from __future__ import annotations
 
 import csv
-import errno
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -240,29 +238,6 @@ class TestConverting:
         assert "took the window as 128 (--window W sets it)" in lines[0]
         assert "sinks as" not in lines[0]
         assert as_duo_attention_reads(tmp_path / "out")[0].tolist() == [0.25, 0.75]
-
-    @pytest.mark.parametrize("is_there", [True, False])
-    def test_a_full_disk_leaves_nothing_that_blocks_the_next_try(
-        self, is_there: bool, duo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It left ``config.json`` alone, and the next conversion to the folder was refused as there already."""
-        target, flush, flushed = tmp_path / "out", os.fsync, []
-        if is_there:
-            target.mkdir()
-
-        def full(descriptor: int) -> None:
-            flushed.append(descriptor)
-            if len(flushed) == 2:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            flush(descriptor)
-
-        monkeypatch.setattr("spkv_nas.base.files.os.fsync", full)
-        with pytest.raises(UserError, match=r"cannot write .*No space left"):
-            convert(duo, target)
-        assert not [file for file in target.glob("*") if file.is_file()]
-        monkeypatch.undo()
-        convert(duo, target)
-        assert {"config.json", "full_attention_heads.tsv"} <= {file.name for file in target.iterdir()}
 
     def test_sizes_that_nothing_says(self, prulong: Path, tmp_path: Path) -> None:
         (prulong.parent / "config.json").unlink()
