@@ -80,6 +80,10 @@ class Formula:
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
         """Nothing."""
 
+    def control(self, fidelity: Retraining) -> PairedDifference:
+        """Nothing was retrained."""
+        raise AssertionError
+
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
         """Nothing was."""
         return []

@@ -220,6 +220,9 @@ class TableJudge:
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
         self.done.append(self.run_name(fidelity, layout))
 
+    def control(self, fidelity: Retraining) -> PairedDifference:
+        return PairedDifference(-0.5 if fidelity == "short" else -0.7, 0.1)
+
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
         assert {self.run_name(fidelity, layout) for layout in (None, *layouts)} <= set(self.done)
         return [PairedDifference(2 * value(layout, self._table), 0.1) for layout in layouts]

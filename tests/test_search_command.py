@@ -79,6 +79,8 @@ class TestCommand:
         shown = capsys.readouterr()
         assert "rank correlation of zero-shot and full" in shown.out
         assert "short retraining: full-attention" in shown.err
+        assert "short and full from full attention retrained alike" in " ".join(shown.out.split())
+        assert shown.err.count("full attention retrained (the control) has") == 2  # briefly and in full
         reports = workspace / "reports" / "tiny"
         rows = pd.read_csv(reports / "search.csv")
         assert rows.groupby("sampler").size().to_dict() == {"baseline": 5, "surrogate": 12, "random": 12}
@@ -97,6 +99,9 @@ class TestCommand:
         summary = yaml.safe_load((reports / "search.yaml").read_text())
         assert summary["tokens"]["chosen_on"] == 640
         assert summary["tokens"]["judged_on"] > 0
+        assert summary["counted_from"] == {"zero_shot": "dense", "short": "full-attention", "full": "full-attention"}
+        assert summary["control"].keys() == {"short", "full"}
+        assert summary["control"]["full"]["percent"] < 0  # the tiny recipe's dense phase is not decayed
         assert summary["samplers"]["surrogate"]["retrained"]["layout"]
         assert (reports / "search-progress.png").is_file()
         assert (reports / "search-retrained.svg").is_file()

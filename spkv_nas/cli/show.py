@@ -346,7 +346,8 @@ def palindrome(result: PalindromeResult) -> None:
 
 def ablations(result: AblationResult) -> None:
     """Variants of one recipe against the first."""
-    shown = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=escape(result.name))
+    title = f"{escape(result.name)}: Δ counts from the first row, trained like the others"
+    shown = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
         error = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
         moved = f"{row.delta_density_percent:+.1f}" if row.Index else "-"

@@ -30,6 +30,7 @@ def search(result: SearchResult) -> None:
             change(row["short_delta_percent"]), change(row["full_delta_percent"], row["full_standard_error"]),
         )  # fmt: skip
     out.print(shown)
+    say("zero-shot ΔNLL counts from the dense model as it is, short and full from full attention retrained alike")
     if stopped := len(rows) - len(whole_scores(rows)):
         say(f"{stopped} of {len(rows)} layouts were clearly behind before the end of the text, and stopped")
     quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"

@@ -15,7 +15,9 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 
 
 class Judge(Protocol):
-    """What a search asks for; changes of NLL are against full attention.
+    """What a search asks for: changes of NLL by layouts.
+
+    Scores count from the dense model as it is, retrained layouts from the control: full attention retrained alike.
 
     Held-out text is parted by document: scores and short retrainings are judged on the first documents, on which the
     search chooses, and full retrainings on the others, so that the winner's luck does not count.
@@ -59,5 +61,8 @@ class Judge(Protocol):
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
         """Retrain a layout, or full attention, unless that is done; the judge keeps the result."""
 
+    def control(self, fidelity: Retraining) -> PairedDifference:
+        """Change of NLL of full attention retrained, against the dense model as it is; raises as ``retrained``."""
+
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Change of NLL by each layout, all of them and full attention retrained. Raises ``UserError``: one is gone."""
+        """Change of NLL by each layout against the control, all retrained. Raises ``UserError``: one is gone."""

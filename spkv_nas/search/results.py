@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pandas as pd
 
+from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES
+from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
@@ -85,12 +86,19 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "trials": effort.trials,
         "seeds": list(effort.seeds),
         "tokens": {"chosen_on": judge.tokens_chosen_on, "judged_on": judge.tokens_judged_on},
+        "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},
+        "control": {fidelity: vars(judge.control(fidelity)) for fidelity in _retrained(rows)},
         "steps": {"short": judge.steps("short"), "full": judge.steps("full")},
         "samplers": {sampler: reached.as_mapping() for sampler, reached in guidance(rows).items()},
         "rank_correlation": correlations(rows),
         "recipe": dict(judge.settings),
         "environment": environment(),
     }
+
+
+def _retrained(rows: pd.DataFrame) -> list[Retraining]:
+    """Return the fidelities at which the search retrained layouts, and with them the control."""
+    return [one for one in get_args(Retraining) if rows[f"{one}_delta_percent"].notna().any()]
 
 
 def _write_layouts(search: Search, trials: Sequence[Trial], folder: Path) -> None:

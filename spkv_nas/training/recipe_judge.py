@@ -28,6 +28,7 @@ from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
 from spkv_nas.training.branches import Trunk, is_finished, read_branch
 from spkv_nas.training.corpus import join_processes
+from spkv_nas.training.harm import compare_control
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -108,6 +109,13 @@ class RecipeJudge:
             )
         return heldout.take(heldout.num_blocks // 2).spread(number)  # documents of the other half remain unseen
 
+    @cached_property
+    def _dense(self) -> DocumentNLL:
+        """NLL of the dense model as it is, on all held-out text."""
+        heldout = self._trunk.corpus.heldout
+        batch_size = self._trunk.recipe.evaluation.batch_size
+        return zero_shot(self._model, [None], heldout, batch_size=batch_size, cache=self._cache_of(heldout))[0]
+
     @property
     def _seen(self) -> np.ndarray:
         """Bool [documents], whether the search has seen a token of it."""
@@ -161,8 +169,16 @@ class RecipeJudge:
         return self._trunks[fidelity].folder(_variant(layout)).name
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        """Train the branch, unless that is done."""
-        self._trunks[fidelity].train(_variant(layout))
+        """Train the branch, unless that is done; compare the control with the dense model as it is at once."""
+        trunk = self._trunks[fidelity]
+        branch = trunk.train(_variant(layout))
+        if layout is None:
+            control, dense = (self._part(nll, fidelity) for nll in (branch.nll, self._dense))
+            compare_control(control, dense, trunk.recipe, trunk.reporter)
+
+    def control(self, fidelity: Retraining) -> PairedDifference:
+        """Change of NLL of full attention retrained, against the dense model as it is. Raises as ``retrained``."""
+        return paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
 
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
         """Change of NLL by each layout, on the documents that count. Raises ``UserError``: a branch is gone."""
