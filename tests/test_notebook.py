@@ -1,8 +1,10 @@
-"""The notebook runs from its first cell to its last, as a reader would run it."""
+"""The notebook is committed with its outputs, and runs from its first cell to its last, as a reader would run it."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -10,14 +12,40 @@ from nbclient import NotebookClient
 FILE = Path(__file__).parent.parent / "reports" / "first-steps.ipynb"
 
 
+def outputs(notebook: Any) -> list[Any]:
+    """What cells show, without what libraries write to stderr meanwhile, such as bars."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [output for cell in cells for output in cell.outputs if output.get("name") != "stderr"]
+
+
+def printed(shown: list[Any]) -> str:
+    return "".join(output.text for output in shown if output.output_type == "stream")
+
+
 def test_the_notebook_runs() -> None:
-    notebook = nbformat.read(FILE, as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs for cell in code), "outputs are not committed"
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FILE.parent)}}).execute()
-    shown = [set(output.data) for cell in code for output in cell.outputs if "data" in output]
-    assert sum("text/html" in kinds for kinds in shown) == 3, "tables and layouts"
-    assert sum("image/png" in kinds for kinds in shown) == 2, "pictures"
-    printed = "".join(output.text for cell in code for output in cell.outputs if output.output_type == "stream")
-    assert "densest" in printed
-    assert "/hybrid" in printed
+    committed = nbformat.read(FILE, as_version=4)
+    fresh = copy.deepcopy(committed)
+    NotebookClient(fresh, timeout=300, resources={"metadata": {"path": str(FILE.parent)}}).execute()
+    for notebook in (committed, fresh):
+        shown = outputs(notebook)
+        kinds = [set(output.data) for output in shown if "data" in output]
+        assert sum("text/html" in kind for kind in kinds) == 5, "tables, a layout, scores and trials"
+        assert sum("image/png" in kind for kind in kinds) == 3, "pictures"
+        text = printed(shown)
+        assert "/hybrid: a stock ministral checkpoint" in text
+        assert "def area(width, height)" in text
+    of_the_probe = [
+        [line for line in printed(outputs(one)).splitlines() if "cover" in line] for one in (committed, fresh)
+    ]
+    assert of_the_probe[0] == of_the_probe[1], "the committed outputs are of another probe: run the notebook again"
+    assert len(of_the_probe[0]) == 3
+
+
+def test_what_is_committed_is_of_no_one_machine() -> None:
+    committed = nbformat.read(FILE, as_version=4)
+    cells = [cell for cell in committed.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not any(output.get("name") == "stderr" for cell in cells for output in cell.outputs)
+    shown = str([output.get("text", output.get("data")) for output in outputs(committed)])
+    for path in ("/tmp/", "/home/", "/root", "/work/", "site-packages", str(FILE.parent.parent)):
+        assert path not in shown
