@@ -108,7 +108,7 @@ class TestTable:
     def test_people_see_both_baselines(self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
         written = io.StringIO()
         monkeypatch.setattr(show, "out", Console(file=written, width=120))
-        show.comparison(Comparison(rows, (), Path()))
+        show.comparison(Comparison(rows, (), Path(), {DENSE: nll(0.0)}))
         printed = written.getvalue()
         assert "counts from that checkpoint as it is" in printed
         assert [line for line in printed.splitlines() if "dense, as it is" in line and "2.0000" in line]

@@ -21,6 +21,7 @@ from spkv_nas.cli import evaluate as cli_evaluate
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
+from spkv_nas.data.splits import load_text
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.evaluation.sweep import COLUMNS, evaluate, sweep_table, tau_sweep
@@ -151,7 +152,8 @@ class TestCommand:
     ) -> None:
         """The checkpoint's own threshold unless --tau gives another, and no more text than --max-tokens."""
         model, tokenizer = load(checkpoint)
-        blocks = build_blocks(documents([str(text)], Path()), tokenizer, BLOCK).take(3)
+        cache = tmp_path / "cache"
+        blocks = load_text([str(text)], tokenizer, cache, Path(), block_size=BLOCK, max_tokens=127).spread(3)
         options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK), "--max-tokens", "127"]
         for tau, extra in ((0.4, []), (0.9, ["--tau", "0.9"])):
             main(["evaluate", *options, *extra, "--workspace", str(tmp_path / "w")])

@@ -290,11 +290,13 @@ def test_result_comes_first() -> None:
 
 
 def test_rank_correlations_come_with_their_intervals() -> None:
-    coverage = {"rho": -0.9, "layouts": 5, "interval": [-1.0, -0.11]}
+    coverage = {"rho": -0.9, "layouts": 9, "interval": [-1.0, -0.11]}
     text = say(make_comparison(), rank_correlation=coverage, zero_shot_rank_correlation={"rho": 1.0, "interval": None})
     minus = "\N{MINUS SIGN}"
-    assert f"over 5 layouts is {minus}0.90 (95 % interval {minus}1.00 to {minus}0.11), that of the NLL increase" in text
+    assert f"over 9 layouts is {minus}0.90 (95 % interval {minus}1.00 to {minus}0.11), that of the NLL increase" in text
     assert f"before any training +1.00; {minus}1 and +1 would be perfect rankings." in text
+    few = {"rho": 1.0, "p_value": 0.0167, "layouts": 5, "interval": [1.0, 1.0]}
+    assert "over 5 layouts is +1.00 (p = 0.017)" in say(make_comparison(), rank_correlation=few)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -26,7 +27,7 @@ from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.ranking import NUM_RESAMPLES, rank_correlation
+from spkv_nas.evaluation.ranking import NUM_RESAMPLES, format_rank_correlation, rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, zero_shot
 from spkv_nas.model.attach import detach
 from spkv_nas.model.attention import attention_layers, layer_states
@@ -210,17 +211,25 @@ class TestRankCorrelation:
         assert found["rho"] == pytest.approx(rho, abs=1e-4)
         assert found["p_value"] == pytest.approx(np.mean([some > abs(rho) - 1e-9 for some in orders]), abs=1e-4)
         assert found["layouts"] == 5
-        rhos = []
-        for drawn in np.random.default_rng(0).integers(5, size=(NUM_RESAMPLES, 5))[:400]:
-            pair = np.array([one[:5], other[:5]])[:, drawn]
-            if (np.ptp(pair, axis=1) > 0).all():
-                rhos.append(spearmanr(*pair).statistic)
-        assert found["interval"] == pytest.approx(np.percentile(rhos, [2.5, 97.5]), abs=0.15)
-        assert rank_correlation([1, 2, 3], [6, 5, 4]) == {
-            "rho": -1.0, "p_value": 0.3333, "layouts": 3, "interval": [-1.0, -1.0],
-        }  # fmt: skip
         many = np.random.default_rng(1).normal(size=(2, 9))
-        assert rank_correlation(*many)["p_value"] == pytest.approx(spearmanr(*many).pvalue, abs=1e-4)  # type: ignore[index]
+        found = rank_correlation(*many)
+        assert found is not None
+        assert found["p_value"] == pytest.approx(spearmanr(*many).pvalue, abs=1e-4)
+        resamples = np.random.default_rng(0).integers(9, size=(NUM_RESAMPLES, 9))[:400]
+        rhos = [spearmanr(*many[:, drawn]).statistic for drawn in resamples]
+        assert found["interval"] == pytest.approx(np.percentile(rhos, [2.5, 97.5]), abs=0.15)
+
+    @pytest.mark.parametrize("number", [3, 5, 7, 12])
+    def test_no_interval_of_few_layouts_nor_of_a_perfect_order(self, number: int) -> None:
+        """Three and five layouts were shown with a 95 % interval of +1.00 to +1.00."""
+        found = rank_correlation(np.arange(number), -np.arange(number))
+        assert found is not None
+        assert found["rho"] == -1.0
+        assert found["interval"] is None
+        p_value = 2 / math.factorial(number) if number < 8 else 0.0
+        assert found["p_value"] == pytest.approx(p_value, abs=1e-4)
+        exact = "exact " if number < 8 else ""
+        assert format_rank_correlation(found) == f"-1.00 ({number} layouts, {exact}p = {found['p_value']:.2g})"
 
     @pytest.mark.parametrize("pair", [([1, 2], [1, 2]), ([1, 2, np.nan], [1, 2, 3]), ([1, 1, 1], [1, 2, 3]), ([], [])])
     def test_is_none_where_undefined(self, pair: tuple[list[float], list[float]]) -> None:

@@ -156,7 +156,9 @@ def correlation_table(results: Sequence[Judged]) -> pd.DataFrame:
                 continue
             covered = [coverage(table, one.layout) for one in own.values()]
             if (found := rank_correlation(covered, changes)) is not None:
-                rows.append((*group, chooser.name, found["rho"], *found["interval"], found["layouts"]))
+                rows.append(
+                    (*group, chooser.name, found["rho"], *(found["interval"] or (math.nan, math.nan)), found["layouts"])
+                )
     columns = ["reference", "budget", "fidelity", "coverage_by", "rho", "low", "high", "layouts"]
     return pd.DataFrame(rows, columns=columns)
 

@@ -24,6 +24,30 @@ def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) 
     return np.where(number > 1, error, np.nan)
 
 
+def effective_number(sizes: ArrayLike) -> float:
+    """Compute (sum of sizes)^2 / (sum of squared sizes): clusters of equal size that are worth as much; 0 of none."""
+    number: NDArray[np.float64] = np.asarray(sizes, dtype=np.float64)
+    squares = float((number**2).sum())
+    return float(number.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def jackknife_ratio(values: NDArray[np.float64], bases: NDArray[np.float64]) -> tuple[float, float]:
+    """Compute (sum of values / sum of bases, its standard error) over clusters, both [clusters], bases above 0.
+
+    sqrt((K - 1) / K * sum((r / (1 - w))^2)) / sum of bases, with r = value - ratio * base, w the cluster's share of the
+    bases and K the number of clusters: the linearised delete-one-cluster jackknife (CR3; MacKinnon, Nielsen and Webb
+    2023, "Cluster-robust inference: a guide to empirical practice"). NaN of fewer than two clusters, or where one
+    cluster is all of the base.
+    """
+    total, number = float(bases.sum()), len(bases)
+    ratio = float(values.sum()) / total
+    left = 1.0 - bases / total
+    if number < 2 or (left <= 0).any():
+        return ratio, math.nan
+    residual = (values - ratio * bases) / left
+    return ratio, math.sqrt((number - 1) / number * float((residual**2).sum())) / total
+
+
 def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:
     """Average values of samples: (mean, its standard error).
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from spkv_nas.artifacts.measure import RECOMMENDED
+from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import documents, show
 from spkv_nas.cli.result import Result
@@ -24,7 +24,7 @@ from spkv_nas.stages.options import (
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; the study's models get the same heads from 25 steps as from 100, but for one
-DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
+DEMO_LAYOUTS = (HEAD_GATES, "densest", "interleaved-last", "random-0")
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; on a tenth the 18 densest heads lack a needed one: reports/LOG.md
 
 
@@ -88,7 +88,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     where: dict[str, Any] = {"workspace": options.workspace}
     how: dict[str, Any] = {**where, "device": options.device, "dtype": options.dtype}
     yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **how), reporter)
-    yield probe(ProbeOptions(signal=RECOMMENDED, budget=options.budget, steps=DEMO_STEPS, **how), reporter)
+    yield probe(ProbeOptions(signal=HEAD_GATES, budget=options.budget, steps=DEMO_STEPS, **how), reporter)
     yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **where), reporter)
     folder = options.place.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]

@@ -147,6 +147,8 @@ def agreement(result: AgreementResult) -> None:
 def comparison(result: Comparison) -> None:
     """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
     from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
+    from spkv_nas.evaluation.ranking import format_rank_correlation
+    from spkv_nas.proposal.stability import FEW_DOCUMENTS
 
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     extended = "extended_nll" in result.rows
@@ -167,14 +169,16 @@ def comparison(result: Comparison) -> None:
     out.print(shown)
     for row in result.rows[result.rows["note"] != ""].itertuples():
         say(f"{row.strategy}: {row.note}")
+    heldout, number = result.heldout, f"{result.heldout.effective_documents:.1f}"
+    out.print(
+        f"±: one standard error, paired by {heldout.num_documents} held-out documents (effective number {number})"
+    )
+    if heldout.effective_documents < FEW_DOCUMENTS:
+        caution(f"warning: errors from an effective number of {number} documents are rough, and likely too small")
     for measure, found in result.correlations.items():
         if found is not None:
-            low, high = found["interval"]
-            out.print(
-                f"rank correlation of {measure} and ΔNLL over {found['layouts']} layouts: {found['rho']:+.2f} "
-                f"(p = {found['p_value']:.2f}, 95 % interval {low:+.2f} to {high:+.2f}; "
-                f"{'-1' if measure == 'coverage' else '+1'} would mean that it orders them perfectly)"
-            )
+            perfect = "-1" if measure == "coverage" else "+1"
+            out.print(f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(found)}; perfect: {perfect}")
     out.print("checkpoints, for spkv-nas export, evaluate and generate:")
     for model in result.models:
         out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)

@@ -19,6 +19,7 @@ def search(result: SearchResult) -> None:
     """The best layouts, what each sampler reached, and how well cheap measures order the layouts."""
     from spkv_nas.artifacts.search_table import whole_scores
     from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
+    from spkv_nas.evaluation.ranking import format_rank_correlation
 
     rows, cost = result.rows, result.cost_name
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
@@ -39,11 +40,7 @@ def search(result: SearchResult) -> None:
             say(sentence)
     for pair, correlation in correlations(rows).items():
         if correlation is not None:
-            low, high = correlation["interval"]
-            out.print(
-                f"rank correlation of {pair} over {correlation['layouts']} layouts: {correlation['rho']:+.2f} "
-                f"({low:+.2f} to {high:+.2f})"
-            )
+            out.print(f"rank correlation of {pair}: {format_rank_correlation(correlation)}")
     say_where("search", result.folder / "search.csv")
 
 

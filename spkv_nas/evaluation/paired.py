@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from spkv_nas.base.arrays import Array, read_arrays
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
-from spkv_nas.base.statistics import clustered_error
+from spkv_nas.base.statistics import effective_number, jackknife_ratio
 
-_MOST_NATS = 1e15  # of a document; its square is still far from the largest float
-_ARRAYS = (Array("total", "number", "documents", low=-1, high=_MOST_NATS), Array("num_tokens", "whole", "documents"))
+MOST_NATS = 1e15  # of a document; its square is still far from the largest float
+_ARRAYS = (Array("total", "number", "documents", low=-1, high=MOST_NATS), Array("num_tokens", "whole", "documents"))
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,16 @@ class DocumentNLL:
     def mean(self) -> float:
         """NLL in nats per token over all documents."""
         return float(self.total.sum() / self.num_tokens.sum())
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents with at least one predicted token."""
+        return int((self.num_tokens > 0).sum())
+
+    @property
+    def effective_documents(self) -> float:
+        """Number of documents of equal length that would give errors as wide as these documents do."""
+        return effective_number(self.num_tokens)
 
     def save(self, path: Path, **others: NDArray[Any]) -> None:
         """Write both arrays as ``.npz``, atomically, and ``others`` with them, which ``read`` leaves out."""
@@ -74,17 +84,14 @@ class Score(PairedDifference):
 
 
 def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDifference:
-    """ΔNLL of ``candidate`` against ``baseline`` in percent of the baseline's NLL.
+    """Compute ΔNLL of ``candidate`` against ``baseline`` in percent of the baseline's NLL.
 
-    The standard error is that of a ratio estimator with documents as clusters.
+    The change is 100 (R - 1) with R the ratio of the two sums of NLL, so its standard error counts that the baseline
+    varies between documents too. It is the delete-one-document jackknife (CR3 of the cluster-robust estimators), which
+    stays honest where documents are few or of unequal length. NaN of fewer than two documents.
     """
     if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
         raise UserError("the two models were not evaluated on the same held-out text")
     seen = baseline.num_tokens > 0
-    difference = (candidate.total - baseline.total)[seen]
-    tokens = baseline.num_tokens[seen]
-    mean = difference.sum() / tokens.sum()
-    residual = difference - mean * tokens
-    error = clustered_error((residual**2).sum(), len(tokens), tokens.sum())
-    scale = 100.0 / baseline.mean
-    return PairedDifference(float(mean * scale), float(error * scale))
+    ratio, error = jackknife_ratio(candidate.total[seen], baseline.total[seen])
+    return PairedDifference(100.0 * (ratio - 1.0), 100.0 * error)

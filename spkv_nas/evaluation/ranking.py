@@ -4,6 +4,7 @@ uncertainty.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
 
@@ -13,14 +14,15 @@ import scipy  # whose statistics are imported when they are used
 from numpy.typing import ArrayLike, NDArray
 
 NUM_RESAMPLES = 2000
+FEWEST = 8  # layouts or heads below which resampling gives no usable interval
 _EXACT = 7  # layouts up to which all their orders are counted: 5,040
 
 
 def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
     """Spearman's rho of two measures [layouts]: keys rho, p_value, layouts, interval.
 
-    ``p_value`` is two-sided, exact over all orders of up to seven layouts. ``interval`` is that of ``spearman``, and
-    None is where that is.
+    ``p_value`` is two-sided, exact over all orders of up to seven layouts. ``interval`` is that of ``spearman``: None
+    below eight layouts, where the exact p-value says all there is to say.
     """
     pairs = _both(one, other)
     found = spearman(*pairs)
@@ -37,25 +39,38 @@ def rank_correlation(one: ArrayLike, other: ArrayLike) -> dict[str, Any] | None:
         "rho": round(rho, 4),
         "p_value": round(float(p_value), 4),
         "layouts": number,
-        "interval": [round(bound, 4) for bound in interval],
+        "interval": None if interval is None else [round(bound, 4) for bound in interval],
     }
 
 
-def spearman(one: ArrayLike, other: ArrayLike) -> tuple[float, tuple[float, float]] | None:
-    """Spearman's rho of two measures [items], and its 95 % percentile interval.
+def spearman(one: ArrayLike, other: ArrayLike) -> tuple[float, tuple[float, float] | None] | None:
+    """Compute Spearman's rho of two measures [items], and its 95 % percentile interval.
 
     The interval is over resamples of the items (with replacement, fixed seed; those in which a measure is constant are
-    left out): wide for a handful of items, but of no width where rho is 1 or -1. None where rho is not defined: fewer
-    than three items with both measures, or a constant one. Needs nothing that takes long to import.
+    left out). It is None below eight items and where rho is 1 or -1: resamples of a perfect order are perfect, so the
+    interval would have no width. The result is None where rho is not defined: fewer than three items with both
+    measures, or a constant one. Needs nothing that takes long to import.
     """
     pairs = _both(one, other)
     number = pairs.shape[1]
     if number < 3 or (np.ptp(pairs, axis=1) == 0).any():
         return None
     rho = float(_rho(*pairs[:, None])[0])
+    if number < FEWEST or abs(rho) > 1 - 1e-9:
+        return rho, None
     drawn = np.random.default_rng(0).integers(number, size=(NUM_RESAMPLES, number))
     low, high = np.nanpercentile(_rho(*pairs[:, drawn]), [2.5, 97.5])
     return rho, (float(low), float(high))
+
+
+def format_rank_correlation(found: Mapping[str, Any]) -> str:
+    """Format a result of ``rank_correlation``, such as "-0.60 (4 layouts, exact p = 0.42)"."""
+    exact = "exact " if found["layouts"] <= _EXACT else ""
+    uncertainty = f"{found['layouts']} layouts, {exact}p = {found['p_value']:.2g}"
+    if found["interval"] is not None:
+        low, high = found["interval"]
+        uncertainty += f", 95 % interval {low:+.2f} to {high:+.2f}"
+    return f"{found['rho']:+.2f} ({uncertainty})"
 
 
 def _both(one: ArrayLike, other: ArrayLike) -> NDArray[np.float64]:

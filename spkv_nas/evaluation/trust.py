@@ -142,9 +142,11 @@ class Trust:
         if math.isnan(self.left_out):
             return "no head's gain, opened alone, stands out of the noise: how far the order can be trusted is open"
         order = "the table orders what opening single heads saves"
-        if self.rho is not None and self.interval is not None:
+        if self.rho is not None:
+            order += f" with Spearman {self.rho:+.2f}"
+        if self.interval is not None:
             low, high = self.interval
-            order += f" with Spearman {self.rho:+.2f} (95 % interval {low:+.2f} to {high:+.2f})"
+            order += f" (95 % interval {low:+.2f} to {high:+.2f})"
         said = f"{order}; its {self.budget} heads leave out {self.share()} of the gains"
         return f"{said}, most in {self.missed[0]}" if self.missed else said
 

@@ -11,6 +11,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
 from spkv_nas.evaluation.guidance import correlations, guidance
+from spkv_nas.evaluation.ranking import FEWEST
 from spkv_nas.report.evidence import COMPARISON, all_evidence
 from spkv_nas.report.inputs import Inputs, PairError
 from spkv_nas.report.words import BASELINES, change, signed, versus
@@ -101,10 +102,10 @@ def _correlation(record: Mapping[str, Any]) -> list[str]:
     if not _is_correlation(recorded):
         return []
     over = f" over {recorded['layouts']} layouts" if "layouts" in recorded else ""
-    sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {_with_interval(recorded)}"
+    sentence = f"Spearman's rank correlation of coverage and NLL increase{over} is {_with_uncertainty(recorded)}"
     zero_shot = record.get("zero_shot_rank_correlation")
     if _is_correlation(zero_shot):
-        sentence += f", that of the NLL increase before any training {_with_interval(zero_shot)}"
+        sentence += f", that of the NLL increase before any training {_with_uncertainty(zero_shot)}"
         return [f"{sentence}; {signed(-1, 0)} and {signed(1, 0)} would be perfect rankings."]
     return [f"{sentence}; {signed(-1, 0)} would be a perfect ranking."]
 
@@ -113,11 +114,11 @@ def _is_correlation(recorded: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(recorded, Mapping) and isinstance(recorded.get("rho"), int | float)
 
 
-def _with_interval(recorded: Mapping[str, Any]) -> str:
-    """Return a rank correlation with its interval, if it has one."""
-    text, interval = signed(recorded["rho"], 2), recorded.get("interval")
-    if not isinstance(interval, list | tuple) or len(interval) != 2:
-        return text
+def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
+    """Return a rank correlation with its interval or, below ``FEWEST`` layouts, its p-value, if either is known."""
+    text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
+    if recorded.get("layouts", FEWEST) < FEWEST or not isinstance(interval, list | tuple) or len(interval) != 2:
+        return text if not isinstance(p_value, int | float) else f"{text} (p = {p_value:.2g})"
     low, high = (signed(float(bound), 2) for bound in interval)
     return f"{text} (95 % interval {low} to {high})"
 
@@ -145,9 +146,7 @@ def search_findings(rows: pd.DataFrame) -> list[str]:
             )
     for pair, correlation in correlations(rows).items():
         if correlation is not None:
-            low, high = correlation["interval"]
             said.append(
-                f"Rank correlation of {pair} over {correlation['layouts']} layouts: {signed(correlation['rho'], 2)} "
-                f"(95 % interval {signed(low, 2)} to {signed(high, 2)})."
+                f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
             )
     return said

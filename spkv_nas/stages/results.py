@@ -9,6 +9,7 @@ from spkv_nas.artifacts.comparison import read_comparison
 from spkv_nas.artifacts.search_table import read_search
 from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
+from spkv_nas.evaluation.comparison_documents import FILE, pair_error, read_documents
 from spkv_nas.proposal.agreement import read_agreement
 from spkv_nas.report.judged import read_judged
 
@@ -32,4 +33,6 @@ def read_results(folder: Path) -> dict[str, Any]:
     }
     found: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
     found |= {name: read_record(file, what) for name, (file, what) in records.items() if is_file(file)}
+    if (folder / FILE).is_file():
+        found["pair_error"] = pair_error(read_documents(folder / FILE))
     return {**found, "judged": read_judged(folder)}

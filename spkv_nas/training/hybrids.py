@@ -37,6 +37,7 @@ from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.evaluation.comparison_documents import FILE, write_documents
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_difference
 from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
@@ -57,11 +58,18 @@ class Comparison:
             layouts.
         models: where the trained models are, every seed's.
         folder: of the table.
+        documents: held-out NLL by document of every row, by strategy.
     """
 
     rows: pd.DataFrame
     models: tuple[TrainedModel, ...]
     folder: Path
+    documents: Mapping[str, DocumentNLL]
+
+    @property
+    def heldout(self) -> DocumentNLL:
+        """Held-out NLL by document of the dense model as it is."""
+        return self.documents[DENSE]
 
     @property
     def correlations(self) -> dict[str, dict[str, Any] | None]:
@@ -128,7 +136,8 @@ def train_hybrids(
         layout_hash = "" if variant.layout is None else variant.layout.hash
         models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
         rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe, names)
-        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name))
+        documents = {DENSE: untrained[DENSE], **_by_document(finished)}
+        compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents)
         on_main(partial(_write, workspace, compared, trunk.recipe, table, layouts))
     return compared
 
@@ -259,6 +268,11 @@ def _write(
     correlations = compared.correlations
     content = {
         "probe": table.name,
+        "heldout": {
+            "tokens": int(compared.heldout.num_tokens.sum()),
+            "documents": compared.heldout.num_documents,
+            "effective_documents": round(compared.heldout.effective_documents, 1),
+        },
         "windows": {SP_KV: recipe.gates.window, **{name: layout.window for name, layout in layouts.items()}},
         "rank_correlation": correlations["coverage"],
         "zero_shot_rank_correlation": correlations["zero-shot NLL"],
@@ -267,8 +281,14 @@ def _write(
     }
     with replacing(compared.folder) as new:
         write_comparison(new / "comparison.csv", compared.rows)
+        write_documents(new / FILE, compared.documents)
         write_checkpoints(new, compared.models, workspace.root)
         write_record(new / "comparison.yaml", content)
+
+
+def _by_document(finished: Mapping[str, Sequence[Branch]]) -> dict[str, DocumentNLL]:
+    """Return the held-out NLL by document of what has finished, the mean over seeds."""
+    return {name: _mean([branch.nll for branch in branches]) for name, branches in finished.items() if branches}
 
 
 def _mean(parts: list[DocumentNLL]) -> DocumentNLL:

@@ -1,0 +1,61 @@
+"""Compare any two rows of a comparison on the held-out documents that they share; needs no torch.
+
+``comparison-documents.npz`` lies beside ``comparison.csv`` and holds the NLL of every row by document. Rows share their
+documents, so the error of a difference is that of the difference by document: adding the errors of both rows in
+quadrature gives one that is several times too large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from spkv_nas.artifacts.comparison import DENSE
+from spkv_nas.base.arrays import Array, read_arrays
+from spkv_nas.base.files import write_npz
+from spkv_nas.base.statistics import jackknife_ratio
+from spkv_nas.evaluation.paired import MOST_NATS, DocumentNLL
+
+FILE = "comparison-documents.npz"
+_REMEDY = "run spkv-nas train-hybrid again"
+_ARRAYS = (
+    Array("strategy", "text", "R"),
+    Array("total", "number", "R D", low=-1, high=MOST_NATS),
+    Array("num_tokens", "whole", "D"),
+)
+
+
+def write_documents(path: Path, rows: Mapping[str, DocumentNLL]) -> None:
+    """Write the NLL sums of every row, all of the same documents."""
+    totals = np.stack([row.total for row in rows.values()])
+    write_npz(path, {"strategy": np.array([*rows]), "total": totals, "num_tokens": rows[DENSE].num_tokens})
+
+
+def read_documents(path: Path) -> dict[str, DocumentNLL]:
+    """Read what ``write_documents`` wrote, by strategy. Raises ``UserError`` for a damaged file."""
+    arrays = read_arrays(path, _ARRAYS, _REMEDY)
+    num_tokens = arrays["num_tokens"].astype(np.int64)
+    return {
+        str(name): DocumentNLL(total, num_tokens)
+        for name, total in zip(arrays["strategy"], arrays["total"], strict=True)
+    }
+
+
+def pair_error(rows: Mapping[str, DocumentNLL]) -> Callable[[str, str], float]:
+    """Return a function of two strategies: the standard error of the difference of their ΔNLL, in percentage points.
+
+    It is NaN for a strategy that ``rows`` does not have, and without the dense model as it is, from which ΔNLL counts.
+    """
+
+    def error(one: str, other: str) -> float:
+        if not {one, other, DENSE} <= rows.keys():
+            return math.nan
+        dense = rows[DENSE]
+        seen = dense.num_tokens > 0
+        difference = rows[one].total - rows[other].total
+        return 100.0 * jackknife_ratio(difference[seen], dense.total[seen])[1]
+
+    return error

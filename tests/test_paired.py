@@ -1,0 +1,110 @@
+"""Paired differences: errors that count the baseline's variation, few and unequal documents, and shared documents."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spkv_nas.artifacts.comparison import DENSE
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.statistics import effective_number, jackknife_ratio
+from spkv_nas.evaluation.comparison_documents import pair_error, read_documents, write_documents
+from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+
+OLD_DEMO = np.array([26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1_100, 700, 408])  # tokens by document
+
+
+def documents(rng: np.random.Generator, number: int, spread: float) -> DocumentNLL:
+    """NLL of documents of unequal length, 2 nats per token give or take ``spread``."""
+    tokens = rng.integers(100, 4000, size=number)
+    return DocumentNLL(tokens * (2.0 + spread * rng.normal(size=number)), tokens)
+
+
+def test_the_error_is_that_of_leaving_out_a_document() -> None:
+    """At the linear order of the ratio, against the ratios themselves with each document left out."""
+    rng = np.random.default_rng(0)
+    base = documents(rng, 30, 0.2)
+    candidate = DocumentNLL(base.total * (1.2 + 0.05 * rng.normal(size=30)), base.num_tokens)
+    left_out = np.array(
+        [np.delete(candidate.total, i).sum() / np.delete(base.total, i).sum() for i in range(30)], dtype=np.float64
+    )
+    ratio = candidate.total.sum() / base.total.sum()
+    expected = math.sqrt(29 / 30 * ((left_out - ratio) ** 2).sum())
+    change = paired_difference(candidate, base)
+    assert change.percent == pytest.approx(100 * (ratio - 1))
+    assert change.standard_error == pytest.approx(100 * expected, rel=1e-9)
+
+
+def test_a_percentage_counts_that_the_baseline_varies() -> None:
+    """The same nats are lost in every token, of documents whose NLL differs: the percentage is not the same in all."""
+    base = documents(np.random.default_rng(1), 40, 0.5)
+    candidate = DocumentNLL(base.total + 0.4 * base.num_tokens, base.num_tokens)
+    change = paired_difference(candidate, base)
+    assert change.percent == pytest.approx(20, abs=3)
+    assert change.standard_error > 0.3  # it was 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "low", "high"),
+    [(OLD_DEMO, 0.54, 0.60), (np.full(10, 300), 0.64, 0.70), (np.full(60, 300), 0.66, 0.70)],
+    ids=["two-of-eleven-dominate", "ten", "sixty"],
+)
+def test_one_error_covers_what_it_should(sizes: np.ndarray, low: float, high: float) -> None:
+    """One error of two dominating documents covered 46 % in place of 68; what is left needs t, and gets a warning."""
+    rng = np.random.default_rng(0)
+    base = 2.0 * sizes
+    inside = 0
+    for _ in range(4000):
+        noise = rng.normal(size=len(sizes)) * np.sqrt(1 + 300 / sizes)
+        ratio, error = jackknife_ratio(base * (1.0 + 0.01 * noise), base.astype(float))
+        inside += abs(ratio - 1.0) <= error
+    assert low < inside / 4000 < high
+
+
+def test_the_effective_number_of_documents() -> None:
+    assert effective_number([5, 5, 5, 5]) == 4
+    assert effective_number(OLD_DEMO) == pytest.approx(3.3, abs=0.2)
+    assert effective_number([]) == effective_number([0]) == 0
+    nll = DocumentNLL(np.array([-1.0, 2.0, 2.0]), np.array([0, 10, 10]))
+    assert (nll.num_documents, nll.effective_documents) == (2, 2)
+
+
+def test_one_document_has_no_error() -> None:
+    one = DocumentNLL(np.array([20.0]), np.array([10]))
+    assert math.isnan(paired_difference(one, one).standard_error)
+
+
+class TestPairs:
+    def rows(self) -> dict[str, DocumentNLL]:
+        """Two layouts that lose nearly the same in every document, and much more in some than in others."""
+        rng = np.random.default_rng(2)
+        dense = documents(rng, 50, 0.2)
+        harm = 1.2 + 0.1 * rng.normal(size=50)
+        one, other = (
+            DocumentNLL(dense.total * (harm + extra + 0.001 * rng.normal(size=50)), dense.num_tokens)
+            for extra in (0.0, 0.002)
+        )
+        return {DENSE: dense, "one": one, "other": other}
+
+    def test_what_layouts_share_does_not_count(self) -> None:
+        """Their errors were added in quadrature: interleaved-first against random was .22 points, give or take 1.3."""
+        rows = self.rows()
+        apart = [paired_difference(rows[name], rows[DENSE]).standard_error for name in ("one", "other")]
+        error = pair_error(rows)("one", "other")
+        assert 0 < error < math.hypot(*apart) / 20
+        assert error == pair_error(rows)("other", "one")
+        assert math.isnan(pair_error(rows)("one", "missing"))
+        assert math.isnan(pair_error({name: row for name, row in rows.items() if name != DENSE})("one", "other"))
+
+    def test_they_travel_with_the_comparison(self, tmp_path: Path) -> None:
+        rows, file = self.rows(), tmp_path / "comparison-documents.npz"
+        write_documents(file, rows)
+        again = read_documents(file)
+        assert list(again) == list(rows)
+        assert all(np.array_equal(again[name].total, rows[name].total) for name in rows)
+        np.savez(file, strategy=np.array(["one"]), total=np.ones((2, 3)), num_tokens=np.ones(3, dtype=int))
+        with pytest.raises(UserError, match="damaged"):
+            read_documents(file)
