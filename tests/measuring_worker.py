@@ -52,7 +52,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         found[f"{name}, sweep"] = sweep
     found["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
     take("density", model=gated, gain_tokens=200)
-    take("learned", steps=6, gain_tokens=0)
+    take("learned", signal="density", steps=6, gain_tokens=0)
     for signal in SIGNALS[1:]:
         some: dict[str, Any] = {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
         some |= {"steps": 4} if signal in ("duo", "head-gates") else {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 from command_cases import parsed
 
+import spkv_nas
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.layout_options import ConvertOptions
 from spkv_nas.stages.options import (
@@ -55,3 +58,33 @@ class TestCommandLine:
         options = ProbeOptions(model=str(tmp_path / "mine"), data=["/elsewhere/text"], workspace=tmp_path / "w")
         line = "spkv-nas probe --model mine --data /elsewhere/text --workspace w"
         assert command_line(options) == line
+
+
+PACKAGE = Path(spkv_nas.__file__).parent
+# Help, which names commands in general, and files whose text is complete as it stands
+HELP = {"cli/app.py", "training/first_recipe.py", "report/instrument.py"}
+
+
+def test_no_other_place_writes_a_command() -> None:
+    """Messages named commands without the model and the text, which then measured the embedded model."""
+    command = re.compile(
+        r"spkv-nas (probe|propose|train|report|score|search|init|calibrate|compare|layout (show|diff|convert)|export)"
+    )
+    written = [
+        f"{file.relative_to(PACKAGE)}:{node.lineno}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if str(file.relative_to(PACKAGE)) not in HELP
+        for tree in [ast.parse(file.read_text())]
+        for docstrings in [_docstrings(tree)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if command.search(node.value)
+    ]
+    assert not written, written
+
+
+def _docstrings(tree: ast.Module) -> set[int]:
+    """The constants that are docstrings, by their identity."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, kinds) and node.body]
+    return {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}

@@ -291,7 +291,8 @@ class TestDryRunOfAProbe:
         self, model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         size = ("--model", model, "--data", text, "--block-size", "32")
-        stages = self.run(capsys, tmp_path, *size, "--steps", "3")
+        assert list(self.run(capsys, tmp_path, *size)) == ["signal head-gates"]
+        stages = self.run(capsys, tmp_path, *size, "--signal", "density", "--steps", "3")
         assert list(stages) == ["priced gates, frozen model", "probe", "judge the table"]
         assert stages["priced gates, frozen model"]["tokens"] == 3 * 2048
         assert all(stage["fits"] and stage["seconds"] for stage in stages.values())

@@ -244,7 +244,7 @@ class TestBadInput:
         sweep = ("evaluate", "--model", tmp_path / "dense", "--tau-sweep", "0.3,0.6", *options)
         assert "no gates" in fails(capsys, *sweep)
         assert "--tau must lie in [0, 1]" in fails(
-            capsys, "probe", "--model", tmp_path / "dense", "--tau", "2", *options
+            capsys, "probe", "--model", tmp_path / "dense", "--signal", "density", "--tau", "2", *options
         )
 
     def test_a_device_that_is_not_there(
@@ -281,7 +281,7 @@ class TestBadInput:
         assert "--workspace" in message
 
     def test_nothing_to_report(self, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "run spkv-nas probe first" in fails(capsys, "report", "--workspace", workspace)
+        assert "probe a model first" in fails(capsys, "report", "--workspace", workspace)
 
 
 def test_a_recipe_that_cannot_close_its_gates_warns(recipe: Recipe) -> None:

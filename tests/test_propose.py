@@ -293,7 +293,7 @@ class TestProposal:
         assert list(Proposal.read(files).layouts) == ["mine", "y", "x"]
         with pytest.raises(UserError, match="two layouts are called 'x': give them different names"):
             Proposal.read([*files, tmp_path / "b" / "x.yaml"])
-        with pytest.raises(UserError, match=r"no layouts in .*none\nrun spkv-nas propose first"):
+        with pytest.raises(UserError, match=r"no layouts in .*none\npropose some first"):
             Proposal.read_folder(tmp_path / "none")
 
     def test_coverage_of_a_layout_in_memory_does_not_depend_on_its_provenance(self) -> None:

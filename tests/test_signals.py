@@ -324,12 +324,12 @@ class TestCommand:
                 "unknown signal 'entropy'; expected one of density, head-gates, opening",
             ),
             (["--signal", "duo", "--tau", "0.5"], "--tau is not for --signal duo; it goes with density"),
-            (["--granularity", "layer"], "--granularity is not for --signal density"),
+            (["--signal", "density", "--granularity", "layer"], "--granularity is not for --signal density"),
             (["--signal", "attention-mass", "--steps", "3"], "it goes with density, head-gates, duo"),
             (["--signal", "attention-mass", "--window", "64"], "nothing outside a window of 64 keys"),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
             (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),
-            ([], "too short to hold out a part of it"),
+            (["--signal", "density"], "too short to hold out a part of it"),
         ],
     )
     def test_bad_input(

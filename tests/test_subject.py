@@ -11,11 +11,13 @@ from helpers import fails, gated, make_table, tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.common import Subject, find_table, model_name
-from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions, SubjectOptions
+from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.common import Subject, model_name
+from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ProposeOptions, ScoreOptions, SubjectOptions
 from spkv_nas.stages.probe import probe
 
 
@@ -85,12 +87,12 @@ class TestDefaults:
 
     def test_the_only_probe_is_taken(self, tmp_path: Path) -> None:
         place = Workspace(tmp_path)
-        with pytest.raises(UserError, match=r"no density table in .*probes\nrun spkv-nas probe first"):
-            find_table(place, None)
+        with pytest.raises(UserError, match=r"no density table in .*probes\nprobe a model first"):
+            chosen_table(ProposeOptions(workspace=tmp_path))
         make_table([[0.5, 0.4]]).write(place.probe_dir("mine"))
         (tmp_path / "probes" / ".hidden").mkdir()
         place.probe_dir("empty").mkdir()
-        assert find_table(place, None).density.tolist() == [[0.5, 0.4]]
+        assert chosen_table(ProposeOptions(workspace=tmp_path)).density.tolist() == [[0.5, 0.4]]
 
     def test_of_several_probes_one_is_asked_for(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         place = Workspace(tmp_path)
@@ -99,19 +101,24 @@ class TestDefaults:
         for command in ("propose", "report", "search", "train-hybrid"):
             message = fails(capsys, command, "--workspace", tmp_path)
             assert "which probe? there are 2 in" in message
-            assert message.endswith("probes: a, b name one with --probe")
+            for name in ("a", "b"):
+                assert f"next: spkv-nas {command} --probe {name} --workspace {tmp_path}" in message
 
     def test_of_several_signals_of_a_model_the_recommended_is_taken(self, tmp_path: Path) -> None:
         """Unless another model's is there, or it is not alone."""
         place, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
         for name, signal in (("mine", "density"), ("mine-duo", "duo"), ("mine-head-gates", "head-gates")):
             replace(table, name=name, metadata={"model": "m", "signal": signal}).write(place.probe_dir(name))
-        assert find_table(place, None).name == "mine-head-gates"
+        said: list[str] = []
+        assert chosen_table(ProposeOptions(workspace=tmp_path), Reporter(said.append)).name == "mine-head-gates"
+        assert said == ["probe 'mine-head-gates' (head-gates), of 3 of one model; --probe takes another"]
         for name, facts in (("other", {"model": "n"}), ("again", {"model": "m", "signal": "head-gates"})):
             replace(table, name=name, metadata=facts).write(place.probe_dir(name))
             with pytest.raises(UserError, match="which probe"):
-                find_table(place, None)
+                chosen_table(ProposeOptions(workspace=tmp_path))
             shutil.rmtree(place.probe_dir(name))
+        shutil.rmtree(place.probe_dir("mine-head-gates"))
+        assert chosen_table(ProposeOptions(workspace=tmp_path)).name == "mine"  # densities
 
     def test_the_budget_fits_the_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """It was 18 for a model of 8 heads."""

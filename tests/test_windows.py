@@ -43,7 +43,7 @@ class TestOneRule:
     def test_head_gates_take_the_window_that_densities_take(self, subject: list[str], tmp_path: Path) -> None:
         """Head gates took 128 where densities took a sixteenth of a block, and failed in blocks of 128."""
         main(["probe", *subject, "--signal", HEAD_GATES, "--steps", "2"])
-        main(["probe", *subject, "--steps", "2", "--gain-tokens", "0"])
+        main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
         tables = [DensityTable.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{HEAD_GATES}")]
         assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
 

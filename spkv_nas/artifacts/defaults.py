@@ -12,6 +12,7 @@ HELDOUT_TOKENS = 500_000  # of a recipe at most, and of a plan without a text
 # probing
 PRICED_STEPS = 160  # steps of priced gates on a frozen model
 HEAD_GATE_STEPS = 50  # 25 and 100 choose the same heads, but for one in eighteen (reports/study)
+LEARNING_TOKENS = 2048  # of a step of priced gates and of head gates
 DUO_STEPS = 200
 REGRESSION_LAYOUTS = 200  # random layouts that are scored
 SCORING_TOKENS = 12_288  # of text for signals that score layouts

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.density_rows import NATS
 
-RECOMMENDED = "head-gates"  # the signal whose heads lose least, once retrained (reports/study)
 _FULL_RANGE = 0.5  # highest share from which on a scale goes from 0 to 1
 _EVEN = 0.05  # of the largest value: up to about there a stretched scale is even
 _APART = 0.2  # of a scale, from which on two ticks do not touch

@@ -63,7 +63,7 @@ class Proposal:
         if stale := self._of_another_probe(table):
             warnings.warn(
                 f"{', '.join(stale)}: proposed from another probe of the name '{table.name}' than the one that is "
-                f"there now (hash {table.content_hash})\nrun spkv-nas propose again to choose by this one",
+                f"there now (hash {table.content_hash})\npropose again to choose by this one",
                 stacklevel=2,
             )
         if len(self.taus) > 1:
@@ -114,7 +114,7 @@ class Proposal:
         """The layouts that ``propose`` left in ``layouts/<name>/``. Raises ``UserError`` as ``read``, or for none."""
         files = sorted(folder.glob("*.yaml"))
         if not files:
-            raise UserError(f"no layouts in {folder}\nrun spkv-nas propose first, or name layout files")
+            raise UserError(f"no layouts in {folder}\npropose some first, or name layout files")
         return cls.read(files)
 
 

@@ -7,6 +7,7 @@ from spkv_nas.base.errors import UserError
 DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS = SIGNALS = (
     "density", "head-gates", "opening", "closing", "regression", "duo", "retrieval", "attention-mass",
 )  # fmt: skip
+RECOMMENDED = HEAD_GATES  # its heads lose least, once retrained (reports/study)
 SCORING = (OPENING, CLOSING, REGRESSION)  # those that score layouts: they make logits, and take fewer tokens by default
 _OPTIONS = {
     "tau": (DENSITY,),

@@ -33,7 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Measure which KV heads need global attention, propose hybrid layouts, and prove them by retraining.\n\n"
-    "The path: spkv-nas init MODEL TEXT, then probe recipe.yaml, propose, train-hybrid --recipe recipe.yaml, report. "
+    "The path: spkv-nas init MODEL TEXT, then the command that each one names last (next: spkv-nas ...): head gates "
+    "choose the heads, train-hybrid proves them, report shows it. "
     "A plain spkv-nas probe measures the embedded reference model (21 layers x 3 KV heads).",
 )
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (

@@ -32,13 +32,18 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     """Measure the density of every KV head, or another signal. Writes probes/NAME/, or probes/NAME-SIGNAL/.
 
     Without arguments: the embedded reference on held-out standard library text.
-    With --model and --data: your own checkpoint. One without gates learns them first, at the price of the budget, while
-    no weight of it moves: minutes. With a recipe: train the reference, then probe it.
+    With --model and --data: your own checkpoint. Of one without gates, its head gates, which choose best: minutes.
+    With --signal density it learns gates, at the price of the budget, while no weight of it moves; densities also tell
+    which keys a cache may drop. With a recipe: train the reference, then probe it.
     """
     from spkv_nas.stages import probe as stage
+    from spkv_nas.stages.next_steps import after_probe
 
     table = stage.probe(options, reporter)
-    return Result(table, show.probe, partial(documents.probe, folder=options.place.probe_dir(table.name)))
+    return Result(
+        table, show.probe, partial(documents.probe, folder=options.place.probe_dir(table.name)),
+        next=after_probe(options, table),
+    )  # fmt: skip
 
 
 def propose(options: ProposeOptions, reporter: Reporter) -> Result:
@@ -51,7 +56,8 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
 
     if stage.is_for_several(options):
         return Result(stage.propose_several(options, reporter), show.budgets, documents.budgets)
-    return Result(stage.propose(options, reporter), show.proposal, documents.proposal)
+    found = stage.propose(options, reporter)
+    return Result(found, show.proposal, documents.proposal, next=found.next)
 
 
 def compare(options: CompareOptions, reporter: Reporter) -> Result:

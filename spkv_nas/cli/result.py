@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,8 @@ Results = Result | Iterator[Result]  # of a command; several come as they are fo
 
 def present(found: Results, *, as_json: bool) -> int:
     """Print what a command found, each result as it comes or all as one JSON document; the command's exit code."""
-    results = iter((found,)) if isinstance(found, Result) else found
+    # Several results are the steps of one path, which needs no suggestions in between
+    results = iter((found,)) if isinstance(found, Result) else (replace(result, next=()) for result in found)
     documents: list[Any] = []
     code = 0
     for result in results:
@@ -60,7 +61,8 @@ def present(found: Results, *, as_json: bool) -> int:
 def _document(result: Result) -> Any:
     """The JSON of a result; commands to run next, if there are any, are its key ``next``."""
     document = plain(result.document(result.value))
-    return {**document, "next": [one.command for one in result.next]} if result.next else document
+    commands = [one.command for one in result.next if one.command]
+    return {**document, "next": commands} if commands else document
 
 
 def _suggest(suggestions: Sequence[Suggestion]) -> None:
@@ -68,7 +70,8 @@ def _suggest(suggestions: Sequence[Suggestion]) -> None:
     for one in suggestions:
         if one.reason:
             say(one.reason)
-        out.print(Text(one.line), soft_wrap=True)
+        if one.command:
+            out.print(Text(one.line), soft_wrap=True)
 
 
 def plain(value: Any) -> Any:

@@ -179,7 +179,7 @@ def comparison(result: Comparison) -> None:
         if found is not None:
             perfect = "-1" if measure == "coverage" else "+1"
             out.print(f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(found)}; perfect: {perfect}")
-    out.print("checkpoints, for spkv-nas export, evaluate and generate:")
+    out.print("checkpoints, for export, evaluate and generate:")
     for model in result.models:
         out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
 

@@ -15,14 +15,16 @@ def init(options: InitOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import init as stage
 
-    return Result(stage.init(options, reporter), show_plan.first_recipe, documents.first_recipe)
+    found = stage.init(options, reporter)
+    return Result(found, show_plan.first_recipe, documents.first_recipe, next=found.next)
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:
     """Train a recipe's dense model and its SP-KV reference; prints where the checkpoints are. Resumes."""
     from spkv_nas.stages import train as stage
+    from spkv_nas.stages.next_steps import after_train
 
-    return Result(stage.train(options, reporter), show.trained)
+    return Result(stage.train(options, reporter), show.trained, next=after_train(options))
 
 
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
@@ -32,8 +34,10 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
     checkpoints are is printed and written to reports/NAME/checkpoints.csv; spkv-nas export takes them.
     """
     from spkv_nas.stages import train as stage
+    from spkv_nas.stages.next_steps import after_training_hybrids
 
-    return Result(stage.train_hybrid(options, reporter), show.comparison, documents.comparison)
+    found = stage.train_hybrid(options, reporter)
+    return Result(found, show.comparison, documents.comparison, next=after_training_hybrids(options, found.folder.name))
 
 
 def ablate(options: AblateOptions, reporter: Reporter) -> Result:

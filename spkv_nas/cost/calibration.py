@@ -158,8 +158,7 @@ class Calibration(AttentionTimes):
         """Raises ``UserError`` if local heads were measured with another window."""
         if window != self.case.window:
             raise UserError(
-                f"the calibration is for a window of {self.case.window}, not {window}: "
-                f"run spkv-nas calibrate --window {window}"
+                f"the calibration is for a window of {self.case.window}, not {window}: calibrate with --window {window}"
             )
 
     def check_context(self, context: int, phase: Phase) -> None:
@@ -168,7 +167,7 @@ class Calibration(AttentionTimes):
             measured = self.contexts(phase)
             raise UserError(
                 f"the calibration measured {phase} at {measured[0]:,} to {measured[-1]:,} tokens, "
-                f"which says nothing of {context:,}: run spkv-nas calibrate --context {context}"
+                f"which says nothing of {context:,}: calibrate with --context {context}"
             )
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
@@ -238,7 +237,7 @@ class Calibration(AttentionTimes):
         header = validate(_CalibrationFile, data, where)
         table = folder / "calibration.csv"
         if _sha256(read_text(table, "calibration")) != header.csv_sha256:
-            raise UserError(f"{where} does not describe the calibration.csv beside it: run spkv-nas calibrate again")
+            raise UserError(f"{where} does not describe the calibration.csv beside it: calibrate again")
         try:
             case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))
             rows = read_table(table, "table", COLUMNS)

@@ -1,15 +1,15 @@
 """A number for trust: how well a table orders what matters, judged by what opening single heads saves.
 
-Opening gains (``artifacts.gains``) are noisy, and know nothing of what heads do together. So only heads whose gain
-stands out of its noise are named, and choices are compared by all of their heads. Errors take heads as independent;
-that heads gain in the same documents makes the true ones up to 1.7 times as large (reports/LOG.md), so that choices
-differ from three such errors on.
+Opening gains (``artifacts.gains``) are noisy, and know nothing of what heads do together: the heads of largest gain
+lose more, once retrained, than those that head gates choose (``reports/study``). So they describe a table and recommend
+nothing, and no optimum of the gains is quoted, which would be chosen and judged on the same tokens. Only heads whose
+gain stands out of its noise are named, and none where documents are few. Errors take heads as independent; that heads
+gain in the same documents makes the true ones up to 1.7 times as large (reports/LOG.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +19,7 @@ from spkv_nas.artifacts.gains import Gains
 from spkv_nas.evaluation.ranking import spearman
 
 _CLEAR = 2.0  # standard errors of a head's gain from which on it is one
-_SURE = 3.0  # of a sum over heads, likewise
-_MUCH = 0.1  # share of the gains from which on what is left out for no need is much; less says nothing of whole layouts
+FEWEST_DOCUMENTS = 8  # from which on single heads are named
 
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -41,27 +40,6 @@ class Missed:
 
 
 @dataclass(frozen=True)
-class Rival:
-    """As many heads, chosen by another signal.
-
-    Attributes:
-        name: of the probe.
-        left_out: share of the gains, as ``Trust.left_out``.
-        saved: nats per token that its heads save more, with its standard error.
-    """
-
-    name: str
-    left_out: float
-    saved: float
-    standard_error: float
-
-    @property
-    def is_better(self) -> bool:
-        """Whether it saves more than noise can explain; False where the noise is not known."""
-        return self.saved > _SURE * self.standard_error
-
-
-@dataclass(frozen=True)
 class Trust:
     """How well a table orders what opening single heads saves.
 
@@ -72,9 +50,8 @@ class Trust:
         left_out: share in [0, 1] of all gains above 0 that the other heads have; NaN where no gain is known from noise.
         left_out_error: its standard error.
         left_out_nats: the same in nats per token.
-        least: share that the best choice of as many heads would leave out.
-        missed: the heads left out whose gains are known from noise, the largest first.
-        rivals: choices by other signals, the best first.
+        missed: the heads left out whose gains are known from noise, the largest first; none where documents are few.
+        num_documents: on which the gains were measured; None where that is not known.
     """
 
     rho: float | None
@@ -83,36 +60,25 @@ class Trust:
     left_out: float
     left_out_error: float
     left_out_nats: float
-    least: float
     missed: tuple[Missed, ...]
-    rivals: tuple[Rival, ...]
+    num_documents: int | None = None
 
     @classmethod
-    def of(cls, values: Float, chosen: Mask, gains: Gains, rivals: Mapping[str, Mask] | None = None) -> Trust:
-        """Of a table.
+    def of(cls, values: Float, chosen: Mask, gains: Gains, num_documents: int | None = None) -> Trust:
+        """Judge a table by gains that it was not chosen by.
 
         Args:
             values: the table's [L, Hkv].
             chosen: bool [L, Hkv], the heads that it chooses.
-            rivals: the same number of heads by name of another probe.
+            num_documents: on which ``gains`` were measured, if that is known.
         """
         clear = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
         saved = np.where(clear.any(), gains.values.clip(0.0), np.nan)
         left_out, error = _share(saved, gains.standard_error, ~chosen)
         rho, interval = spearman(values.ravel(), gains.values.ravel()) or (None, None)
-        rest = np.sort(saved.ravel())[: chosen.size - int(chosen.sum())]
         missed = [
             Missed(int(layer), int(head), float(gains.values[layer, head]), float(gains.standard_error[layer, head]))
             for layer, head in np.argwhere(clear & ~chosen)
-        ]
-        others = [
-            Rival(
-                name,
-                _share(saved, gains.standard_error, ~mask)[0],
-                float(gains.values[mask].sum() - gains.values[chosen].sum()),
-                _norm(gains.standard_error[mask != chosen]),
-            )
-            for name, mask in (rivals or {}).items()
         ]
         return cls(
             rho,
@@ -121,21 +87,9 @@ class Trust:
             left_out=left_out,
             left_out_error=error,
             left_out_nats=float(saved[~chosen].sum()),
-            least=float(rest.sum() / saved.sum()),
-            missed=tuple(sorted(missed, key=lambda head: -head.gain)),
-            rivals=tuple(sorted(others, key=lambda rival: -rival.saved)),
+            missed=() if _are_few(num_documents) else tuple(sorted(missed, key=lambda head: -head.gain)),
+            num_documents=num_documents,
         )
-
-    @property
-    def better(self) -> Rival | None:
-        """The rival that saves most, if that is clearly more, and much."""
-        return next((one for one in self.rivals if one.is_better and self.left_out - one.left_out > _MUCH), None)
-
-    @property
-    def is_poor(self) -> bool:
-        """Whether the choice leaves out much that one of as many heads would not."""
-        needless = self.left_out - self.least
-        return needless > _MUCH and needless > _SURE * self.left_out_error
 
     def sentence(self) -> str:
         """How well the table orders the heads, and what its choice leaves out."""
@@ -147,13 +101,20 @@ class Trust:
         if self.interval is not None:
             low, high = self.interval
             order += f" (95 % interval {low:+.2f} to {high:+.2f})"
-        said = f"{order}; its {self.budget} heads leave out {self.share()} of the gains"
-        return f"{said}, most in {self.missed[0]}" if self.missed else said
+        share = f"{order}; its {self.budget} heads leave out {self.share()} of the gains"
+        if _are_few(self.num_documents):
+            return f"{share}; measured on {self.num_documents} documents, too few to rely on"
+        return f"{share}, most in {self.missed[0]}" if self.missed else share
 
     def share(self) -> str:
         """Such as "12 ± 3 %"."""
         error = "" if math.isnan(self.left_out_error) else f" ± {100 * self.left_out_error:.0f}"
         return f"{100 * self.left_out:.0f}{error} %"
+
+
+def _are_few(num_documents: int | None) -> bool:
+    """Whether gains are known to come from too few documents to name heads by."""
+    return num_documents is not None and num_documents < FEWEST_DOCUMENTS
 
 
 def _share(saved: Float, errors: Float, part: Mask) -> tuple[float, float]:

@@ -95,7 +95,7 @@ def _chosen(given: Layout | None, own: Layout | None, checkpoint: StrPath) -> La
         if own is None:
             raise UserError(
                 f"checkpoint {checkpoint} has no layout of its own to export\n"
-                "give a layout: spkv-nas propose makes them, spkv-nas train-hybrid retrains a checkpoint with one"
+                "give a layout file, as propose writes them, or a checkpoint that train-hybrid retrained with one"
             )
         return own
     if own is not None and own.content_hash != given.content_hash:

@@ -34,7 +34,7 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS
+from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.base.distributed import own_share, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -50,10 +50,15 @@ from spkv_nas.probing.frozen import frozen, passes, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
-STEP_TOKENS = 2048
+STEP_TOKENS = LEARNING_TOKENS
 _RATE = 0.05  # of a gate's way from 0 to 1, for a head of root mean square gradient
 _MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
 _STEP_PASSES = 3  # of a step's tokens: of the model as it is, with gates, and back without gradients of weights
+
+
+def forward_passes(steps: int | None = None) -> tuple[int, int]:
+    """Count the work of head gates: (forward passes, tokens of each)."""
+    return _STEP_PASSES * (HEAD_GATE_STEPS if steps is None else steps), STEP_TOKENS
 
 
 class HeadGate:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import PRICED_STEPS
+from spkv_nas.artifacts.defaults import LEARNING_TOKENS, PRICED_STEPS
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -48,7 +48,7 @@ from spkv_nas.model.spread import check_placed
 from spkv_nas.probing.frozen import frozen, passes
 from spkv_nas.probing.gate_state import GateState
 
-STEP_TOKENS = 2048
+STEP_TOKENS = LEARNING_TOKENS
 _WEIGHT_DECAY, _BETAS, _FINAL = 0.1, (0.9, 0.95), 0.01
 _SAVE_EVERY = 20  # steps
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measure import RECOMMENDED
+from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.replace import replacing

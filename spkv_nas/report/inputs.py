@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,8 @@ class Inputs:
     heads can be chosen by on the page, each at its own threshold; ``calibration`` is of the model's heads, None where
     nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell;
     ``judged`` are the sections of further tables, ``under_way`` is that of what is not finished; ``pair_error`` gives
-    the standard error of the difference of two rows of the comparison, which share documents.
+    the standard error of the difference of two rows of the comparison, which share documents; ``commands`` propose
+    layouts by each probe in its workspace, by the probe's name.
     """
 
     table: DensityTable
@@ -62,6 +63,7 @@ class Inputs:
     judged: tuple[Section, ...] = ()
     under_way: Section | None = None
     pair_error: PairError = no_pair_error
+    commands: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def certainty(self) -> Certainty | None:
@@ -95,6 +97,7 @@ class Inputs:
         judged: Sequence[Section] = (),
         under_way: Section | None = None,
         pair_error: PairError = no_pair_error,
+        commands: Mapping[str, str] | None = None,
     ) -> Inputs:
         """Without ``probes`` the table is the only one.
 
@@ -105,7 +108,7 @@ class Inputs:
         probes = tuple(probes) or (table,)
         return cls(
             table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes,
-            calibration, predict, tuple(judged), under_way, pair_error,
+            calibration, predict, tuple(judged), under_way, pair_error, commands or {},
         )  # fmt: skip
 
 

@@ -162,7 +162,7 @@ function instrument(given) {
 
   function command(signal) {
     const tau = state.tau === signal.own ? "" : " --tau " + signal.taus[state.tau];
-    return "spkv-nas propose --probe " + signal.quoted + " --budget " + state.budget + tau;
+    return signal.command + " --budget " + state.budget + tau;
   }
   function fill(select, names, chosen) {
     select.replaceChildren(...names.map(([value, name]) => new Option(name, value, false, value === chosen)));

@@ -153,7 +153,7 @@ def _signal(table: DensityTable, inputs: Inputs) -> dict[str, Any] | None:
     own, start = (_nearest(tables, tau) for tau in (table.tau, (shown if shown.name == table.name else table).tau))
     return {
         "name": table.name,
-        "quoted": shlex.quote(table.name),
+        "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
         "noun": measure.noun,
         "unit": "" if measure.is_share else f" {measure.unit}",
         "shown": measure.shown,

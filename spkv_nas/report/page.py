@@ -71,6 +71,7 @@ def write_report(
     under_way: Section | None = None,
     pair_error: PairError = no_pair_error,
     advise: Advise | None = None,
+    commands: Mapping[str, str] | None = None,
     pictures: bool = True,
     progress: Progress = no_progress,
     written: datetime | None = None,
@@ -93,6 +94,7 @@ def write_report(
         under_way: the section of what other commands have not finished, if there is anything.
         pair_error: standard error of the difference of two rows of the comparison; by default none is known.
         advise: returns the commands to recommend, by the verdict of the page; None recommends none.
+        commands: that propose layouts, by the probe's name; by default those of the current folder.
         pictures: whether to draw the figures too; otherwise the page leads to those that are there.
         progress: called with (figures drawn, figures in all).
         written: now, of a page that will be written again: it says so, and has a button that loads it again.
@@ -103,7 +105,7 @@ def write_report(
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
         search_record=search_record, probes=probes, calibration=calibration, predict=predict, judged=judged,
-        under_way=under_way, pair_error=pair_error,
+        under_way=under_way, pair_error=pair_error, commands=commands,
     )  # fmt: skip
     verdict = conclude(inputs)
     groups = _charts(inputs, verdict)

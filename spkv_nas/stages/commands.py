@@ -29,17 +29,27 @@ class Suggestion:
     """Name a command to run next.
 
     Attributes:
-        command: complete, as it can be pasted into a shell.
+        command: complete, as it can be pasted into a shell; empty where the reason says why there is none.
         reason: sentence on what the command is for; empty where the command speaks for itself.
     """
 
     command: str
     reason: str = ""
 
+    @classmethod
+    def of(cls, options: object, reason: str = "") -> Suggestion:
+        """Suggest the command that gives a stage ``options``."""
+        return cls(command_line(options), reason)
+
     @property
     def line(self) -> str:
         """The line that people see."""
-        return f"next: {self.command}"
+        return next_line(self.command)
+
+
+def next_line(command: str) -> str:
+    """Write the line that shows a command to run next, in results and in errors."""
+    return f"next: {command}"
 
 
 def command_line(options: object) -> str:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
-from spkv_nas.artifacts.density import RECORD, DensityTable
-from spkv_nas.artifacts.measure import RECOMMENDED
+from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
@@ -21,12 +20,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
-from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
 from spkv_nas.proposal.foreign_formats import read_score_table
-from spkv_nas.stages.options import SubjectOptions
+from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.options import ProposeOptions, SubjectOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -304,61 +303,31 @@ def quiet_transformers(reporter: Reporter) -> None:
     logging.disable_progress_bar()
 
 
-def find_table(workspace: Workspace, probe: str | None) -> DensityTable:
+def find_table(workspace: Workspace, probe: str) -> DensityTable:
     """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities.
 
-    None is the workspace's only one, or of several of one model the one by ``RECOMMENDED``. Raises ``UserError`` where
-    that is not clear, or the table cannot be read.
+    Raises:
+        UserError: it is not there, or cannot be read.
     """
-    if probe is None:
-        probe = _default_probe(workspace)
     if probe.endswith(".csv"):
         return DensityTable.read(Path(probe))
     if probe.endswith(".tsv"):
         return read_score_table(Path(probe))
     folder = workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
+        there = ", ".join(workspace.probes()) or "none"
         raise UserError(
-            f"no density table '{probe}' in {workspace.root / 'probes'}\n"
-            "run spkv-nas probe first, or give --probe FILE.csv"
+            f"no density table '{probe}' in {workspace.root / 'probes'}\nthere are: {there}; or give --probe FILE.csv"
         )
     return DensityTable.read(folder)
 
 
-def _default_probe(workspace: Workspace) -> str:
-    """The only probe, or of several of one model that of the signal which chooses best."""
-    names = workspace.probes()
-    where = workspace.root / "probes"
-    if not names:
-        raise UserError(f"no density table in {where}\nrun spkv-nas probe first, or give --probe FILE.csv")
-    if len(names) == 1:
-        return names[0]
-    records = [read_unchecked(workspace.probe_dir(name) / RECORD, "probe") for name in names]
-    best = [name for name, record in zip(names, records, strict=True) if record.get("signal") == RECOMMENDED]
-    models = {record.get("model") for record in records}
-    if len(best) != 1 or len(models) != 1 or None in models:
-        raise UserError(f"which probe? there are {len(names)} in {where}: {', '.join(names)}\nname one with --probe")
-    return best[0]
-
-
-def find_recipe(path: Path | None, table: DensityTable, embedded: str) -> Path:
-    """The recipe that retrains layouts: the one given, or for a probe of the embedded models ``embedded``, their own.
-
-    Raises:
-        UserError: none is given, and the probe is of another model.
-    """
-    if path is not None:
-        return path
-    if not str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
-        raise UserError(
-            f"the probe '{table.name}' is not of the embedded models: give --recipe, the file that its reference was "
-            "trained by"
-        )
-    return EMBEDDED / embedded
-
-
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
     """The layouts in files, by default all of ``layouts/<name>/``. Raises ``UserError`` for a baseline's name too."""
-    proposal = Proposal.read(files) if files else Proposal.read_folder(workspace.layout_dir(name))
+    folder = workspace.layout_dir(name)
+    if not files and name in workspace.probes() and not any(folder.glob("*.yaml")):
+        command = command_line(ProposeOptions(probe=name, workspace=workspace.root))
+        raise UserError(f"no layouts in {folder}: propose some first, or name layout files\n{next_line(command)}")
+    proposal = Proposal.read(files) if files else Proposal.read_folder(folder)
     check_layout_names(proposal.layouts)
     return proposal

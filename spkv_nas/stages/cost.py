@@ -21,6 +21,7 @@ from spkv_nas.cost.formulas import Cost, layout_density
 from spkv_nas.cost.ladder import find_level, flops_table, write_flops_table
 from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
+from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.common import model_name
 from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.options import PAPER, REFERENCE, CalibrateOptions, CostOptions
@@ -139,6 +140,9 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
     times = find_times(
         options.place, subject.name, shape, windows, tokens,
         calibration=options.calibration, hardware=options.hardware, element_size=size, caution=reporter.caution,
+        calibrate=CalibrateOptions(
+            level=options.level, model=options.model, name=options.calibration, workspace=options.workspace
+        ),
     )  # fmt: skip
     rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
@@ -177,9 +181,13 @@ def find_times(
     calibration: str | None = None,
     hardware: str | None = None,
     element_size: int = 2,
+    calibrate: CalibrateOptions | None = None,
     caution: Announce = silent,
 ) -> AttentionTimes:
     """Times of attention: of a calibration, by default that of the results ``name`` if it fits, or the roofline.
+
+    Args:
+        calibrate: what measures a calibration of the model; the error suggests it, where it is known.
 
     Raises:
         UserError: the ``calibration`` asked for is not there or does not fit, or the ``hardware`` is unknown.
@@ -190,10 +198,23 @@ def find_times(
         try:
             return _find_calibration(workspace, calibration or name, shape, windows, context)
         except UserError as error:
+            command = _calibrating(calibrate, windows, context)
             if calibration is not None:
-                raise
-            caution(f"{error}\nso times are the roofline's")
+                raise UserError("\n".join([str(error), *command])) from error
+            caution("\n".join([str(error), "so times are the roofline's", *command]))
     return Roofline(find_hardware(hardware or "h200"), shape, element_size)
+
+
+def _calibrating(options: CalibrateOptions | None, windows: Sequence[int], context: int) -> list[str]:
+    """The line with the command that measures a calibration for a window and a context; none where windows differ."""
+    if options is None or len(set(windows)) > 1:
+        return []
+    for window in windows:
+        options = replace(options, window=window)
+    measured = default_contexts(parse_context(options.context))
+    if not measured[0] <= context <= measured[-1]:
+        options = replace(options, context=str(context))
+    return [next_line(command_line(options))]
 
 
 def _find_calibration(
@@ -202,7 +223,7 @@ def _find_calibration(
     """The workspace's calibration ``name``. Raises ``UserError`` if there is none, or it does not fit."""
     folder = workspace.report_dir(name)
     if not (folder / "calibration.yaml").is_file():
-        raise UserError(f"no calibration '{name}' in {folder.parent}: run spkv-nas calibrate first")
+        raise UserError(f"no calibration '{name}' in {folder.parent}: measure it first")
     found = Calibration.read(folder)
     found.check_shape(shape)
     for window in windows:

@@ -121,7 +121,7 @@ NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
 Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 
 # measuring
-Signal = Annotated[str, Flag(f"{SIGNALS[0]}, or another: {', '.join(SIGNALS[1:])}.", values=SIGNALS)]
+Signal = Annotated[str | None, Flag(f"{SIGNALS[0]}, or another: {', '.join(SIGNALS[1:])}.", values=SIGNALS)]
 GainTokens = Annotated[
     int | None,
     Flag("Judge the table by what each head saves alone, on so many tokens; 0: not at all.", low=0, high=MOST_WHOLE),

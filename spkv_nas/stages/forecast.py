@@ -39,6 +39,7 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
 from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.options import REFERENCE, PlanOptions, ProbeOptions
+from spkv_nas.stages.probe import chosen_signal
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.plan import Planner
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
@@ -110,6 +111,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     Raises:
         UserError: a signal of which nothing is known here, or as ``probe``.
     """
+    options = replace(options, signal=chosen_signal(options))
     subject = Subject.of(options, REFERENCE, "probe on")
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base

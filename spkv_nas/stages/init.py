@@ -13,6 +13,7 @@ import numpy as np
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.defaults import FIRST_STEPS
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
@@ -22,8 +23,11 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
+from spkv_nas.probing import head_gates
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.common import model_name, quiet_transformers
+from spkv_nas.stages.next_steps import after_init
 from spkv_nas.stages.options import InitOptions
 from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
 from spkv_nas.training.plan import ROOM, Plan, PlannedRun, Planner, together
@@ -35,10 +39,11 @@ _LAYOUTS = 7  # that propose makes without options
 
 @dataclass(frozen=True)
 class FirstRecipe:
-    """What ``init`` wrote, and what all commands of the path will take."""
+    """What ``init`` wrote, what all commands of the path will take, and the first of them."""
 
     file: Path
     plan: Plan
+    next: tuple[Suggestion, ...]
 
 
 def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
@@ -63,7 +68,8 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
         planner = planner.other(draft.recipe(base))
     plan = planner.plan(_path(planner))
     write_atomic(options.out, draft.text_of_recipe())
-    return FirstRecipe(options.out, plan)
+    steps = after_init(options, planner.recipe.name, planner.recipe.gates.window)
+    return FirstRecipe(options.out, plan, tuple(steps))
 
 
 def _fitted(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple[Planner, Draft]:
@@ -88,21 +94,21 @@ def _fitted(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple[Pla
 
 def _path(planner: Planner) -> list[PlannedRun]:
     """The runs of all commands; the layouts are not known yet, so the finished ones among them neither."""
-    probe, scores = _passes(planner)
+    gates, scores = _passes(planner)
     return [
-        planner.branch(SP_KV, Variant.sp_kv()),
-        probe,
+        gates,
         planner.branch(FULL_ATTENTION, Variant.full_attention()),
+        planner.branch(SP_KV, Variant.sp_kv()),
         together("layouts", [planner.new_branch("", _any_layout(planner))] * _LAYOUTS),
         scores,
     ]
 
 
 def _passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
-    """The probe, and the scores of the layouts without training."""
+    """The head gates, and the scores of the layouts without training."""
     scored = 1 + _LAYOUTS
     return (
-        planner.heldout_pass("probe", Variant.sp_kv()),
+        planner.heldout_pass(RECOMMENDED, Variant.full_attention(), *head_gates.forward_passes()),
         planner.heldout_pass("zero-shot scores", Variant.full_attention(), scored),
     )
 

@@ -12,6 +12,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.proposal import convert as forms
 from spkv_nas.proposal.coverage import coverage
+from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.common import find_table, quiet_transformers
 from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 
@@ -84,8 +85,14 @@ def schema(options: SchemaOptions) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[options.of]()}
 
 
+def _free(file: Path) -> Path:
+    """The file, or one of a name behind it that is not there yet."""
+    return file if not file.exists() else file.with_name(f"{file.stem}-layout{file.suffix}")
+
+
 def _read(file: Path) -> Proposal:
     """One layout file. Raises ``UserError``, for a file of scores with the command that makes a layout of it."""
     if file.suffix in (".tsv", ".csv") or file.is_dir():
-        raise UserError(f"{file} is no layout file; spkv-nas layout convert {file} NEW.yaml makes one of it")
+        command = command_line(ConvertOptions(source=file, target=_free(file.with_suffix(".yaml"))))
+        raise UserError(f"{file} is no layout file; this makes one of it\n{next_line(command)}")
     return Proposal.read([file])

@@ -13,7 +13,7 @@ from typing import Any
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.baselines import EXACT
-from spkv_nas.artifacts.signals import SCORING
+from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED, SCORING
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.budget import DEFAULT_SHARE
@@ -110,7 +110,7 @@ class ProbeOptions(SubjectOptions, Trains):
         None, f"all; for {', '.join(SCORING)} {defaults.SCORING_TOKENS:,}, spread"
     )
     tau: flags.Tau = default(None, "the checkpoint's")
-    signal: flags.Signal = "density"
+    signal: flags.Signal = default(None, f"{DENSITY}; {RECOMMENDED} of a model without gates")
     gain_tokens: flags.GainTokens = default(None, f"{defaults.GAIN_TOKENS:,}", note="Of density.")
     window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
     granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")

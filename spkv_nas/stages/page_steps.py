@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from spkv_nas.artifacts import checkpoints
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report.verdict import Advise, Step, Verdict
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.layout_options import ExportOptions
-from spkv_nas.stages.options import ProposeOptions, TrainHybridOptions
+from spkv_nas.stages.next_steps import recommend, retraining
+from spkv_nas.stages.options import ProposeOptions
 
 
 def page_steps(place: Workspace, table: DensityTable) -> Advise:
@@ -22,6 +23,9 @@ def page_steps(place: Workspace, table: DensityTable) -> Advise:
         if verdict.layout is None:
             command = command_line(ProposeOptions(probe=table.name, workspace=place.root))
             return [Step("Propose layouts:", command)]
+        recommended = recommend(place, table) if verdict.evidence is None else None
+        if recommended is not None and recommended.command:
+            return [Step(f"{recommended.reason[0].upper()}{recommended.reason[1:]}:", recommended.command)]
         name = verdict.layout.name
         trained = None if verdict.evidence is None else _checkpoint(place, table.name, name)
         if trained is not None:
@@ -48,11 +52,11 @@ def _retrain(place: Workspace, table: DensityTable, verdict: Verdict) -> list[St
 
     Nothing where it takes a recipe that the probe does not name.
     """
-    if verdict.layout is None or not str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
+    retrain = retraining(place, table)
+    if verdict.layout is None or retrain is None:
         return []
     if verdict.evidence is None:
-        command = command_line(TrainHybridOptions(probe=table.name, workspace=place.root))
-        return [Step("Retrain the layouts, to see which has the lowest NLL:", command)]
+        return [Step("Retrain the layouts, to see which has the lowest NLL:", command_line(retrain))]
     name = verdict.layout.name
     folder = place.layout_dir(table.name)
     files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
@@ -60,5 +64,4 @@ def _retrain(place: Workspace, table: DensityTable, verdict: Verdict) -> list[St
     purpose = f"Retrain {name} to a checkpoint that can be exported" + (
         ":" if file else f" (download its file {name}.yaml below first):"
     )
-    options = TrainHybridOptions(layouts=[file or Path(f"{name}.yaml")], probe=table.name, workspace=place.root)
-    return [Step(purpose, command_line(options))]
+    return [Step(purpose, command_line(replace(retrain, layouts=[file or Path(f"{name}.yaml")])))]

@@ -8,13 +8,16 @@ from typing import Any
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.proposal import distinct
+from spkv_nas.artifacts.signals import DENSITY, HEAD_GATES
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.probing import head_gates
 from spkv_nas.stages import forecast
-from spkv_nas.stages.common import find_proposal, find_recipe, find_table, quiet_transformers
+from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.common import find_proposal, quiet_transformers
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.options import (
     PALINDROME,
@@ -28,6 +31,7 @@ from spkv_nas.stages.options import (
     TrainOptions,
     Trains,
 )
+from spkv_nas.stages.probe import chosen_signal
 from spkv_nas.stages.search import ask
 from spkv_nas.stages.train import palindrome_settings
 from spkv_nas.training.ablation import AblationPlan
@@ -55,20 +59,28 @@ def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
 
 
 def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | Forecast:
-    """Of ``probe RECIPE``: what ``train`` trains, and the probe; else as ``forecast.plan_probe``."""
+    """Of ``probe RECIPE``: the models that its signal needs, and the probe; else as ``forecast.plan_probe``."""
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
     planner = _planner(options, options.recipe, reporter)
-    return planner.plan([*reference_runs(planner), planner.heldout_pass("probe", Variant.sp_kv())])
+    signal = chosen_signal(options)
+    if signal == DENSITY:
+        return planner.plan([*reference_runs(planner), planner.heldout_pass("probe", Variant.sp_kv())])
+    dense = Variant.full_attention()
+    if signal == HEAD_GATES:
+        measured = planner.heldout_pass(signal, dense, *head_gates.forward_passes(options.steps))
+    else:
+        measured = planner.heldout_pass(f"{signal}, at least", dense)
+    return planner.plan([*planner.dense(), measured])
 
 
 def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
     """Of ``train-hybrid``: full attention, SP-KV and every layout."""
-    table = find_table(options.place, options.probe)
+    table = chosen_table(options, reporter)
     proposal = find_proposal(options.place, table.name, options.layouts)
     proposal.table(table)  # warns
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
-    planner = _planner(options, find_recipe(options.recipe, table, "demo.yaml"), reporter)
+    planner = _planner(options, chosen_recipe(options, table, "demo.yaml"), reporter)
     proposal.warn_of_windows({SP_KV: planner.recipe.gates.window})
     return planner.plan(hybrid_runs(planner, hybrid_variants(layouts, reference=options.reference), options.seeds))
 

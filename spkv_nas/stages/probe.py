@@ -13,6 +13,7 @@ from spkv_nas.artifacts import signals
 from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS, SCORING_TOKENS
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
@@ -21,7 +22,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.evaluation.zero_shot import cache_folder
-from spkv_nas.model.checkpoint import checkpoint_hash, model_origin
+from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
 from spkv_nas.model.shape import check_tokens, config_shape
 from spkv_nas.model.windows import default_window
 from spkv_nas.probing import density
@@ -37,7 +38,8 @@ from spkv_nas.stages.common import (
     require_logits,
 )
 from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
-from spkv_nas.stages.train import train
+from spkv_nas.stages.record import OPTIONS, recorded
+from spkv_nas.stages.train import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")
@@ -47,20 +49,15 @@ _MOST_TARGET = 0.99  # of the density that a price keeps
 def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
 
-    A checkpoint without gates learns them first, at the price of the budget: of the model no weight moves.
+    Without a signal: the density of gates, and the recommended signal, head gates, of a checkpoint without. For its
+    density such a checkpoint learns gates first, at the price of the budget: of the model no weight moves.
     A signal other than density needs no gates; it is written under the name with the signal's behind it, one of whole
     layers with "layer" behind that.
     """
     quiet_transformers(reporter)
-    given = ("steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
-    own: dict[str, Any] = {name: getattr(options, name) for name in given}
-    others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
-    signals.check_options(options.signal, **others, **own)
-    if options.recipe is not None and (options.model is not None or options.data):
-        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
-    check_tau(options.tau)
-    if options.name is not None:
-        check_name(options.name, "the name")  # before a recipe is trained
+    options = replace(options, signal=chosen_signal(options))
+    assert options.signal is not None
+    own = _checked(options, options.signal)
     subject = _subject(options, reporter)
     scores = options.signal in signals.SCORING  # others make logits of a few tokens at most
     measures_density = options.signal == signals.DENSITY
@@ -87,6 +84,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
                 "data": measured.text,
                 **measured.dtypes,
                 **learned,
+                OPTIONS: recorded(options),
                 "environment": environment(),
             },
             "progress": progress,
@@ -103,6 +101,30 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
         on_main(lambda: judged.write(folder))
         return judged
     return table
+
+
+def _checked(options: ProbeOptions, signal: str) -> dict[str, Any]:
+    """The options that some signals alone take. Raises ``UserError`` for what does not go together."""
+    names = ("steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
+    signal_options: dict[str, Any] = {name: getattr(options, name) for name in names}
+    others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
+    signals.check_options(signal, **others, **signal_options)
+    if options.recipe is not None and (options.model is not None or options.data):
+        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
+    check_tau(options.tau)
+    if options.name is not None:
+        check_name(options.name, "the name")  # before a recipe is trained
+    return signal_options
+
+
+def chosen_signal(options: ProbeOptions) -> str:
+    """The signal of the options, or the default: density of gates, and head gates of a model without."""
+    if options.signal is not None:
+        return options.signal
+    if options.recipe is not None:
+        return signals.DENSITY
+    has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
+    return signals.DENSITY if has_gates else RECOMMENDED
 
 
 def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, reporter: Reporter) -> DensityTable:
@@ -156,15 +178,15 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
 
 
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
-    """What is probed; the reference of a recipe is trained first."""
+    """What is probed; of a recipe its reference, or for a signal that needs no gates its dense model, trained first."""
     if options.recipe is None:
         subject = Subject.of(options, REFERENCE, "probe on")
         options.place.check_writable()
     else:
-        trained = train(
-            TrainOptions(recipe=options.recipe, workspace=options.workspace, device=options.device), reporter
-        )
-        subject = Subject.of_recipe(options, options.recipe, trained.reference)
+        training = TrainOptions(recipe=options.recipe, workspace=options.workspace, device=options.device)
+        is_gated = options.signal == signals.DENSITY
+        checkpoint = train(training, reporter).reference if is_gated else train_dense_model(training, reporter)
+        subject = Subject.of_recipe(options, options.recipe, checkpoint)
     if options.name is None and options.signal != signals.DENSITY:
         what = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
         return replace(subject, name=f"{subject.name}-{what}")

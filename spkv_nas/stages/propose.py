@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.measure import RECOMMENDED
+from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
@@ -29,10 +29,16 @@ from spkv_nas.proposal.propose import (
 )
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
+from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.commands import Suggestion, command_line
 from spkv_nas.stages.common import find_table
+from spkv_nas.stages.next_steps import after_propose
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
+from spkv_nas.stages.record import read_options
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.trust import neighbours, recommendation, trust, trust_advice, unknown_trust, window_advice
+from spkv_nas.stages.trust import neighbours, trust, unknown_trust, window_advice
+
+_LAYER = "layer"  # the granularity of tables of whole layers
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class ProposalResult:
             from what was asked; None where there is nothing to say.
         trust: how well the table orders the heads; None where that was not measured.
         folder: of the layouts.
+        next: commands to run next, the recommended one first.
     """
 
     answer: Answer
@@ -53,6 +60,7 @@ class ProposalResult:
     advice: str | None
     trust: Trust | None
     folder: Path
+    next: tuple[Suggestion, ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class AgreementResult:
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Layouts for a budget by every strategy, and the one that meets the requirements, to ``layouts/<name>/``."""
-    requirements, table = _requirements(options), find_table(options.place, options.probe)
+    requirements, table = _requirements(options), chosen_table(options, reporter)
     with reporter.bar("resampling") as progress:
         answer = propose_for(
             table, requirements, options.budget, tau=options.tau, window=options.window, seed=options.seed,
@@ -84,13 +92,17 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
     write_proposal(folder, answer)
-    judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask, options.tau)
+    judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask)
     said = unknown_trust(answer.table) if judged is None else judged.sentence()
-    windows = window_advice(options.place, answer.table)
-    sentences = [*_sentences(answer, requirements, options), said, windows, recommendation(answer.table)]
+    sentences = [*_sentences(answer, requirements, options), said, window_advice(options.place, answer.table)]
+    advice = _advice(answer, options)
+    steps = after_propose(options, answer.table)
+    if advice is not None and advice.command:
+        steps.append(Suggestion(advice.command))
     return ProposalResult(
-        answer, [one for one in sentences if one is not None], _advice(answer, judged, options), judged, folder
-    )
+        answer, [one for one in sentences if one is not None], None if advice is None else advice.reason, judged,
+        folder, tuple(steps),
+    )  # fmt: skip
 
 
 def _recommended(place: Workspace, table: DensityTable) -> list[DensityTable]:
@@ -100,13 +112,27 @@ def _recommended(place: Workspace, table: DensityTable) -> list[DensityTable]:
     return [other for other in neighbours(place, table) if other.signal == RECOMMENDED][:1]
 
 
-def _advice(answer: Answer, judged: Trust | None, options: ProposeOptions) -> str | None:
-    layers = layer_advice(answer.table, options.granularity)
-    taken = answer.layouts["densest"].num_global
-    advise = {None: tau_advice, MATCH_BUDGET: unmatched}.get(options.tau)
-    by_tau = None if advise is None else advise(answer.table, taken)
-    measured = None if judged is None else trust_advice(judged, answer.table)
-    return layers or measured or price_advice(answer.table, taken) or by_tau
+def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
+    """Advise another granularity, price or threshold, with the command where the record has what it needs."""
+    table, taken = answer.table, answer.layouts["densest"].num_global
+    again = replace(options, probe=options.probe or table.name)
+    if (reason := layer_advice(table, options.granularity)) is not None:
+        is_of_layers = table.metadata.get("granularity") == _LAYER
+        return Suggestion(command_line(replace(again, granularity=_LAYER)) if is_of_layers else "", reason)
+    if (reason := price_advice(table, taken)) is not None:
+        return Suggestion(_probed_for(f"{taken / table.num_heads:.0%}", table, options), reason)
+    if options.tau is None and (reason := tau_advice(table, taken)) is not None:
+        return Suggestion(command_line(replace(again, tau=MATCH_BUDGET)), reason)
+    if options.tau == MATCH_BUDGET and (reason := unmatched(table, taken)) is not None:
+        return Suggestion("", reason)
+    return None
+
+
+def _probed_for(share: str, table: DensityTable, options: ProposeOptions) -> str:
+    """The command that probes anew for a budget; "" where the checkpoint has gates, or the record is incomplete."""
+    recorded = read_options(table.metadata, options.place.root)
+    takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
+    return command_line(replace(recorded, budget=share)) if recorded is not None and takes_budget else ""
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
@@ -143,7 +169,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     from spkv_nas.report.budget_charts import budgets_chart
     from spkv_nas.report.figures import save_figure
 
-    table = find_table(options.place, options.probe)
+    table = chosen_table(options, reporter)
     with reporter.bar("solving") as progress:
         curve = curve_for(
             table, _requirements(options), str(options.budget), tau=options.tau, window=options.window,

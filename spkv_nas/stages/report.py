@@ -20,9 +20,11 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
+from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.index import pages, write_workspace_index
-from spkv_nas.stages.options import ReportOptions
+from spkv_nas.stages.options import ProposeOptions, ReportOptions
 from spkv_nas.stages.page_steps import page_steps
 from spkv_nas.stages.results import read_results
 from spkv_nas.stages.trust import neighbours, trust
@@ -51,8 +53,8 @@ def report(
     """
     check_figures(options)
     place = options.place
-    tables = [find_table(place, options.probe)] if options.probe is not None else []
-    tables = tables or [find_table(place, name) for name in pages(place)] or [find_table(place, None)]
+    tables = [] if options.probe is not None else [find_table(place, name) for name in pages(place)]
+    tables = tables or [chosen_table(options, reporter)]
     found = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
     index = write_workspace_index(place, written=written)
     return found[0] if index is None or options.probe is not None else index
@@ -84,6 +86,9 @@ def _page(
             table=at_tau,
             layouts=proposal.layouts,
             trust=_trust(options, at_tau, proposal.layouts),
+            commands={
+                probe.name: command_line(ProposeOptions(probe=probe.name, workspace=place.root)) for probe in probes
+            },
             probes=probes,
             calibration=_calibration(folder, table, reporter),
             predict=None if scored is None else _prediction(scored, probes),

@@ -30,7 +30,8 @@ from spkv_nas.search.results import write_results
 from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
 from spkv_nas.search.trials import Effort, LayoutCost
-from spkv_nas.stages.common import find_recipe, find_table, quiet_transformers
+from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.common import find_table, quiet_transformers
 from spkv_nas.stages.cost import find_times
 from spkv_nas.stages.options import SearchOptions
 from spkv_nas.stages.requirements import read_requirements
@@ -75,7 +76,7 @@ class Question:
 def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
     """The question that options ask. Raises ``UserError`` for one that makes no sense."""
     requirements = read_requirements(options)
-    table = find_table(options.place, options.probe)
+    table = chosen_table(options, reporter)
     budgets = _budgets(options, table)
     table = resolve_tau(table, options.tau, budgets[0])
     if options.tau == MATCH_BUDGET and (missed := unmatched(table, budgets[0])) is not None:
@@ -85,7 +86,7 @@ def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
     space.check()
     signals = {f"signal {signal.name}": signal.window for signal in space.signals}
     warn_of_windows({"the search": window, **signals}, remedy="probe all with one --window")
-    file = find_recipe(options.recipe, table, "search.yaml")
+    file = chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
     return Question(
         requirements, _effort(options), _parse_objective(options.objective, requirements.context), space, file,

@@ -15,7 +15,8 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MOST_BYTES
-from spkv_nas.stages.common import find_proposal, find_recipe, find_table, quiet_transformers
+from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.common import find_proposal, quiet_transformers
 from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.training import ablation, hybrids
 from spkv_nas.training.branches import Trunk
@@ -74,6 +75,16 @@ def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
     return Trained(trunk.dense, reference)
 
 
+def train_dense_model(options: TrainOptions, reporter: Reporter = SILENT) -> Path:
+    """Train a recipe's dense model, unless it starts from a finished one, and return its checkpoint."""
+    quiet_transformers(reporter)
+    recipe = Recipe.read(options.recipe).with_precision(options.dtype)
+    join_processes(recipe, options.device)
+    options.place.check_writable()
+    runs = options.place.run_dir(recipe.name)
+    return Trunk.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter).dense
+
+
 def _show_training(checkpoint: Path, folder: Path) -> None:
     """``density-evolution`` (.csv and figure) and ``heldout-log.csv`` of a run, if it was long enough to log them."""
     from spkv_nas.report.plot import save_chart
@@ -91,9 +102,9 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
     """Retrain layouts (all of the workspace's by default) and compare them, to ``reports/<name>/``."""
     place = options.place
-    table = find_table(place, options.probe)
+    table = chosen_table(options, reporter)
     proposal = find_proposal(place, table.name, options.layouts)
-    path = find_recipe(options.recipe, table, "demo.yaml")
+    path = chosen_recipe(options, table, "demo.yaml")
     recipe = Recipe.read(path).with_precision(options.dtype)
     proposal.warn_of_windows({f"{SP_KV} (recipe {path})": recipe.gates.window} if options.reference else None)
     quiet_transformers(reporter)

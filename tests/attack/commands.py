@@ -64,7 +64,10 @@ COMMANDS = {
         Command("probe", ("probe", _RECIPE), "train", reader="propose"),
         Command("probe-again", ("probe", _RECIPE, "--tau", "0.3"), "probe", reader="propose"),
         Command("probe-checkpoint", ("probe", "--model", "{reference}", "--name", "mine", *TEXT), "probe"),
-        Command("probe-frozen", ("probe", "--model", "{dense}", "--name", "frozen", "--steps", "25", *TEXT), "train"),
+        Command(
+            "probe-frozen",
+            ("probe", "--model", "{dense}", "--name", "frozen", "--signal", "density", "--steps", "25", *TEXT), "train",
+        ),
         Command("propose", (*_PROPOSE, "2"), "probe", reader="report"),
         Command("propose-again", (*_PROPOSE, "1"), "propose", reader="report"),
         Command(

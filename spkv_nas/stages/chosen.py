@@ -1,0 +1,74 @@
+"""Choose what a command works on where its options leave it open: the probe and the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED
+from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.common import find_table
+from spkv_nas.stages.next_steps import first_recipe
+from spkv_nas.stages.options import ProposeOptions, ReportOptions, SearchOptions, TrainHybridOptions
+from spkv_nas.stages.record import model_identity, probe_records, read_options
+
+_MOST_LISTED = 8  # commands in an error
+
+
+def chosen_table(
+    options: ProposeOptions | SearchOptions | TrainHybridOptions | ReportOptions, reporter: Reporter = SILENT
+) -> DensityTable:
+    """Read the probe that options name, by default the workspace's only one.
+
+    Of several probes of one model the default is that of the recommended signal, else its densities; which one was
+    taken is announced.
+
+    Raises:
+        UserError: there is none, or several could be meant: the error lists the command for each.
+    """
+    if options.probe is not None:
+        return find_table(options.place, options.probe)
+    records, where = probe_records(options.place), options.place.root / "probes"
+    if not records:
+        raise UserError(
+            f"no density table in {where}\nprobe a model first (--model with --data, or a recipe; the embedded "
+            "reference without either), or give --probe FILE.csv"
+        )
+    if len(records) == 1:
+        return find_table(options.place, next(iter(records)))
+    models = {model_identity(record) for record in records.values()}
+    for signal in (RECOMMENDED, DENSITY) if len(models) == 1 and None not in models else ():
+        names = [name for name, record in records.items() if record.get("signal", DENSITY) == signal]
+        if len(names) == 1:
+            reporter.announce(f"probe '{names[0]}' ({signal}), of {len(records)} of one model; --probe takes another")
+            return find_table(options.place, names[0])
+        if names:
+            break
+    commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MOST_LISTED]]
+    more = ["..."] if len(records) > _MOST_LISTED else []
+    raise UserError("\n".join([f"which probe? there are {len(records)} in {where}; name one:", *commands, *more]))
+
+
+def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: DensityTable, embedded: str) -> Path:
+    """Return the recipe that retrains layouts: the one in options, or ``embedded`` for a probe of an embedded model.
+
+    Raises:
+        UserError: there is none in options, and the probe is of another model: with the command that names it, or that
+            writes a first one.
+    """
+    if options.recipe is not None:
+        return options.recipe
+    if str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
+        return EMBEDDED / embedded
+    recorded = read_options(table.metadata, options.place.root)
+    lines = [f"the probe '{table.name}' is not of the embedded models: give --recipe, the file to retrain its model by"]
+    if recorded is not None and recorded.recipe is not None:
+        command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))
+        lines.append(next_line(command))
+    elif recorded is not None and recorded.model is not None:
+        lines += ["init writes one", next_line(command_line(first_recipe(recorded)))]
+    raise UserError("\n".join(lines))

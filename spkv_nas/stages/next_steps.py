@@ -1,0 +1,177 @@
+"""Suggest what to run next after each stage, and recommend the signal to choose heads by: the one place for both.
+
+Head gates choose the heads: their heads lose least, once retrained (``reports/study``). Densities say what head gates
+cannot: which keys a cache may drop, by domain and position. Every stage, the page and the demo take both sentences and
+their commands from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, PRICED_STEPS
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages.options import (
+    InitOptions,
+    ProbeOptions,
+    ProposeOptions,
+    ReportOptions,
+    ScoreOptions,
+    TrainHybridOptions,
+    TrainOptions,
+)
+from spkv_nas.stages.record import absolute, for_signal, is_of, model_identity, probe_records, read_options
+
+RECOMMENDATION = (
+    f"{RECOMMENDED.replace('-', ' ')} choose the heads: they chose better than densities on three of the four models "
+    "of the project's study, and as well on one, with 2 of 7 heads (reports/study)"
+)
+_OF_DENSITIES = "densities tell which keys a cache may drop, by domain and position"
+
+
+def recommend(place: Workspace, table: DensityTable, budget: str | None = None) -> Suggestion | None:
+    """Recommend head gates in place of densities that choose heads; None for other signals and for tables by hand.
+
+    None too where the layout of head gates is among the table's layouts. The command proposes by head gates of the same
+    model where the workspace has them, and measures them where not. It is empty where the probe does not record its
+    text; the reason then says so.
+
+    Args:
+        budget: global KV heads, as they were given; None: the default.
+    """
+    identity = model_identity(table.metadata)
+    if not table.is_density or identity is None:
+        return None
+    there = _of_signal(place, identity, RECOMMENDED)
+    measured = None if there is None else probe_records(place)[there].get("window")
+    if there is not None and measured in (None, table.window):
+        if (place.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
+            return None
+        return Suggestion.of(ProposeOptions(probe=there, budget=budget, workspace=place.root), RECOMMENDATION)
+    options = read_options(table.metadata, place.root)
+    if options is None:
+        return Suggestion("", f"{RECOMMENDATION}; {missing_options(table)}")
+    if there is not None:  # measured in another window, so that their layouts cannot be compared
+        options = replace(options, window=table.window)
+    cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
+    return Suggestion.of(for_signal(options, RECOMMENDED, budget, learns=True), f"{RECOMMENDATION}; they take {cost}")
+
+
+def missing_options(table: DensityTable) -> str:
+    """Say what the record of a probe lacks, so that no command can be made of it."""
+    return (
+        f"probe.yaml of '{table.name}' does not record the model and text that it was measured on, so there is no "
+        "command to measure it again: probe the model once more with --model and --data"
+    )
+
+
+def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]:
+    """Suggest to retrain the layouts that are there for the model, or else to measure its head gates.
+
+    Args:
+        name: of the recipe.
+        window: of the recipe; layouts of another are not compared with its models.
+    """
+    place, model = options.place, absolute(options.model)
+    for probe, record in probe_records(place).items():
+        is_of_model = model_identity(record) in (model, name) and record.get("signal") == RECOMMENDED
+        if is_of_model and record.get("window") == window and _has_layouts(place, probe):
+            return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=place.root))]
+    measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=place.root)
+    return [Suggestion.of(measured, RECOMMENDATION)]
+
+
+def after_train(options: TrainOptions) -> list[Suggestion]:
+    """Suggest to probe the reference that was trained."""
+    return [Suggestion.of(ProbeOptions(recipe=options.recipe, workspace=options.workspace))]
+
+
+def after_probe(options: ProbeOptions, table: DensityTable) -> list[Suggestion]:
+    """Suggest to propose layouts; beside head gates, to measure densities, unless they are there."""
+    place, identity = options.place, model_identity(table.metadata)
+    chosen = table.name
+    if table.is_density and identity is not None:
+        chosen = _of_signal(place, identity, RECOMMENDED) or chosen
+    suggestions = [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=place.root))]
+    recorded = read_options(table.metadata, place.root)
+    is_alone = identity is not None and _of_signal(place, identity, DENSITY) is None
+    if table.signal == RECOMMENDED and is_alone and recorded is not None:
+        learns = _learns(recorded)
+        cost = f"; gates learn them in {PRICED_STEPS} steps of {LEARNING_TOKENS:,} tokens" if learns else ""
+        densities = for_signal(recorded, DENSITY, options.budget, learns=learns)
+        suggestions.append(Suggestion.of(densities, f"{_OF_DENSITIES}{cost}"))
+    return suggestions
+
+
+def after_propose(options: ProposeOptions, table: DensityTable) -> list[Suggestion]:
+    """Suggest head gates in place of densities; else to score the layouts, and to retrain them."""
+    place = options.place
+    if (recommended := recommend(place, table, options.budget)) is not None:
+        return [recommended]
+    recorded = read_options(table.metadata, place.root)
+    if recorded is None:
+        return []
+    if (retrain := retraining(place, table)) is not None:
+        return [Suggestion.of(retrain)]
+    scored = ScoreOptions(
+        model=recorded.model, data=recorded.data, block_size=recorded.block_size, max_tokens=recorded.max_tokens,
+        probe=table.name, dtype=recorded.dtype, workspace=place.root,
+    )  # fmt: skip
+    return [
+        Suggestion.of(scored, "what each layout costs before any training"),
+        Suggestion.of(first_recipe(recorded), "a recipe to retrain the layouts by"),
+    ]
+
+
+def retraining(place: Workspace, table: DensityTable) -> TrainHybridOptions | None:
+    """Return the options that retrain the layouts of a probe; None where its record names no recipe to do it by."""
+    recorded = read_options(table.metadata, place.root)
+    if recorded is None:
+        return None
+    is_embedded = recorded.model is None or recorded.model.startswith(EMBEDDED_PREFIX)
+    if recorded.recipe is None and not is_embedded:
+        return None
+    return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=place.root)
+
+
+def first_recipe(recorded: ProbeOptions) -> InitOptions:
+    """Return the options of ``init`` that write a recipe for a probed model, to a file that is not there yet."""
+    out, number = Path("recipe.yaml"), 1
+    while out.exists():
+        number += 1
+        out = Path(f"recipe-{number}.yaml")
+    return InitOptions(model=str(recorded.model), data=recorded.data or [], out=out, workspace=recorded.workspace)
+
+
+def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:
+    """Suggest the report of the layouts of probe ``name``."""
+    if name not in options.place.probes():
+        return []
+    return [Suggestion.of(ReportOptions(probe=name, workspace=options.workspace))]
+
+
+def _of_signal(place: Workspace, identity: str, signal: str) -> str | None:
+    """The first probe of a model by a signal; None without one."""
+    return next((name for name, record in probe_records(place).items() if is_of(record, identity, signal)), None)
+
+
+def _has_layouts(place: Workspace, name: str) -> bool:
+    return any(place.layout_dir(name).glob("*.yaml"))
+
+
+def _learns(options: ProbeOptions) -> bool:
+    """Whether gates have to be learned for densities of a probed model."""
+    if options.recipe is not None or options.model is None:
+        return False
+    from spkv_nas.model.checkpoint import read_gates
+
+    try:
+        return read_gates(options.model) is None
+    except UserError:  # the model is gone since it was measured
+        return False

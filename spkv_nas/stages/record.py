@@ -1,0 +1,115 @@
+"""Record the options of a probe in its ``probe.yaml``, and read them back: what it takes to measure the model again.
+
+Under the key ``options`` are those of the command that are not at their defaults, paths absolute::
+
+    options: {model: /home/me/model, data: [/home/me/text], block_size: 256}
+
+Probes that an older version wrote have no such key; of an embedded model's the options are known all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from spkv_nas.artifacts.density import RECORD
+from spkv_nas.artifacts.signals import DENSITY
+from spkv_nas.base.assets import EMBEDDED_PREFIX
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.records import read_unchecked
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.stages.commands import command_line
+from spkv_nas.stages.options import REFERENCE, ProbeOptions
+
+OPTIONS = "options"
+_NOT_RECORDED = ("workspace", "device", "dry_run")  # what does not change the result
+_PATHS = ("model", "data", "recipe")
+
+
+def recorded(options: ProbeOptions) -> dict[str, Any]:
+    """Return the options to write to ``probe.yaml``: those that are not at their defaults, paths absolute."""
+    content: dict[str, Any] = {}
+    for field in fields(options):
+        value, default = getattr(options, field.name), field.default
+        if field.name in _NOT_RECORDED or value == (None if default is MISSING else default):
+            continue
+        if field.name in _PATHS:
+            value = [absolute(one) for one in value] if isinstance(value, list) else absolute(value)
+        content[field.name] = value
+    return content
+
+
+def absolute(source: str | Path) -> str:
+    """Return a path as it is named from any folder; a name that is no path of this machine stays as it is."""
+    path = Path(source).expanduser()
+    return os.path.abspath(path) if path.exists() else str(source)
+
+
+def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | None:
+    """Read the options that a probe was measured with from its record; None where it does not hold them.
+
+    Args:
+        record: the content of ``probe.yaml``, which people may have edited.
+        workspace: of the commands to be made of the options.
+    """
+    content = record.get(OPTIONS)
+    if content is None and str(record.get("model", "")).startswith(EMBEDDED_PREFIX):
+        model = None if record["model"] == REFERENCE else record["model"]
+        # Text of the user's own is a list, a recipe's is a mapping
+        content = {"model": model} if isinstance(record.get("data"), Mapping) else None
+    if not isinstance(content, Mapping):
+        return None
+    try:
+        options = TypeAdapter(ProbeOptions).validate_python({**content, "workspace": workspace})
+    except ValidationError:
+        return None
+    is_own = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)
+    is_complete = bool(options.data) or not is_own
+    return options if is_complete and command_line(options).isprintable() else None
+
+
+def model_identity(record: Mapping[str, Any]) -> str | None:
+    """Name the model of a probe, the same for every path that leads to it; None for a table made by hand."""
+    content = record.get(OPTIONS)
+    recorded_model = content.get("model") if isinstance(content, Mapping) else None
+    found = recorded_model or record.get("model")
+    return None if found is None else str(found)
+
+
+def probe_records(place: Workspace) -> dict[str, dict[str, Any]]:
+    """Read the records of all probes in a workspace, by name; one that cannot be read is empty, as of a table by hand.
+
+    Whoever reads the probe itself raises the error.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    for name in place.probes():
+        records[name] = {}
+        with suppress(UserError):
+            records[name] = read_unchecked(place.probe_dir(name) / RECORD, "probe")
+    return records
+
+
+def is_of(record: Mapping[str, Any], identity: str, signal: str) -> bool:
+    """Whether a probe is of a model, named by ``model_identity``, and of a signal."""
+    return model_identity(record) == identity and record.get("signal", DENSITY) == signal
+
+
+def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> ProbeOptions:
+    """Return the options that measure another signal of the same model, on the same text in the same blocks.
+
+    Args:
+        budget: global KV heads that the signal is measured for; None: the signal's default.
+        learns: whether the signal learns on the model, so that it takes a budget, a window and a seed.
+    """
+    name = options.name and f"{options.name}-{signal}"
+    changed = replace(
+        options, signal=signal, name=name, tau=None, gain_tokens=None, granularity=None, max_heads=None, steps=None,
+        num_layouts=None, budget=budget,
+    )  # fmt: skip
+    return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)

@@ -1,0 +1,175 @@
+"""The whole path of one's own model: every command that the product itself suggests, until it suggests nothing more."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command_cases import parsed
+from helpers import fails, tiny_model, write_project
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.cli import main
+from spkv_nas.model.checkpoint import save
+from spkv_nas.stages.options import InitOptions, ProbeOptions, ScoreOptions
+
+FAMILIES = ("llama", "qwen3", "gemma3_text")
+MOST_COMMANDS = 20
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a text of one's own, and small steps."""
+    monkeypatch.chdir(tmp_path)
+    write_project(tmp_path / "my project")
+    monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
+    monkeypatch.setattr("spkv_nas.stages.init.FIRST_STEPS", 3)
+    monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str) -> list[str]:
+    """Run a command line, which must succeed; the commands that it suggests."""
+    capsys.readouterr()
+    main([*shlex.split(line)[1:], "--json"])
+    document = json.loads(capsys.readouterr().out)
+    return list(document.get("next", []))
+
+
+def walk(capsys: pytest.CaptureFixture[str], start: str) -> list[str]:
+    """All command lines in the order in which they were suggested and run, each once."""
+    waiting, done = [start], []
+    while waiting:
+        line = waiting.pop(0)
+        done.append(line)
+        assert len(done) < MOST_COMMANDS, done
+        waiting += [one for one in run(capsys, line) if one not in done and one not in waiting]
+    return done
+
+
+def models(lines: list[str]) -> set[str]:
+    """The models that commands name or measure."""
+    found = set()
+    for options in map(parsed, lines):
+        if isinstance(options, ProbeOptions | ScoreOptions | InitOptions):
+            found.add(str(getattr(options, "recipe", None) or options.model))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("start", ["probe", "init"])
+def test_the_own_model_path_runs_what_it_suggests(
+    start: str, family: str, place: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted suggestions measured the embedded model, and then plain ``propose`` failed with "which probe?"."""
+    save(tiny_model(family, vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("my model"))
+    text = "'my project/text'"
+    starts = {
+        "probe": f"spkv-nas probe --model 'my model' --data {text} --block-size 64 --workspace 'a place'",
+        "init": f"spkv-nas init 'my model' {text} --workspace 'a place'",
+    }
+    lines = walk(capsys, starts[start])
+    commands = [line.split()[1] for line in lines]
+    assert commands[0] == start
+    assert {"probe", "propose", "train-hybrid", "report"} <= set(commands)
+    assert models(lines) <= {"my model", "recipe.yaml"}
+    probes = {name: DensityTable.read(Path("a place/probes") / name) for name in _names("a place/probes")}
+    assert {table.signal for table in probes.values()} == {"head-gates", "density"}
+    assert {table.grid for table in probes.values()} == {(4, 2)}  # and not the embedded model's
+    main(["propose", "--workspace", "a place", "--probe", next(iter(probes))])
+    assert list(Path("a place/reports").glob("*/index.html"))
+    assert not Path("probes").exists()
+
+
+def _names(folder: str) -> list[str]:
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def _suggested(capsys: pytest.CaptureFixture[str], *arguments: Any) -> list[str]:
+    return run(capsys, shlex.join(["spkv-nas", *map(str, arguments)]))
+
+
+class TestProbe:
+    @pytest.fixture
+    def subject(self, place: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str]:
+        save(tiny_model(vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("mine"))
+        return ["--model", "mine", "--data", "my project/text", "--block-size", "64"]
+
+    def test_of_a_model_without_gates_head_gates_are_the_default(
+        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It learned gates for densities, which choose worse."""
+        suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w")
+        table = DensityTable.read(place / "w/probes/mine-head-gates")
+        assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
+        assert table.metadata["options"] == {
+            "model": str(place / "mine"), "data": [str(place / "my project/text")], "block_size": 64,
+            "signal": "head-gates", "steps": 2, "budget": "25%",
+        }  # fmt: skip
+        assert suggested == [
+            "spkv-nas propose --budget 25% --probe mine-head-gates --workspace w",
+            "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal density --budget 25% "
+            "--workspace w",
+        ]
+
+    def test_densities_lead_to_head_gates(
+        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """``propose --probe mine`` ended with ``spkv-nas probe --signal head-gates``, of the embedded model."""
+        main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
+        suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
+        assert suggested[0] == (
+            "spkv-nas probe --model mine --data 'my project/text' --block-size 64 --signal head-gates --budget 3"
+        )
+        main([*shlex.split(suggested[0])[1:], "--steps", "2"])
+        capsys.readouterr()
+        main(["propose", "--budget", "3"])  # of two probes of one model
+        assert "probe 'mine-head-gates' (head-gates), of 2 of one model" in capsys.readouterr().err
+        suggested = _suggested(capsys, "propose", "--probe", "mine", "--budget", "3")
+        assert Path("layouts/mine/head-gates.yaml").is_file()  # beside those by density, so nothing is to be measured
+        assert [line.split()[1] for line in suggested] == ["score", "init"]
+
+    def test_a_name_of_ones_own_is_kept_apart(
+        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--name", "first")
+        assert "--name first-density" in suggested[1]
+
+    def test_a_probe_without_options_says_what_is_missing(
+        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
+        table = DensityTable.read(Path("probes/mine"))
+        table.metadata.pop("options")  # type: ignore[attr-defined]
+        table.write(Path("probes/mine"))
+        capsys.readouterr()
+        main(["propose"])
+        printed = capsys.readouterr().out
+        assert "probe.yaml of 'mine' does not record the model and text that it was measured on" in printed
+        assert "next: spkv-nas probe" not in printed
+
+    def test_several_models_list_ready_commands(
+        self, subject: list[str], place: Path, tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        main(["probe", *subject, "--steps", "2"])
+        save(tiny_model("qwen3", vocab_size=len(tiny_tokenizer)), tiny_tokenizer, Path("other"))
+        main(["probe", "--model", "other", *subject[2:], "--steps", "2"])
+        message = fails(capsys, "propose", "--budget", "3")
+        assert "next: spkv-nas propose --budget 3 --probe mine-head-gates" in message
+        assert "next: spkv-nas propose --budget 3 --probe other-head-gates" in message
+
+    def test_layouts_without_a_recipe_name_the_command_that_writes_one(
+        self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        main(["probe", *subject, "--steps", "2"])
+        main(["propose"])
+        message = fails(capsys, "train-hybrid")
+        assert message.endswith("next: spkv-nas init mine 'my project/text'")
+        assert np.all(parsed("spkv-nas init mine 'my project/text'").data == ["my project/text"])
