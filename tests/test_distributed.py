@@ -41,7 +41,10 @@ def assert_close(found: Path, expected: Path, tolerance: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
-    """Losses agree to float32's rounding. Weights to a hundred times that: Adam divides by tiny gradients."""
+    """Losses agree to float32's rounding. Weights less closely, as Adam divides by tiny gradients.
+
+    How much less depends on the order in which a CPU's kernels sum: on an EPYC up to 1.6e-4 of the largest entry.
+    """
     file = write_project(tmp_path / "project", ONE_KV_HEAD)
     one, two = tmp_path / "one", tmp_path / "two"
     done = torchrun(Path(__file__).with_name("distributed_worker.py"), mode, file, two)
@@ -61,9 +64,9 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
             for rank in (0, 1):
                 assert logged(two / f"{name}-{rank}.json", key) == pytest.approx(expected, rel=1e-5), (name, key)
         assert len(logged(two / f"{name}-0.json", "loss")) == (6 if name == "dense" else 8)
-        assert_close(two / name / "final" / "model.safetensors", one / name / "final" / "model.safetensors", 1e-4)
+        assert_close(two / name / "final" / "model.safetensors", one / name / "final" / "model.safetensors", 5e-4)
         if name == "dense":
-            assert_close(two / name / "final" / OPTIMIZER_STATE, one / name / "final" / OPTIMIZER_STATE, 1e-4)
+            assert_close(two / name / "final" / OPTIMIZER_STATE, one / name / "final" / OPTIMIZER_STATE, 5e-4)
         else:
             found, expected = (read_branch(folder / name / "final") for folder in (two, one))
             assert np.array_equal(found.nll.num_tokens, expected.nll.num_tokens)
