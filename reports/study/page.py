@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from figure import figure_name, price_figure
@@ -27,6 +28,7 @@ from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.report.plot import save_chart
+from spkv_nas.training.recipe import BranchConfig
 
 MARKER = "<!-- `run.py tables` writes what is below -->"
 _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
@@ -47,7 +49,14 @@ def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
     }
     figures = [figure for figure in map(price_figure, there) if figure is not None]
     seen = [_READING, *(f"![{figure.heading}]({figure.name}.png)" for figure in figures)] if figures else []
-    page = "\n\n".join([_references(there), *seen, *_text(tables), _unfinished(missing(subjects, results))])
+    page = "\n\n".join(
+        [
+            _references(there),
+            *seen,
+            *_text(tables, subjects[0].plan.retrain.branch),
+            _unfinished(missing(subjects, results)),
+        ]
+    )
     file = folder / "README.md"
     above = read_text(file, "page").partition(MARKER)[0] if file.is_file() else "# The study\n\n"
     pictures = [f"{figure_name(subject.name)}.{suffix}" for subject in subjects for suffix in ("png", "svg")]
@@ -69,15 +78,16 @@ def _references(subjects: Sequence[Subject]) -> str:
     return f"## References\n\n{markdown(['reference', 'layers x KV heads', *_NOTED.values()], rows)}"
 
 
-def _text(tables: dict[str, pd.DataFrame]) -> list[str]:
-    """The sections of the tables."""
+def _text(tables: dict[str, pd.DataFrame], branch: Mapping[str, Any]) -> list[str]:
+    """Write the sections of the tables; ``branch`` is how layouts were retrained."""
+    counted = {ZERO_SHOT: "ΔNLL counts from the dense model as it is. ", RETRAINED: _counted_from_control(branch)}
     text = []
     shown = with_mean_of_random(tables["delta-nll"])
     for fidelity, title in _TITLES.items():
         own = shown[shown["fidelity"] == fidelity]
         for budget, part in own.groupby("budget", sort=False):
             head = f"## ΔNLL %, {title}, {budget} of the heads"
-            text += [head, _DELTA, _grid(part, "chooser", ["reference"], _change)]
+            text += [head, counted[fidelity] + _DELTA, _grid(part, "chooser", ["reference"], _change)]
     text += ["## Mean rank", _ranks(tables["ranks"])]
     differences = tables["differences"]
     for (fidelity, name), part in differences.groupby(["fidelity", "chooser"], sort=False):
@@ -85,11 +95,22 @@ def _text(tables: dict[str, pd.DataFrame]) -> list[str]:
         text += [head, _VERDICT, _grid(part, "rival", ["reference", "budget"], _difference)]
     for fidelity, part in tables["correlations"].groupby("fidelity", sort=False):
         head = f"## Spearman of coverage with ΔNLL, {_TITLES[str(fidelity)]}"
-        text += [head, _CORRELATION, _grid(part, "coverage_by", ["reference", "budget"], _rho)]
+        about = counted[str(fidelity)] + _CORRELATION
+        text += [head, about, _grid(part, "coverage_by", ["reference", "budget"], _rho)]
     text += ["## Cost of the signals", _COST, _grid(tables["costs"], "signal", ["reference"], _cost)]
     if len(tables["curves"]):
         text += ["## Learning on a frozen model: steps, tokens, lengths, windows", _CURVES, _curves(tables["curves"])]
     return text
+
+
+def _counted_from_control(branch: Mapping[str, Any]) -> str:
+    """Say what retrained layouts count from, by the plan's ``branch``."""
+    config = BranchConfig.model_validate(branch)
+    warmup = f"{config.warmup_steps} steps of" if config.warmup_steps else "no"
+    return (
+        "ΔNLL counts from the control: full attention retrained like the layouts, from a learning rate of "
+        f"{config.learning_rate:g} with {warmup} warm-up. "
+    )
 
 
 _NOTED = {"chosen_on": "tokens chosen on", "judged_on": "tokens judged on", "judged_documents": "documents judged on"}

@@ -109,7 +109,7 @@ class Subject:
     @cached_property
     def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
         """Held-out text to choose on, and to judge on; no document is in both."""
-        return self.trunk.corpus.heldout.parted(self.plan.chosen_on)
+        return parted(self.trunk.corpus.heldout, self.plan.chosen_on)
 
     @property
     def searching(self) -> Trunk:
@@ -141,3 +141,23 @@ class Subject:
             return self.trunk.load_dense()
         dtype = "float32" if self.trunk.recipe.precision == "float32" else None
         return load_on(checkpoint, choose_device(self.trunk.device), dtype)[0]
+
+
+def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:
+    """Part a text by document: the documents of its first ``num_tokens`` tokens, and all others, each in whole blocks.
+
+    Raises:
+        UserError: one of the two does not fill a block.
+    """
+    owner = text.document.reshape(-1)
+    is_first = np.isin(owner, owner[: max(num_tokens, 1)])
+    parts = [
+        TokenBlocks(text.tokens.reshape(1, -1)[:, chosen], owner[None, chosen], text.documents).cut(text.block_size)
+        for chosen in (is_first, ~is_first)
+    ]
+    if any(part.num_blocks == 0 for part in parts):
+        raise UserError(
+            f"{len(owner)} tokens cannot be parted by document at {num_tokens}, with a block of {text.block_size} "
+            "on either side\ngive more text, a larger data.max_heldout_tokens, or another number"
+        )
+    return parts[0], parts[1]
