@@ -148,28 +148,6 @@ class TokenBlocks:
         tokens, document = (a.reshape(-1)[:whole].reshape(-1, block_size) for a in (self.tokens, self.document))
         return TokenBlocks(tokens, document, self.documents, self.largest)
 
-    def parted(self, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:
-        """Split into two texts without a document in common, each a multiple of a block long.
-
-        The first has the documents up to the one that reaches ``num_tokens``, the second has the others.
-
-        Raises:
-            UserError: one of the two does not fill a block.
-        """
-        owner = self.document.reshape(-1)
-        reached = owner[min(max(num_tokens, 1), len(owner)) - 1]
-        at = int(np.flatnonzero(owner == reached)[-1]) + 1
-        parts = [
-            TokenBlocks(self.tokens.reshape(1, -1)[:, some], owner[None, some], self.documents).cut(self.block_size)
-            for some in (slice(at), slice(at, None))
-        ]
-        if any(part.num_blocks == 0 for part in parts):
-            raise UserError(
-                f"{len(owner)} tokens cannot be parted by document at {num_tokens}, with a block of {self.block_size} "
-                "on either side\ngive more text, a larger data.max_heldout_tokens, or another number"
-            )
-        return parts[0], parts[1]
-
     def save(self, path: Path) -> None:
         """Write the blocks and their documents as ``.npz``, atomically."""
         infos = json.dumps([asdict(info) for info in self.documents])
