@@ -25,8 +25,8 @@ WEIGHTS = "layer,kv_head,weight\n" + "".join(f"{n // 3},{n % 3},{0.5 + n % 2}\n"
 OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
 PARSED = ("--tasks paper", "--train-step")  # data from the hub; a minute of timing
 LIMITS = (  # what keeps a command short, by what it contains; the last word on an option counts
-    ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
-    ("probe --model", "--steps 2 --block-size 64 --gain-tokens 0"),
+    ("probe --signal density --model", "--steps 2 --block-size 64 --gain-tokens 0"),
+    ("probe --model", "--steps 2 --block-size 64"),
     ("--signal duo", "--steps 1 --max-tokens 1024"),
     ("--signal retrieval", ""),
     ("--signal attention-mass", "--max-tokens 1024"),
