@@ -56,8 +56,8 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
 
     if stage.is_for_several(options):
         return Result(stage.propose_several(options, reporter), show.budgets, documents.budgets)
-    found = stage.propose(options, reporter)
-    return Result(found, show.proposal, documents.proposal, next=found.next)
+    result = stage.propose(options, reporter)
+    return Result(result, show.proposal, documents.proposal, next=result.next)
 
 
 def compare(options: CompareOptions, reporter: Reporter) -> Result:

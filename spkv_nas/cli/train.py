@@ -15,8 +15,8 @@ def init(options: InitOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import init as stage
 
-    found = stage.init(options, reporter)
-    return Result(found, show_plan.first_recipe, documents.first_recipe, next=found.next)
+    recipe = stage.init(options, reporter)
+    return Result(recipe, show_plan.first_recipe, documents.first_recipe, next=recipe.next)
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:
@@ -36,8 +36,10 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import train as stage
     from spkv_nas.stages.next_steps import after_training_hybrids
 
-    found = stage.train_hybrid(options, reporter)
-    return Result(found, show.comparison, documents.comparison, next=after_training_hybrids(options, found.folder.name))
+    comparison = stage.train_hybrid(options, reporter)
+    return Result(
+        comparison, show.comparison, documents.comparison, next=after_training_hybrids(options, comparison.folder.name)
+    )
 
 
 def ablate(options: AblateOptions, reporter: Reporter) -> Result:

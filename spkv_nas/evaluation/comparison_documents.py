@@ -20,7 +20,7 @@ from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.evaluation.paired import MOST_NATS, DocumentNLL
 
 FILE = "comparison-documents.npz"
-_REMEDY = "run spkv-nas train-hybrid again"
+_REMEDY = "retrain the layouts again with train-hybrid"
 _ARRAYS = (
     Array("strategy", "text", "R"),
     Array("total", "number", "R D", low=-1, high=MOST_NATS),

@@ -315,9 +315,9 @@ def find_table(workspace: Workspace, probe: str) -> DensityTable:
         return read_score_table(Path(probe))
     folder = workspace.probe_dir(probe)
     if not (folder / "density.csv").is_file():
-        there = ", ".join(workspace.probes()) or "none"
+        names = ", ".join(workspace.probes()) or "none"
         raise UserError(
-            f"no density table '{probe}' in {workspace.root / 'probes'}\nthere are: {there}; or give --probe FILE.csv"
+            f"no density table '{probe}' in {workspace.root / 'probes'}\nthere are: {names}; or give --probe FILE.csv"
         )
     return DensityTable.read(folder)
 

@@ -35,7 +35,7 @@ RECOMMENDATION = (
 _OF_DENSITIES = "densities tell which keys a cache may drop, by domain and position"
 
 
-def recommend(place: Workspace, table: DensityTable, budget: str | None = None) -> Suggestion | None:
+def recommend(workspace: Workspace, table: DensityTable, budget: str | None = None) -> Suggestion | None:
     """Recommend head gates in place of densities that choose heads; None for other signals and for tables by hand.
 
     None too where the layout of head gates is among the table's layouts. The command proposes by head gates of the same
@@ -48,19 +48,20 @@ def recommend(place: Workspace, table: DensityTable, budget: str | None = None) 
     identity = model_identity(table.metadata)
     if not table.is_density or identity is None:
         return None
-    there = _of_signal(place, identity, RECOMMENDED)
-    measured = None if there is None else probe_records(place)[there].get("window")
-    if there is not None and measured in (None, table.window):
-        if (place.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
+    existing = _of_signal(workspace, identity, RECOMMENDED)
+    measured = None if existing is None else probe_records(workspace)[existing].get("window")
+    if existing is not None and measured in (None, table.window):
+        if (workspace.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
             return None
-        return Suggestion.of(ProposeOptions(probe=there, budget=budget, workspace=place.root), RECOMMENDATION)
-    options = read_options(table.metadata, place.root)
+        return Suggestion.of(ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION)
+    options = read_options(table.metadata, workspace.root)
     if options is None:
         return Suggestion("", f"{RECOMMENDATION}; {missing_options(table)}")
-    if there is not None:  # measured in another window, so that their layouts cannot be compared
+    if existing is not None:  # measured in another window, so that their layouts cannot be compared
         options = replace(options, window=table.window)
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
-    return Suggestion.of(for_signal(options, RECOMMENDED, budget, learns=True), f"{RECOMMENDATION}; they take {cost}")
+    measuring = for_signal(options, RECOMMENDED, budget, learns=True)
+    return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
 
 
 def missing_options(table: DensityTable) -> str:
@@ -78,12 +79,12 @@ def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]
         name: of the recipe.
         window: of the recipe; layouts of another are not compared with its models.
     """
-    place, model = options.place, absolute(options.model)
-    for probe, record in probe_records(place).items():
+    workspace, model = options.place, absolute(options.model)
+    for probe, record in probe_records(workspace).items():
         is_of_model = model_identity(record) in (model, name) and record.get("signal") == RECOMMENDED
-        if is_of_model and record.get("window") == window and _has_layouts(place, probe):
-            return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=place.root))]
-    measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=place.root)
+        if is_of_model and record.get("window") == window and _has_layouts(workspace, probe):
+            return [Suggestion.of(TrainHybridOptions(recipe=options.out, probe=probe, workspace=workspace.root))]
+    measured = ProbeOptions(recipe=options.out, signal=RECOMMENDED, workspace=workspace.root)
     return [Suggestion.of(measured, RECOMMENDATION)]
 
 
@@ -94,13 +95,13 @@ def after_train(options: TrainOptions) -> list[Suggestion]:
 
 def after_probe(options: ProbeOptions, table: DensityTable) -> list[Suggestion]:
     """Suggest to propose layouts; beside head gates, to measure densities, unless they are there."""
-    place, identity = options.place, model_identity(table.metadata)
+    workspace, identity = options.place, model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
-        chosen = _of_signal(place, identity, RECOMMENDED) or chosen
-    suggestions = [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=place.root))]
-    recorded = read_options(table.metadata, place.root)
-    is_alone = identity is not None and _of_signal(place, identity, DENSITY) is None
+        chosen = _of_signal(workspace, identity, RECOMMENDED) or chosen
+    suggestions = [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
+    recorded = read_options(table.metadata, workspace.root)
+    is_alone = identity is not None and _of_signal(workspace, identity, DENSITY) is None
     if table.signal == RECOMMENDED and is_alone and recorded is not None:
         learns = _learns(recorded)
         cost = f"; gates learn them in {PRICED_STEPS} steps of {LEARNING_TOKENS:,} tokens" if learns else ""
@@ -111,17 +112,17 @@ def after_probe(options: ProbeOptions, table: DensityTable) -> list[Suggestion]:
 
 def after_propose(options: ProposeOptions, table: DensityTable) -> list[Suggestion]:
     """Suggest head gates in place of densities; else to score the layouts, and to retrain them."""
-    place = options.place
-    if (recommended := recommend(place, table, options.budget)) is not None:
+    workspace = options.place
+    if (recommended := recommend(workspace, table, options.budget)) is not None:
         return [recommended]
-    recorded = read_options(table.metadata, place.root)
+    recorded = read_options(table.metadata, workspace.root)
     if recorded is None:
         return []
-    if (retrain := retraining(place, table)) is not None:
+    if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
     scored = ScoreOptions(
         model=recorded.model, data=recorded.data, block_size=recorded.block_size, max_tokens=recorded.max_tokens,
-        probe=table.name, dtype=recorded.dtype, workspace=place.root,
+        probe=table.name, dtype=recorded.dtype, workspace=workspace.root,
     )  # fmt: skip
     return [
         Suggestion.of(scored, "what each layout costs before any training"),
@@ -129,15 +130,15 @@ def after_propose(options: ProposeOptions, table: DensityTable) -> list[Suggesti
     ]
 
 
-def retraining(place: Workspace, table: DensityTable) -> TrainHybridOptions | None:
+def retraining(workspace: Workspace, table: DensityTable) -> TrainHybridOptions | None:
     """Return the options that retrain the layouts of a probe; None where its record names no recipe to do it by."""
-    recorded = read_options(table.metadata, place.root)
+    recorded = read_options(table.metadata, workspace.root)
     if recorded is None:
         return None
     is_embedded = recorded.model is None or recorded.model.startswith(EMBEDDED_PREFIX)
     if recorded.recipe is None and not is_embedded:
         return None
-    return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=place.root)
+    return TrainHybridOptions(recipe=recorded.recipe, probe=table.name, workspace=workspace.root)
 
 
 def first_recipe(recorded: ProbeOptions) -> InitOptions:
@@ -156,13 +157,13 @@ def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Sugge
     return [Suggestion.of(ReportOptions(probe=name, workspace=options.workspace))]
 
 
-def _of_signal(place: Workspace, identity: str, signal: str) -> str | None:
+def _of_signal(workspace: Workspace, identity: str, signal: str) -> str | None:
     """The first probe of a model by a signal; None without one."""
-    return next((name for name, record in probe_records(place).items() if is_of(record, identity, signal)), None)
+    return next((name for name, record in probe_records(workspace).items() if is_of(record, identity, signal)), None)
 
 
-def _has_layouts(place: Workspace, name: str) -> bool:
-    return any(place.layout_dir(name).glob("*.yaml"))
+def _has_layouts(workspace: Workspace, name: str) -> bool:
+    return any(workspace.layout_dir(name).glob("*.yaml"))
 
 
 def _learns(options: ProbeOptions) -> bool:

@@ -78,20 +78,20 @@ def model_identity(record: Mapping[str, Any]) -> str | None:
     """Name the model of a probe, the same for every path that leads to it; None for a table made by hand."""
     content = record.get(OPTIONS)
     recorded_model = content.get("model") if isinstance(content, Mapping) else None
-    found = recorded_model or record.get("model")
-    return None if found is None else str(found)
+    model = recorded_model or record.get("model")
+    return None if model is None else str(model)
 
 
-def probe_records(place: Workspace) -> dict[str, dict[str, Any]]:
+def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
     """Read the records of all probes in a workspace, by name; one that cannot be read is empty, as of a table by hand.
 
     Whoever reads the probe itself raises the error.
     """
     records: dict[str, dict[str, Any]] = {}
-    for name in place.probes():
+    for name in workspace.probes():
         records[name] = {}
         with suppress(UserError):
-            records[name] = read_unchecked(place.probe_dir(name) / RECORD, "probe")
+            records[name] = read_unchecked(workspace.probe_dir(name) / RECORD, "probe")
     return records
 
 
