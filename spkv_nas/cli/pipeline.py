@@ -67,7 +67,7 @@ def compare(options: CompareOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import propose as stage
 
-    return Result(stage.compare(options), show.agreement)
+    return Result(stage.compare(options, reporter), show.agreement)
 
 
 def report(options: ReportOptions, reporter: Reporter) -> Result:

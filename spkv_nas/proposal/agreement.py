@@ -17,6 +17,8 @@ from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.locks import locked
+from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import Column, read_table, write_csv
@@ -113,14 +115,39 @@ def short_labels(rows: pd.DataFrame) -> dict[str, str]:
     return {label: label[cut:].lstrip(":") or label for label in labels}
 
 
-def write_agreement(folder: Path, rows: pd.DataFrame, windows: Mapping[str, int | None] | None = None) -> None:
-    """Write ``agreement.csv``, and ``agreement.yaml``: the probes, the local window of each, and versions."""
+def write_agreement(
+    folder: Path,
+    rows: pd.DataFrame,
+    windows: Mapping[str, int | None] | None = None,
+    *,
+    reporter: Reporter = SILENT,
+) -> None:
+    """Write ``agreement.csv``, and ``agreement.yaml``: the probes, the local window of each, and versions.
+
+    ``reporter`` is told which other comparison this one replaces. Of two processes the second waits.
+    """
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
-    with replacing(folder) as new:
+    with locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
+        if (before := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
+            reporter.caution(f"replaced another comparison in {folder}: {before}")
         write_csv(new / "agreement.csv", rows)
         write_record(
             new / "agreement.yaml", {"probes": probes, "windows": dict(windows or {}), "environment": environment()}
         )
+
+
+def _compared(rows: pd.DataFrame) -> str:
+    """Name what a table compares."""
+    labels = dict.fromkeys([*rows["first"], *rows["second"]])
+    return f"{', '.join(map(str, labels))} at {rows['budget'].iloc[0]} heads"
+
+
+def _compared_before(path: Path) -> str | None:
+    """Name what the table in a file compares; None where there is none that can be read."""
+    try:
+        return _compared(read_table(path, "agreement", _COLUMNS)) if is_file(path) else None
+    except UserError:
+        return None
 
 
 def read_agreement(path: Path) -> pd.DataFrame:

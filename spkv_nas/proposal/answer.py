@@ -12,16 +12,20 @@ import pandas as pd
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import RECOMMENDED
+from spkv_nas.base.locks import locked
 from spkv_nas.base.names import check_name
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
 from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage, provenance
+from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts
 from spkv_nas.proposal.propose import RANDOM_PREFIX, propose, resolve_tau
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
 from spkv_nas.proposal.strategies import densest
+
+_COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,21 +153,32 @@ def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
     return RandomSpread(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
 
 
-def write_proposal(folder: Path, answer: Answer) -> None:
+def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) -> None:
     """Write every ``<strategy>.yaml``, ``coverage.csv``, ``coverage-curve.csv`` and, where known, ``heads.csv``.
 
-    All together take the place of an earlier proposal's. What that left and this one does not have is removed: random
-    layouts, the solved one, that of the recommended signal, ``heads.csv``.
+    All together take the place of an earlier proposal's. One for another budget is kept in a folder of its own,
+    ``<budget>-heads/``; of the same budget ``reporter`` is told which layouts are replaced. What an earlier proposal
+    left and this one does not have is removed: random layouts, the solved one, that of the recommended signal,
+    ``heads.csv``. Of two processes the second waits.
     """
-    random = (file.name for file in folder.glob(f"{RANDOM_PREFIX}*.yaml"))
-    optional = (f"{name}.yaml" for name in (CONSTRAINED, ROBUST, RECOMMENDED))
-    with replacing(folder, stale=(*random, *optional, "heads.csv")) as new:
-        for name, layout in answer.layouts.items():
-            layout.write(new / f"{check_name(name, 'the layout')}.yaml")
-        write_csv(new / "coverage.csv", answer.rows, digits=None)
-        write_csv(new / "coverage-curve.csv", coverage_curve(answer.table))
-        if answer.certainty is not None:
-            write_csv(new / "heads.csv", answer.certainty.heads(answer.table))
+    names = [f"{check_name(name, 'the layout')}.yaml" for name in answer.layouts]
+    budget = answer.layouts["densest"].num_global
+    with locked(folder, "writes layouts", reporter.announce):
+        random = [file.name for file in folder.glob(f"{RANDOM_PREFIX}*.yaml")]
+        optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, RECOMMENDED)]
+        stale = [*random, *optional, _HEADS]
+        files = {*names, *stale, _COVERAGE, _CURVE}
+        if not keep_other_budget(folder, files, budget, reporter) and (
+            replaced := replaced_layouts(folder, answer.layouts, files)
+        ):
+            reporter.caution(f"replaced other layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
+        with replacing(folder, stale=stale) as new:
+            for name, layout in zip(names, answer.layouts.values(), strict=True):
+                layout.write(new / name)
+            write_csv(new / _COVERAGE, answer.rows, digits=None)
+            write_csv(new / _CURVE, coverage_curve(answer.table))
+            if answer.certainty is not None:
+                write_csv(new / _HEADS, answer.certainty.heads(answer.table))
 
 
 def _note(layout: Layout, heads: int) -> str:

@@ -11,13 +11,15 @@ import pandas as pd
 
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.locks import locked
 from spkv_nas.base.names import check_name
-from spkv_nas.base.progress import Progress
+from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.workspace import BUDGETS
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, domain_coverage
+from spkv_nas.proposal.earlier import replaced_layouts
 from spkv_nas.proposal.propose import propose, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
@@ -124,13 +126,20 @@ def find_knee(table: DensityTable, requirements: Requirements, rows: pd.DataFram
     return Knee(int(best["budget"]), f"coverage lies farthest above that of random heads there{beyond}")
 
 
-def write_budgets(folder: Path, curve: BudgetCurve) -> None:
-    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``; layouts of an earlier range are removed."""
+def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT) -> None:
+    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``; layouts of an earlier range are removed.
+
+    ``reporter`` is told which those are. Of two processes the second waits.
+    """
     layouts = folder / BUDGETS
-    with replacing(layouts, stale=[file.name for file in layouts.glob("*.yaml")]) as new:
-        for name, layout in curve.layouts.items():
-            layout.write(new / f"{check_name(name, 'the layout')}.yaml")
-    write_csv(folder / "budgets.csv", curve.rows, digits=10)
+    with locked(folder, "writes layouts", reporter.announce):
+        stale = [file.name for file in layouts.glob("*.yaml")]
+        if replaced := replaced_layouts(layouts, curve.layouts, stale):
+            reporter.caution(f"replaced other layouts in {layouts}: {', '.join(replaced)}")
+        with replacing(layouts, stale=stale) as new:
+            for name, layout in curve.layouts.items():
+                layout.write(new / f"{check_name(name, 'the layout')}.yaml")
+        write_csv(folder / "budgets.csv", curve.rows, digits=10)
 
 
 def _layouts(

@@ -91,7 +91,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             num_random=options.num_random, others=_recommended(options.place, table), progress=progress,
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
-    write_proposal(folder, answer)
+    write_proposal(folder, answer, reporter)
     judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask)
     said = unknown_trust(answer.table) if judged is None else judged.sentence()
     sentences = [*_sentences(answer, requirements, options), said, window_advice(options.place, answer.table)]
@@ -176,12 +176,12 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
             progress=progress,
         )  # fmt: skip
     folder = options.place.layout_dir(table.name)
-    write_budgets(folder, curve)
+    write_budgets(folder, curve, reporter)
     figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
     return BudgetsResult(curve, caution(curve.table), folder, figure)
 
 
-def compare(options: CompareOptions) -> AgreementResult:
+def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
     """How far probes, or with ``by`` the parts of each probe, agree on the heads to choose, to ``reports/<name>/``."""
     from spkv_nas.report.budget_charts import agreement_charts
     from spkv_nas.report.figures import save_figure
@@ -199,5 +199,5 @@ def compare(options: CompareOptions) -> AgreementResult:
     folder = options.place.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
     warn_of_windows(windows, remedy="probe all with one --window")
-    write_agreement(folder, rows, windows)
+    write_agreement(folder, rows, windows, reporter=reporter)
     return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

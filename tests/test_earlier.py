@@ -1,0 +1,106 @@
+"""What an earlier proposal or comparison left is kept, or named when it is replaced."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Heard, make_table
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.proposal import Proposal
+from spkv_nas.base.locks import locked
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.cli import main
+from spkv_nas.stages.common import find_proposal
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Workspace:
+    workspace = Workspace(tmp_path)
+    for number, name in enumerate(("mine", "other", "third")):
+        density = np.random.default_rng(number).uniform(0.1, 0.9, (4, 3))
+        replace(make_table(density), name=name).write(workspace.probe_dir(name))
+    return workspace
+
+
+def propose(place: Workspace, budget: object, *extra: str) -> None:
+    main(["propose", "--probe", "mine", "--budget", str(budget), "--workspace", str(place.root), *extra])
+
+
+class TestProposals:
+    def test_layouts_of_another_budget_are_kept(self, place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+        """A second budget wrote over the first one's layouts without a word."""
+        propose(place, 3, "--num-random", "2")
+        first = Proposal.read_folder(place.layout_dir("mine")).layouts
+        assert "kept" not in capsys.readouterr().err
+        propose(place, 5, "--num-random", "1")
+        kept = place.root / "layouts" / "mine" / "3-heads"
+        assert f"the layouts for 3 global heads are kept in {kept}" in capsys.readouterr().err
+        assert Proposal.read_folder(kept).layouts == first
+        assert (kept / "coverage.csv").is_file()
+        now = find_proposal(place, "mine").layouts  # what train-hybrid, score and report read
+        assert {name for name in now if name.startswith("random")} == {"random-0"}
+        assert now["densest"].num_global == 5
+
+    def test_layouts_that_are_replaced_are_named(self, place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+        """Of the same budget, by another window or seed; the same proposal again replaces nothing."""
+        propose(place, 3)
+        propose(place, 3)
+        assert "replaced" not in capsys.readouterr().err
+        propose(place, 3, "--seed", "7")
+        assert "replaced other layouts for 3 global heads" in (said := capsys.readouterr().err)
+        assert "random-0" in said
+        assert "densest" not in said
+        propose(place, 3, "--window", "4")
+        assert "densest, interleaved-first" in capsys.readouterr().err
+
+    def test_layouts_made_by_hand_stay(self, place: Workspace) -> None:
+        propose(place, 3)
+        hand = Layout(("GLL",) * 4, 8, "by-hand")
+        hand.write(place.layout_dir("mine") / "by-hand.yaml")
+        propose(place, 5)
+        assert find_proposal(place, "mine").layouts["by-hand"] == hand
+        assert not (place.layout_dir("mine") / "3-heads" / "by-hand.yaml").exists()
+
+    def test_of_two_at_once_both_are_there(self, place: Workspace) -> None:
+        """The last one won: the other's layouts were gone."""
+        context = multiprocessing.get_context("fork")
+        with locked(place.layout_dir("mine"), "is held by the test"):
+            both = [context.Process(target=_quietly, args=(place, budget)) for budget in (3, 5)]
+            for process in both:
+                process.start()
+        for process in both:
+            process.join(60)
+        assert [process.exitcode for process in both] == [0, 0]
+        now = find_proposal(place, "mine").layouts["densest"].num_global
+        (kept,) = place.layout_dir("mine").glob("*-heads")
+        before = Proposal.read_folder(kept).layouts["densest"].num_global
+        assert sorted([now, before]) == [3, 5]
+
+    def test_a_range_names_what_it_replaces(self, place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+        propose(place, "2..4")
+        propose(place, "2..4")
+        assert "replaced" not in capsys.readouterr().err
+        propose(place, "4..6")
+        assert "densest-2, densest-3" in capsys.readouterr().err
+
+
+def _quietly(place: Workspace, budget: int) -> None:
+    from spkv_nas.stages.options import ProposeOptions
+    from spkv_nas.stages.propose import propose as stage
+
+    stage(ProposeOptions(probe="mine", budget=budget, workspace=place.root), Heard().reporter)
+
+
+def test_a_comparison_names_the_one_that_it_replaces(place: Workspace, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--budget", "3", "--workspace", str(place.root)]
+    main(["compare", "mine", "other", *options])
+    main(["compare", "mine", "other", *options])
+    assert "replaced" not in capsys.readouterr().err
+    main(["compare", "mine", "third", *options])
+    assert "replaced another comparison" in (said := capsys.readouterr().err)
+    assert "mine, other at 3 heads" in said
