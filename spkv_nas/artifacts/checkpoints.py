@@ -13,9 +13,12 @@ from pathlib import Path
 import pandas as pd
 
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import is_file, read_json
+from spkv_nas.base.names import check_name
 from spkv_nas.base.tables import Column, read_table, write_csv
 
 FILE = "checkpoints.csv"
+RUN_RECORD = "run.json"  # in the folder of a finished branch
 _COLUMNS = (
     Column("strategy"),
     Column("seed", "whole"),
@@ -56,3 +59,33 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
         TrainedModel(strategy, int(seed), short_hash, root / checkpoint)
         for strategy, seed, short_hash, checkpoint in rows.itertuples(index=False, name=None)
     ]
+
+
+@dataclass(frozen=True)
+class RunOrigin:
+    """Where a trained checkpoint comes from.
+
+    Attributes:
+        recipe: name of the recipe, which is that of its results.
+        variant: what the run trained: a baseline or the strategy of a layout; "" for a dense model.
+    """
+
+    recipe: str
+    variant: str
+
+
+def run_origin(checkpoint: Path) -> RunOrigin | None:
+    """Tell which recipe's run left a checkpoint; None of any other.
+
+    A branch has a record; a dense model lies in ``runs/<recipe>/<run>/final``.
+
+    Raises:
+        UserError: the record is damaged.
+    """
+    if is_file(file := checkpoint / RUN_RECORD):
+        record = read_json(file, "run record")
+        content = record.get("recipe")
+        if isinstance(content, dict) and isinstance(name := content.get("name"), str):
+            return RunOrigin(check_name(name, f"{file}: the recipe's name"), str(record.get("variant", "")))
+    *_, runs, recipe, _, final = ("", "", "", "", *checkpoint.absolute().parts)
+    return RunOrigin(recipe, "") if (runs, final) == ("runs", "final") else None

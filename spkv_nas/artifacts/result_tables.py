@@ -77,6 +77,23 @@ BASELINES = ResultTable(
         _number("delta_nll_standard_error"),  # in percentage points
     ),
 )
+EVALUATION = ResultTable(
+    "evaluation",
+    (
+        Column("checkpoint"),
+        Column("variant"),  # that its run trained; empty where no run record says it
+        _number("nll"),  # nats per token
+        _number("density", high=1.0),
+        _number("tau", high=1.0),
+        Column("text"),  # hash of the blocks
+        Column("num_tokens", "whole"),
+        Column("num_documents", "whole"),
+        _number("effective_documents"),
+        Column("against"),  # checkpoint that the change counts from; empty for a baseline
+        _number("delta_nll_percent", -100.0),  # paired by document
+        _number("delta_nll_standard_error"),  # in percentage points
+    ),
+)
 RULER = ResultTable(
     "ruler",
     (

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.density import DensityTable
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages.cost import CalibrationResult, CostResult
-    from spkv_nas.stages.evaluate import EvaluationResult
+    from spkv_nas.stages.evaluate import EvaluationResult, Pair
     from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
@@ -85,7 +85,20 @@ def evaluation(result: EvaluationResult) -> Document:
         "density": found.density,
         "num_tokens": found.nll.num_tokens.sum(),
         "num_documents": (found.nll.num_tokens > 0).sum(),
+        "effective_documents": found.nll.effective_documents,
+        **({} if result.pair is None else {"against": _pair(result.pair), "folder": result.folder}),
         **({} if result.sweep is None else {"sweep": result.sweep, "folder": result.folder}),
+    }
+
+
+def _pair(pair: Pair) -> Document:
+    """The other checkpoint, the change of NLL from its, and all rows of ``evaluation.csv``."""
+    return {
+        "model": pair.against,
+        "nll": pair.evaluation.nll.mean,
+        "delta_nll_percent": pair.change.percent,
+        "delta_nll_standard_error": pair.change.standard_error,
+        "checkpoints": pair.rows,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents, show
+from spkv_nas.cli import documents, show, show_evaluation
 from spkv_nas.cli.console import out
 from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import BaselinesOptions, EvaluateOptions, GenerateOptions, ScoreOptions
@@ -13,11 +13,13 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
     """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
 
     Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
-    models. Without --tau-sweep no result is written; runs/NAME/blocks/ keeps the tokens of the text. With --ruler
-    LENGTHS: the share of answers found in RULER's tasks, beside the floor, the same model with every head local. Writes
-    reports/NAME/ruler.csv. With --tasks NAMES: downstream tasks of lm-eval. Writes reports/NAME/tasks.csv, and samples
-    to runs/NAME/tasks/, which are not asked again. With --longppl: perplexity of tokens that need the long context.
-    Writes reports/NAME/longppl.csv.
+    models. With --against: the difference to another checkpoint, paired by document; adds both to
+    reports/NAME/evaluation.csv. Without these two no result is written; runs/NAME/blocks/ keeps the tokens of the text.
+    With --ruler LENGTHS: the share of answers found in RULER's tasks, beside the floor, the same model with every head
+    local. Writes reports/NAME/ruler.csv. With --tasks NAMES: downstream tasks of lm-eval. Writes
+    reports/NAME/tasks.csv, and samples to runs/NAME/tasks/, which are not asked again. With --longppl: perplexity of
+    tokens that need the long context. Writes reports/NAME/longppl.csv. NAME is by default that of the checkpoint's
+    recipe.
     """
     if options.ruler is not None:
         from spkv_nas.stages.ruler import ruler
@@ -33,7 +35,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
         return Result(longppl(options, reporter), show.longppl)
     from spkv_nas.stages import evaluate as stage
 
-    return Result(stage.evaluate(options, reporter), show.evaluation, documents.evaluation)
+    return Result(stage.evaluate(options, reporter), show_evaluation.evaluation, documents.evaluation)
 
 
 def score(options: ScoreOptions, reporter: Reporter) -> Result:

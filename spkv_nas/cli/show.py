@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.model.generation import Generation
     from spkv_nas.stages.baselines import BaselinesResult
-    from spkv_nas.stages.evaluate import EvaluationResult, ScoreResult
+    from spkv_nas.stages.evaluate import ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.layout_options import DiffOptions
     from spkv_nas.stages.longppl import LongPPLResult
@@ -182,27 +182,6 @@ def comparison(result: Comparison) -> None:
     out.print("checkpoints, for export, evaluate and generate:")
     for model in result.models:
         out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
-
-
-def evaluation(result: EvaluationResult) -> None:
-    """Held-out NLL, or a sweep of thresholds."""
-    evaluation = result.evaluation
-    num_tokens = evaluation.nll.num_tokens
-    text = f"{num_tokens.sum():,} tokens in {(num_tokens > 0).sum()} documents"
-    if result.sweep is None:
-        gated = (
-            f", density {100 * evaluation.density:.1f} % at tau {evaluation.tau:g}"
-            if evaluation.density is not None
-            else ""
-        )
-        out.print(f"[bold]{escape(result.name)}[/bold]: NLL {evaluation.nll.mean:.4f}{gated}; {text}")
-        return
-    shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
-    for row in result.sweep.itertuples():
-        moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
-        shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
-    out.print(shown)
-    say_where("sweep", result.folder / "tau-sweep.png")
 
 
 def scores(result: ScoreResult) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
+from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, ResultTable
+from spkv_nas.report.evaluated import evaluated_section
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
 from spkv_nas.report.words import change, listed, measured, number, signed
@@ -258,6 +259,7 @@ def _text(record: Record) -> str:
 
 
 SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section]], ...] = (
+    (EVALUATION, evaluated_section),
     (BASELINES, _baselines),
     (RULER, _ruler),
     (TASKS, _tasks),

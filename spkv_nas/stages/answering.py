@@ -26,7 +26,6 @@ _GO_WITH = {  # options by the modes that take them; those that are not here go 
     **dict.fromkeys(("ruler_tasks", "samples", "haystack", "qa", "window", "seed"), (RULER,)),
     **dict.fromkeys(("include", "limit", "allow_code"), (TASKS,)),
     **dict.fromkeys(("evaluator", "short", "stride", "alpha", "beta"), (LONGPPL,)),
-    "against": (RULER, TASKS, LONGPPL),
 }
 _REASONS = {**dict.fromkeys((RULER, TASKS), "asks questions of its own"), LONGPPL: "judges key tokens"}
 
@@ -44,7 +43,20 @@ def check_mode(options: EvaluateOptions) -> None:
             if _TEXT in modes:
                 raise UserError(f"{mode.split()[0]} {_REASONS[mode]}, at one threshold: leave {flag} out")
             raise UserError(f"{flag} goes with {' or '.join(modes)}")
+    if options.against is not None and options.tau_sweep is not None:
+        raise UserError("--against compares at one threshold: leave --tau-sweep out")
     check_tau(options.tau)
+
+
+def check_pair(model: str, against: str | None) -> None:
+    """Raise ``UserError`` for checkpoints of two tokenizers, before anything is read."""
+    from spkv_nas.data.cache import fingerprint
+    from spkv_nas.model.checkpoint import load_tokenizer
+
+    if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
+        raise UserError(
+            f"--against {against} has another tokenizer: NLL is a mean over tokens, and a pair must be of the same ones"
+        )
 
 
 def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:

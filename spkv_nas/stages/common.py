@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.artifacts.checkpoints import run_origin
 from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
 from spkv_nas.artifacts.density import DensityTable
@@ -270,6 +271,15 @@ def model_name(source: str) -> str:
     if path.name == "final":
         return path.parent.name
     return f"{path.parent.name}-{path.name}" if _CHECKPOINT.fullmatch(path.name) else path.name
+
+
+def result_name(source: str) -> str:
+    """Name what ``evaluate`` writes of a model: as its recipe, whose probe and comparison it belongs to.
+
+    A checkpoint that no recipe's run left has its ``model_name``.
+    """
+    origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
+    return model_name(source) if origin is None else origin.recipe
 
 
 def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:

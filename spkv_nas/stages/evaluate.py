@@ -2,31 +2,69 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.checkpoints import run_origin
+from spkv_nas.artifacts.result_tables import EVALUATION
+from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
+from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import sweep
+from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint_table, merged
+from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.answering import check_mode
-from spkv_nas.stages.common import Subject, find_proposal, find_table, measured_on, quiet_transformers
+from spkv_nas.stages.answering import check_mode, check_pair, load
+from spkv_nas.stages.common import (
+    Measured,
+    Subject,
+    check_positions,
+    find_proposal,
+    find_table,
+    fitting_batch,
+    measured_on,
+    quiet_transformers,
+    result_name,
+)
 from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Compare two checkpoints on the same documents.
+
+    Attributes:
+        against: the baseline's folder or id.
+        evaluation: of the baseline.
+        change: of the NLL from the baseline's, in percent, paired by document.
+        rows: all checkpoints in ``evaluation.csv``.
+    """
+
+    against: str
+    evaluation: sweep.Evaluation
+    change: PairedDifference
+    rows: pd.DataFrame
+
+
+@dataclass(frozen=True)
 class EvaluationResult:
-    """What ``evaluate`` measured: at one threshold, or with open gates and, by row, at every threshold of a sweep."""
+    """What ``evaluate`` measured: at one threshold, or with open gates and, by row, at every threshold of a sweep.
+
+    ``pair`` is there where another checkpoint was measured too.
+    """
 
     name: str
     evaluation: sweep.Evaluation
     folder: Path
     sweep: pd.DataFrame | None = None
+    pair: Pair | None = None
 
 
 @dataclass(frozen=True)
@@ -39,10 +77,16 @@ class ScoreResult:
 
 
 def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> EvaluationResult:
-    """Held-out NLL of a checkpoint; with ``tau_sweep`` also the trade-off figure, written to ``reports/<name>/``."""
+    """Measure the held-out NLL of a checkpoint, of two with ``against``, or with ``tau_sweep`` at many thresholds.
+
+    A pair and a sweep are written to ``reports/<name>/``, by default the name of the checkpoint's recipe.
+    """
     quiet_transformers(reporter)
     subject = Subject.of(options, REFERENCE, "evaluate on")
+    if options.name is None and not subject.source.startswith(EMBEDDED_PREFIX):
+        subject = replace(subject, name=result_name(subject.source))
     check_mode(options)
+    check_pair(subject.source, options.against)
     taus = check_sweep(options.tau, options.tau_sweep, options.points)
     options.place.check_writable()
     folder = options.place.report_dir(subject.name)
@@ -51,12 +95,53 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     with reporter.bar("evaluating") as progress:
         if taus is None:
             found = sweep.evaluate(measured.model, measured.blocks, options.tau, batch_size=size, progress=progress)
-            return EvaluationResult(subject.name, found, folder)
+            pair = None if options.against is None else _pair(options, subject, measured, found, reporter)
+            return EvaluationResult(subject.name, found, folder, pair=pair)
         evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=size, progress=progress)
     rows = sweep.sweep_table(evaluations)
     origin = measured_on(subject, measured, evaluations[0].nll)
     on_main(lambda: _write_sweep(folder, rows, origin))
     return EvaluationResult(subject.name, evaluations[0], folder, rows)
+
+
+def _pair(
+    options: EvaluateOptions, subject: Subject, measured: Measured, found: sweep.Evaluation, reporter: Reporter
+) -> Pair:
+    """Measure ``options.against`` on the same blocks, and add both checkpoints to ``evaluation.csv``. Collective."""
+    against, blocks = str(options.against), measured.blocks
+    # Measure the baseline
+    model, _ = load(options, against, reporter)
+    check_positions(model, blocks.block_size, "--block-size")
+    with reporter.bar("evaluating --against") as progress:
+        baseline = sweep.evaluate(model, blocks, batch_size=fitting_batch(model, blocks), progress=progress)
+    # Make the rows of both
+    key = hashlib.sha256()
+    blocks.feed(key)
+    scored = [_scored(subject.source, found), _scored(against, baseline)]
+    rows = checkpoint_table(key.hexdigest()[:8], *scored)
+    origin = measured_on(subject, measured, found.nll, against=against)
+    folder = options.place.report_dir(subject.name)
+    rows = on_main(lambda: _add_rows(folder, rows, origin, reporter))
+    return Pair(against, baseline, paired_difference(found.nll, baseline.nll), rows)
+
+
+def _scored(source: str, evaluation: sweep.Evaluation) -> EvaluatedCheckpoint:
+    """Name a checkpoint by its source and by what its run trained."""
+    origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
+    return EvaluatedCheckpoint(source, "" if origin is None else origin.variant, evaluation)
+
+
+def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:
+    """Add rows to ``evaluation.csv``, one process at a time; all rows that it then has."""
+    with locked(folder, "writes evaluation.csv", reporter.announce):
+        earlier = EVALUATION.read(folder)
+        if earlier is not None:
+            dropped = int((earlier[0]["text"] != rows["text"].iloc[0]).sum())
+            if dropped:
+                reporter.announce(f"replaced {dropped} rows of another text in {folder / 'evaluation.csv'}")
+            rows = merged(earlier[0], rows)
+        EVALUATION.write(folder, rows, origin)
+    return rows
 
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:

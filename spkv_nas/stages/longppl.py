@@ -24,8 +24,8 @@ from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
 from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
-from spkv_nas.stages.answering import check_mode, hard, identity, load, origin, with_open_gates
-from spkv_nas.stages.common import check_positions, model_name, quiet_transformers
+from spkv_nas.stages.answering import check_mode, check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.common import check_positions, model_name, quiet_transformers, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     assert options.model is not None
     if not options.data and not options.model.startswith(EMBEDDED_PREFIX):
         raise UserError("--model needs --data: the long text to evaluate on (files or folders)")
-    name = options.name or model_name(options.model)
+    name = options.name or result_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "longppl"
     options.place.check_writable()
-    _check_pair(options.model, options.against)
+    check_pair(options.model, options.against)
     evaluator = options.evaluator or options.against or options.model
     length, criterion = _sizes(options, [evaluator, options.model, *([options.against] if options.against else [])])
     texts, spans, about = _keys(options, evaluator, length, criterion, samples, reporter)
@@ -82,18 +82,6 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     }
     on_main(lambda: LONGPPL.write(folder, rows, told))
     return LongPPLResult(name, rows, withheld, folder, samples)
-
-
-def _check_pair(model: str, against: str | None) -> None:
-    """Raise ``UserError`` for checkpoints of two tokenizers, before anything is read."""
-    from spkv_nas.data.cache import fingerprint
-    from spkv_nas.model.checkpoint import load_tokenizer
-
-    if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
-        raise UserError(
-            f"--against {against} has another tokenizer: LongPPL is a mean over tokens, and a pair must be of the same "
-            "ones"
-        )
 
 
 def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Criterion]:

@@ -138,7 +138,7 @@ class EvaluateOptions(SubjectOptions):
     ruler: flags.Ruler = None
     ruler_tasks: flags.RulerTasks = default(None, "all")
     samples: flags.Samples = default(None, str(defaults.RULER_SAMPLES))
-    against: flags.Against = default(note="With --ruler, --tasks or --longppl.")
+    against: flags.Against = None
     haystack: flags.Haystack = default(None, "RULER's noise")
     qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
     window: flags.OptionalWindow = default(None, "the checkpoint's", note="For the floor of RULER.")

@@ -26,7 +26,7 @@ from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.stages.answering import Loaded, check_mode, hard, identity, load
 from spkv_nas.stages.answering import origin as origin_of
-from spkv_nas.stages.common import check_positions, model_name, quiet_transformers
+from spkv_nas.stages.common import check_positions, quiet_transformers, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     material = Material.read(options.haystack or [], options.qa or [])
     tasks = _tasks(options.ruler_tasks, material)
     assert options.model is not None
-    name = options.name or model_name(options.model)
+    name = options.name or result_name(options.model)
     folder = options.place.report_dir(name)
     options.place.check_writable()
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)

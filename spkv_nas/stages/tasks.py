@@ -16,7 +16,7 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.stages.answering import check_mode, hard, identity, load, origin
-from spkv_nas.stages.common import model_name, quiet_transformers
+from spkv_nas.stages.common import quiet_transformers, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
     _quiet(reporter)
     assert options.model is not None
     assert options.tasks is not None
-    name = options.name or model_name(options.model)
+    name = options.name or result_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "tasks"
     options.place.check_writable()
     reporter.announce("reading tasks and their data")

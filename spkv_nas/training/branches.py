@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from spkv_nas.artifacts.checkpoints import RUN_RECORD
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes, on_main
 from spkv_nas.base.errors import UserError
@@ -56,7 +57,7 @@ from spkv_nas.training.sharding import spare_passes, whole_weights
 from spkv_nas.training.trainer import SPKVTrainer
 from spkv_nas.training.variants import Kind, Variant
 
-_RECORD, _NLL, _EXTENDED_NLL = "run.json", "heldout-nll.npz", "heldout-nll-extended.npz"
+_NLL, _EXTENDED_NLL = "heldout-nll.npz", "heldout-nll-extended.npz"
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def train_branch(
 
 def is_finished(final: Path) -> bool:
     """Whether a branch was trained and evaluated to the end."""
-    return is_complete(final, (_RECORD, _NLL))
+    return is_complete(final, (RUN_RECORD, _NLL))
 
 
 def _train(
@@ -227,7 +228,7 @@ def _train(
                 extended.nll.save(new / _EXTENDED_NLL)
             write_heldout_log(trainer.state, new / "heldout-log.csv")
             write_density_log(trainer.state, new / "density-log.csv")
-            write_json(new / _RECORD, record)
+            write_json(new / RUN_RECORD, record)
             write_manifest(new)
 
     on_main(finish)
@@ -317,7 +318,7 @@ def _heldout(measured: Evaluation) -> dict[str, Any]:
 def read_branch(final: Path) -> Branch:
     """A finished branch from its folder, whose weights are not read. Raises ``UserError``: anything else is damaged."""
     check_manifest(final, [name for name in read_manifest(final) if not name.endswith(WEIGHT_ENDINGS)])
-    record = read_json(final / _RECORD, "run record")
+    record = read_json(final / RUN_RECORD, "run record")
     longer = final / _EXTENDED_NLL
     extended = DocumentNLL.read(longer) if longer.is_file() else None
     return Branch(final, DocumentNLL.read(final / _NLL), record["heldout_density"], record["steps"], extended)

@@ -1,0 +1,42 @@
+"""Show what ``evaluate`` measured on held-out text: one checkpoint, a pair of them, or a sweep of thresholds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.cli.console import out, say_where
+from spkv_nas.cli.show import change
+
+if TYPE_CHECKING:
+    from spkv_nas.stages.evaluate import EvaluationResult
+
+
+def evaluation(result: EvaluationResult) -> None:
+    """Held-out NLL, or a sweep of thresholds."""
+    evaluation, nll = result.evaluation, result.evaluation.nll
+    text = f"{nll.num_tokens.sum():,} tokens in {nll.num_documents} documents"
+    if result.sweep is None:
+        gated = (
+            f", density {100 * evaluation.density:.1f} % at tau {evaluation.tau:g}"
+            if evaluation.density is not None
+            else ""
+        )
+        text += f" (effective number {nll.effective_documents:.1f})"
+        out.print(f"[bold]{escape(result.name)}[/bold]: NLL {nll.mean:.4f}{gated}; {text}")
+        if result.pair is not None:
+            moved = change(result.pair.change.percent, result.pair.change.standard_error)
+            out.print(
+                f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
+                f"difference {moved} %, paired by document"
+            )
+            say_where("table", result.folder / "evaluation.csv")
+        return
+    shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
+    for row in result.sweep.itertuples():
+        moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
+        shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
+    out.print(shown)
+    say_where("sweep", result.folder / "tau-sweep.png")

@@ -1,0 +1,61 @@
+"""Show checkpoints whose NLL was measured side by side (``evaluate --against``): a section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.report.section import Row, Section
+from spkv_nas.report.words import change, number
+
+_HEADER = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Against", "Δ NLL, %")
+
+
+def evaluated_section(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
+    """Write the section of ``evaluation.csv``: one line per checkpoint, and which differ clearly."""
+    labels = {row["checkpoint"]: _label(row) for _, row in rows.iterrows()}
+    length = record.get("block_size")
+    blocks = f", in blocks of {length} tokens" if isinstance(length, int) else ""
+    return Section(
+        name,
+        "Checkpoints side by side",
+        f"NLL in nats per token on the same held-out documents{blocks}. ΔNLL counts from the checkpoint under "
+        "“Against”, ± one standard error, paired by document. “Effective” is the number of equally long documents that "
+        "would say as much.",
+        tuple(_sentences(rows, labels)),
+        _HEADER,
+        (tuple(_row(row, labels) for _, row in rows.iterrows()),),
+    )
+
+
+def _row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
+    against = str(row["against"])
+    cells = (
+        number(row["num_documents"], 0),
+        number(row["effective_documents"], 1),
+        number(row["num_tokens"], 0),
+        number(row["nll"], 4),
+        number(100 * row["density"], 1),
+        labels.get(against, against) or "—",
+        change(row["delta_nll_percent"], row["delta_nll_standard_error"]),
+    )
+    return Row(labels[row["checkpoint"]], cells)
+
+
+def _sentences(rows: pd.DataFrame, labels: Mapping[str, str]) -> Iterable[str]:
+    """Say which checkpoints differ from theirs by more than two standard errors."""
+    for _, row in rows[rows["delta_nll_percent"].notna()].iterrows():
+        delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
+        way = "above" if delta > 0 else "below"
+        verdict = f"{way} that of" if abs(delta) > 2 * error else "within two standard errors of that of"
+        against = labels.get(row["against"], row["against"])
+        yield f"The NLL of {labels[row['checkpoint']]} is {verdict} {against}: {change(delta, error)} %."
+
+
+def _label(row: pd.Series[Any]) -> str:
+    """Name a checkpoint: by what its run trained and the run's folder, else by its path."""
+    path = PurePath(str(row["checkpoint"]))
+    return f"{row['variant']} ({path.parent.name})" if row["variant"] else str(path)

@@ -1,0 +1,144 @@
+"""Two checkpoints on the same documents, under the name of the recipe that they belong to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from helpers import Page, fails, gated, make_layouts, make_table, tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.result_tables import RULER
+from spkv_nas.base.manifest import write_manifest
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import build_blocks
+from spkv_nas.data.sources import documents
+from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.evaluation.paired import paired_difference
+from spkv_nas.model.checkpoint import load, save
+from spkv_nas.model.windows import apply_layout
+
+BLOCK = 32
+
+
+@pytest.fixture
+def place(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A workspace with a dense model, and a retrained hybrid of it where ``train-hybrid`` leaves one."""
+    runs = tmp_path / "w" / "runs" / "mine"
+    save(tiny_model(vocab_size=300), tiny_tokenizer, runs / "dense-0123456789abcdef" / "final")
+    hybrid = tiny_model(vocab_size=300)
+    apply_layout(hybrid, Layout(("LL", "GL") * 2, window=2))
+    final = runs / "branches" / "densest-0123456789abcdef" / "final"
+    save(hybrid, tiny_tokenizer, final)
+    write_run(final, "densest")
+    return tmp_path / "w"
+
+
+def write_run(final: Path, variant: str) -> None:
+    """Write the record of a finished run, as training does."""
+    (final / "run.json").write_text(json.dumps({"variant": variant, "recipe": {"name": "mine"}}))
+    write_manifest(final)
+
+
+def checkpoints(place: Path) -> tuple[Path, Path]:
+    """The hybrid's folder and the dense model's."""
+    (hybrid,), (dense,) = ([*(place / "runs/mine").glob(where)] for where in ("branches/*/final", "dense-*/final"))
+    return hybrid, dense
+
+
+def evaluate(place: Path, text: Path, model: Path, *extra: object) -> None:
+    options = ["--model", model, "--data", text, "--block-size", BLOCK, "--workspace", place, *extra]
+    main(["evaluate", *map(str, options)])
+
+
+class TestPair:
+    def test_the_difference_is_paired_by_document(
+        self, place: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It was refused: "--against goes with --ruler LENGTHS or --tasks NAMES or --longppl"."""
+        hybrid, dense = checkpoints(place)
+        evaluate(place, text, hybrid, "--against", dense)
+        blocks = build_blocks(documents([str(text)], Path()), load(dense)[1], BLOCK)
+        nll, baseline = (document_nll(load(folder)[0], blocks) for folder in (hybrid, dense))
+        expected = paired_difference(nll, baseline)
+        assert expected.standard_error > 0
+        rows = pd.read_csv(place / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("variant")
+        assert rows.index.fillna("").tolist() == ["", "densest"]
+        densest = rows.loc["densest"]
+        assert densest["nll"] == pytest.approx(nll.mean, rel=1e-5)
+        assert densest["delta_nll_percent"] == pytest.approx(expected.percent, rel=1e-4)
+        assert densest["delta_nll_standard_error"] == pytest.approx(expected.standard_error, rel=1e-4)
+        assert (densest["checkpoint"], densest["against"]) == (str(hybrid), str(dense))
+        tokens = nll.num_tokens
+        assert densest["num_documents"] == (tokens > 0).sum() > 1
+        assert densest["effective_documents"] == pytest.approx(tokens.sum() ** 2 / (tokens**2).sum(), rel=1e-5)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"difference {expected.percent:+.3f} ± {expected.standard_error:.3f} %, paired by document" in printed
+        assert f"(effective number {densest['effective_documents']:.1f})" in printed
+
+    def test_json(self, place: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        hybrid, dense = checkpoints(place)
+        evaluate(place, text, hybrid, "--against", dense, "--json")
+        document = json.loads(capsys.readouterr().out)
+        assert document["against"]["model"] == str(dense)
+        assert len(document["against"]["checkpoints"]) == 2
+
+    def test_one_row_per_checkpoint(
+        self, place: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A third checkpoint joins the first two, one measured anew takes its row's place; another text starts anew."""
+        hybrid, dense = checkpoints(place)
+        save(gated(), tiny_tokenizer, place / "gated")
+        for model, baseline in ((hybrid, dense), (place / "gated", dense), (hybrid, place / "gated"), (hybrid, dense)):
+            evaluate(place, text, model, "--against", baseline, "--name", "mine")
+        rows = pd.read_csv(place / "reports/mine/evaluation.csv", dtype={"text": str}).set_index("checkpoint")
+        against = {str(dense): "", str(place / "gated"): str(dense), str(hybrid): str(dense)}
+        assert rows["against"].fillna("").to_dict() == against
+        capsys.readouterr()
+        evaluate(place, text, hybrid, "--against", dense, "--max-tokens", 64)
+        assert "replaced 3 rows of another text" in capsys.readouterr().err
+        assert len(pd.read_csv(place / "reports/mine/evaluation.csv")) == 2
+
+    def test_what_cannot_be_paired(
+        self, place: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        hybrid, dense = checkpoints(place)
+        options = ["evaluate", "--model", hybrid, "--data", text, "--workspace", tmp_path / "new"]
+        sweep = fails(capsys, *options, "--against", dense, "--tau-sweep", "0.1,0.9")
+        assert "--against compares at one threshold: leave --tau-sweep out" in sweep
+        assert "has another tokenizer" in fails(capsys, *options, "--against", "embedded:dense")
+        assert not list((tmp_path / "new").rglob("*.csv"))
+
+
+class TestName:
+    def test_the_report_of_the_probe_shows_it(self, place: Path, text: Path) -> None:
+        """It was filed under the run's folder, so that ``report --probe mine`` never showed it."""
+        hybrid, dense = checkpoints(place)
+        table = make_table(np.linspace(0.1, 0.9, 8).reshape(4, 2))
+        replace(table, name="mine").write(place / "probes" / "mine")
+        for name, layout in make_layouts("densest", "random-0").items():
+            layout.write(place / "layouts" / "mine" / f"{name}.yaml")
+        evaluate(place, text, hybrid, "--against", dense)
+        main(["report", "--probe", "mine", "--workspace", str(place)])
+        page = Page((place / "reports/mine/index.html").read_text())
+        assert "Checkpoints side by side" in page.texts["h2"]
+        assert "densest (densest-0123456789abcdef)" in page.texts["th"]
+
+    def test_every_mode_takes_the_recipes_name(self, place: Path, text: Path) -> None:
+        """A sweep and RULER too; --name is stronger, and a checkpoint without a run has its folder's name."""
+        hybrid, _ = checkpoints(place)
+        save(gated(), load(hybrid)[1], hybrid)  # gates, as a reference's run has them
+        write_run(hybrid, "sp-kv")
+        evaluate(place, text, hybrid, "--tau-sweep", "0.3,0.6")
+        assert (place / "reports/mine/tau-sweep.csv").is_file()
+        evaluate(place, text, hybrid, "--tau-sweep", "0.3,0.6", "--name", "other")
+        assert (place / "reports/other/tau-sweep.csv").is_file()
+        ruler = ["--ruler", "400", "--ruler-tasks", "niah_single_1", "--samples", "1"]
+        main(["evaluate", "--model", str(hybrid), *ruler, "--workspace", str(place)])
+        assert RULER.read(place / "reports/mine") is not None
+        assert {folder.name for folder in (place / "reports").iterdir()} == {"mine", "other"}
