@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, field_validator
 
 from spkv_nas.artifacts.density_rows import COLUMNS, read_rows
+from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.documents import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid, grid_words
@@ -48,9 +49,6 @@ _POSITION_COLUMNS = (
 )
 _TABLE, RECORD = "density.csv", "probe.yaml"
 _POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
-_NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
-_STANDING_OUT = 0.1  # share of the heads that keep more than half
-_UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
 
 
 class _ProbeFile(Section):
@@ -63,6 +61,8 @@ class _ProbeFile(Section):
     dtype: str | None = None
     unit: str | None = None
     target_density: float | None = Field(default=None, gt=0, lt=1)
+    reached_density: float | None = Field(default=None, ge=0, le=1)
+    mean_density: float | None = None
     price: float | None = None
 
     @field_validator("name")
@@ -144,6 +144,13 @@ class DensityTable:
         """Share of the keys that the gates' price was to keep, in (0, 1); None where there was no such target."""
         target = self.metadata.get("target_density")
         return None if target is None else float(target)
+
+    @property
+    def missed_price(self) -> str | None:
+        """A sentence where the gates miss the density that their price was to reach; else None."""
+        reached = self.metadata.get("reached_density", self.metadata.get("mean_density"))  # the latter in older probes
+        learned = self.metadata.get("training") != FROZEN
+        return missed_price(self.priced_at, reached, weights_learned=learned) if self.is_density else None
 
     @property
     def is_priced(self) -> bool:
@@ -256,25 +263,11 @@ class DensityTable:
         return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
 
     def diagnosis(self) -> list[str]:
-        """Plain sentences when the gates have not differentiated; empty when they have, and for other signals.
-
-        Of heads of which most keep nothing, those that keep much stand out: a budget takes them. Where keys have a
-        price most heads are to keep nothing.
-        """
+        """Plain sentences when the gates missed their price or have not differentiated; empty for other signals."""
         if not self.is_density:
             return []
-        closed = self.density < 1 - _NEARLY_OPEN
-        expected = self.is_priced or (self.density > 0.5).mean() >= _STANDING_OUT
-        sides = [
-            (self.density > _NEARLY_OPEN, f"everything (density above {_NEARLY_OPEN})", "a larger tau"),
-            (closed & (not expected), f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
-        ]
-        return [
-            f"{near.mean():.0%} of the KV heads kept nearly {what}: the gates have not differentiated, so their order "
-            f"says little. What helps: more gated training steps, a larger predictor learning rate, or {tau}."
-            for near, what, tau in sides
-            if near.mean() > _UNDIFFERENTIATED
-        ]
+        missed = [] if self.missed_price is None else [self.missed_price]
+        return missed + undifferentiated(self.density, is_priced=self.is_priced)
 
     def _repr_html_(self) -> str:
         """In a notebook: every KV head's density in percent, or what else the values are."""

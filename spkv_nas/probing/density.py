@@ -5,7 +5,8 @@ SP-KV paper, "Measuring sparsity" (density rho: the share of tokens with u >= ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
-from spkv_nas.model.attention import layer_states
+from spkv_nas.model.attention import LayerState, layer_states
 from spkv_nas.model.modes import evaluation_mode, gate_mode
 from spkv_nas.model.section import gate_config
 from spkv_nas.model.shape import config_shape
@@ -81,7 +82,7 @@ def probe(
             run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
     counts = counter.finish()
     present = [i for i, number in enumerate(counts.tokens) if number]
-    return DensityTable(
+    table = DensityTable(
         name=name,
         rows=_rows(counter, blocks.domains, present),
         tau=tau,
@@ -91,6 +92,7 @@ def probe(
         documents=_documents(counter, blocks.domains, present),
         metadata={**_cache_format(model), **_price(config), **(metadata or {})},
     )
+    return table if config.target_density is None else _with_reached(table, config, states)
 
 
 def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
@@ -105,6 +107,13 @@ def _price(config: GateConfig) -> dict[str, Any]:
     """What the gates learned at."""
     known = {"target_density": config.target_density, "price": config.price or None}
     return {name: value for name, value in known.items() if value is not None}
+
+
+def _with_reached(table: DensityTable, config: GateConfig, states: Sequence[LayerState]) -> DensityTable:
+    """Record the density that gates reach at their own threshold, to be held against the target of their price."""
+    with_gates = [state.gate_window is not None for state in states]  # layers that are local by design have none
+    reached = float(table.at_tau(config.tau).density[with_gates].mean())
+    return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
 def _cache_format(model: PreTrainedModel) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import LEARNING_TOKENS, PRICED_STEPS
+from spkv_nas.artifacts.diagnosis import FROZEN
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -73,7 +74,7 @@ class Learned:
     def as_mapping(self) -> dict[str, Any]:
         """As ``probe.yaml`` has it."""
         return {
-            "training": "frozen-model", "training_steps": self.steps, "training_tokens": self.tokens,
+            "training": FROZEN, "training_steps": self.steps, "training_tokens": self.tokens,
             "price": float(f"{self.price:.4g}"),
         }  # fmt: skip
 

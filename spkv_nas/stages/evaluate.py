@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from spkv_nas.artifacts.checkpoints import run_origin
+from spkv_nas.artifacts.diagnosis import missed_price
 from spkv_nas.artifacts.result_tables import EVALUATION
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
@@ -20,6 +21,7 @@ from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
+from spkv_nas.model.section import gate_config
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.answering import check_mode, check_pair, load
 from spkv_nas.stages.common import (
@@ -34,6 +36,9 @@ from spkv_nas.stages.common import (
     result_name,
 )
 from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     with reporter.bar("evaluating") as progress:
         if taus is None:
             found = sweep.evaluate(measured.model, measured.blocks, options.tau, batch_size=size, progress=progress)
+            _warn_of_price(measured.model, found, options, reporter)
             pair = None if options.against is None else _pair(options, subject, measured, found, reporter)
             return EvaluationResult(subject.name, found, folder, pair=pair)
         evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=size, progress=progress)
@@ -102,6 +108,17 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     origin = measured_on(subject, measured, evaluations[0].nll)
     on_main(lambda: _write_sweep(folder, rows, origin))
     return EvaluationResult(subject.name, evaluations[0], folder, rows)
+
+
+def _warn_of_price(
+    model: PreTrainedModel, found: sweep.Evaluation, options: EvaluateOptions, reporter: Reporter
+) -> None:
+    """Caution the user about gates that miss their price at their own threshold."""
+    gates = gate_config(model)
+    if gates is not None and options.tau in (None, gates.tau):
+        missed = missed_price(gates.target_density, found.density)
+        if missed is not None:
+            reporter.caution(missed)
 
 
 def _pair(

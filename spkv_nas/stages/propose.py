@@ -85,6 +85,8 @@ class AgreementResult:
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
     """Layouts for a budget by every strategy, and the one that meets the requirements, to ``layouts/<name>/``."""
     requirements, table = _requirements(options), chosen_table(options, reporter)
+    if (missed := table.missed_price) is not None:
+        reporter.caution(missed)
     with reporter.bar("resampling") as progress:
         answer = propose_for(
             table, requirements, options.budget, tau=options.tau, window=options.window, seed=options.seed,
@@ -170,6 +172,8 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     from spkv_nas.report.figures import save_figure
 
     table = chosen_table(options, reporter)
+    if (missed := table.missed_price) is not None:
+        reporter.caution(missed)
     with reporter.bar("solving") as progress:
         curve = curve_for(
             table, _requirements(options), str(options.budget), tau=options.tau, window=options.window,

@@ -73,6 +73,8 @@ def _page(
     place = options.place
     proposal = find_proposal(place, table.name)
     proposal.warn_of_windows()
+    if (missed := table.missed_price) is not None:
+        reporter.caution(missed)
     folder = place.report_dir(table.name)
     at_tau, probes = proposal.table(table), [table, *neighbours(place, table)]
     results = read_results(folder)

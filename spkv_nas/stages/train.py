@@ -106,6 +106,8 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     proposal = find_proposal(place, table.name, options.layouts)
     path = chosen_recipe(options, table, "demo.yaml")
     recipe = Recipe.read(path).with_precision(options.dtype)
+    if (missed := table.missed_price) is not None:
+        reporter.caution(missed)
     proposal.warn_of_windows({f"{SP_KV} (recipe {path})": recipe.gates.window} if options.reference else None)
     quiet_transformers(reporter)
     if recipe.gates.start_from is None:

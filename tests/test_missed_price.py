@@ -1,0 +1,111 @@
+"""A reference whose gates miss the density that their price was to reach is cautioned against wherever it is used."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Heard, Page, fails, gated, make_table, scatter_gates, tiny_model, write_project
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas import GateConfig, attach_gates, probe
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.checkpoint import save
+from spkv_nas.stages import train as train_stage
+from spkv_nas.stages.options import TrainHybridOptions
+
+MISSED = "the gates' price was to keep 28.6% of the keys, and they keep"
+
+
+class TestSentence:
+    @pytest.mark.parametrize(("reached", "says"), [(0.19, True), (0.21, False), (0.4, False), (0.43, True)])
+    def test_outside_seven_tenths_to_fourteen(self, reached: float, says: bool) -> None:
+        facts = {"target_density": 0.3, "reached_density": reached}
+        table = replace(make_table(np.full((2, 2), 0.5)), metadata=facts)
+        assert (table.missed_price is not None) is says
+        assert any("price was to keep 30.0%" in one for one in table.diagnosis()) is says
+
+    def test_probes_of_older_versions_have_their_mean(self, tmp_path: Path) -> None:
+        table = replace(make_table(np.full((2, 2), 0.04)), metadata={"target_density": 0.286})
+        table.write(tmp_path)
+        assert "keep 4.0%" in str(DensityTable.read(tmp_path).missed_price)
+        assert make_table(np.full((2, 2), 0.04)).missed_price is None
+
+    def test_what_helps_depends_on_how_they_learned(self) -> None:
+        """Weights that learn too adapt to closed gates; on frozen ones only steps were too few."""
+        table = make_table(np.full((2, 2), 0.5))
+        facts = {"target_density": 0.3, "reached_density": 0.04}
+        assert "a smaller branch.learning_rate with" in str(replace(table, metadata=facts).missed_price)
+        frozen = replace(table, metadata={**facts, "training": "frozen-model"})
+        assert "What helps: more --steps." in str(frozen.missed_price)
+        above = replace(table, metadata={**facts, "reached_density": 0.6})
+        assert "a smaller gates.learning_rate_multiplier" in str(above.missed_price)
+
+    def test_other_signals_of_a_gated_model_have_no_price(self) -> None:
+        facts = {"signal": "duo", "target_density": 0.3, "reached_density": 0.01}
+        assert replace(make_table(np.full((2, 2), 0.5)), metadata=facts).missed_price is None
+
+
+class TestRecord:
+    @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+    def test_reached_is_of_the_gates_own_threshold(self, family: str, blocks: TokenBlocks) -> None:
+        """Over the heads that have a gate; whatever the threshold that was asked for."""
+        model = tiny_model(family, vocab_size=300)
+        attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4, target_density=0.286))
+        scatter_gates(model)
+        own = probe(model, blocks)
+        with_gates = own.density[1::2] if family == "gemma3_text" else own.density
+        assert own.metadata["reached_density"] == pytest.approx(with_gates.mean(), abs=1e-4)
+        other = probe(model, blocks, 0.9)
+        assert other.mean < own.mean
+        assert other.metadata["reached_density"] == pytest.approx(own.metadata["reached_density"], abs=0.02)
+
+    def test_gates_without_a_target_reach_none(self, blocks: TokenBlocks) -> None:
+        assert "reached_density" not in probe(gated(), blocks).metadata
+
+
+class TestCommands:
+    @pytest.fixture
+    def subject(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> list[str]:
+        """A reference that was to keep 28.6 % of the keys, and keeps all."""
+        model = tiny_model(vocab_size=300)
+        attach_gates(model, GateConfig(window=8, hidden_size=16, target_density=0.286, bias=4.0))
+        save(model, tiny_tokenizer, tmp_path / "mine")
+        options = ["--model", tmp_path / "mine", "--data", text, "--block-size", 32, "--workspace", tmp_path / "w"]
+        return [*map(str, options)]
+
+    def test_all_of_them_say_it(
+        self, subject: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that reached .043 of .286 passed probe, propose, train-hybrid and report without a word."""
+        place = ["--probe", "mine", "--workspace", str(tmp_path / "w")]
+        for command in (
+            ["probe", *subject, "--gain-tokens", "0"],
+            ["propose", *place, "--budget", "3"],
+            ["report", *place],
+            ["evaluate", *subject],
+        ):
+            capsys.readouterr()
+            main(command)
+            assert " ".join(capsys.readouterr().err.split()).count(MISSED) == 1, command[0]
+        page = Page((tmp_path / "w/reports/mine/index.html").read_text())
+        assert any(MISSED in paragraph.replace("\N{NO-BREAK SPACE}", " ") for paragraph in page.texts["p"])
+        main(["evaluate", *subject, "--tau", "0.9"])  # of another threshold the price says nothing
+        assert MISSED not in capsys.readouterr().err
+
+        def stop(*_: object, **__: object) -> None:
+            raise UserError("before any training")
+
+        monkeypatch.setattr(train_stage.hybrids, "train_hybrids", stop)
+        recipe = write_project(tmp_path / "project")
+        fails(capsys, "train-hybrid", *place, "--recipe", recipe)
+        heard = Heard()
+        options = TrainHybridOptions(probe="mine", workspace=tmp_path / "w", recipe=recipe)
+        with pytest.raises(UserError, match="before any training"):
+            train_stage.train_hybrid(options, replace(heard.reporter, caution=heard.announced.append))
+        assert sum(MISSED in line for line in heard.announced) == 1
