@@ -29,7 +29,7 @@ from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
 from spkv_nas.stages.options import SearchOptions
-from spkv_nas.stages.search import ask
+from spkv_nas.stages.question import ask
 from spkv_nas.training.branches import Trunk
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_judge import RecipeJudge

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from typing import Any, get_type_hints
+from unittest.mock import patch
 
 import typer
 from typer.testing import CliRunner
@@ -29,7 +30,8 @@ def parsed(line: str) -> Any:
     app.add_typer(layouts, name="layout")
     program, *arguments = shlex.split(line)
     assert program == PROGRAM
-    result = CliRunner().invoke(app, arguments)
+    with patch("spkv_nas.stages.checks.check"):  # the files that the line names need not be there
+        result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, f"{line}: {result.output}"
     return seen[0]
 

@@ -331,7 +331,7 @@ class TestCommands:
                 "1 layers x 2 KV heads, the second has 21 layers x 3",
             ),
             (("layout", "show", tmp_path / "a.yaml", "-p", scores), "has 4 layers x 3 KV heads"),
-            (("layout", "show", duo), f"spkv-nas layout convert {duo} NEW.yaml makes one of it"),
+            (("layout", "show", duo), f"spkv-nas layout convert {duo} {duo}.yaml --budget 25%"),
             (("layout", "show", tmp_path / "none.yaml"), "layout not found"),
             (("layout", "convert", duo, tmp_path / "x.yaml"), "--budget N"),
             (("propose", "--probe", scores, "-b", "6", "--tau", "0.7"), "--tau needs densities"),

@@ -12,7 +12,7 @@ from spkv_nas.data import installed
 from spkv_nas.data.installed import MAX_CHARACTERS
 from spkv_nas.data.sources import documents
 from spkv_nas.model.checkpoint import read_shape
-from spkv_nas.training.ablation import AblationPlan
+from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.dense import dense_run
 from spkv_nas.training.recipe import Recipe
 

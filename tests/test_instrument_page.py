@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from browser_cases import MAP, NEEDED, OTHER, browser, num_outlined, open_file, open_page, workspace
+from command_cases import parsed
 from helpers import make_comparison, make_domain_table
 
 from spkv_nas.artifacts.density import DensityTable
@@ -174,7 +175,8 @@ def test_a_link_shows_the_same(open_page: Any) -> None:
     again = open_page(page.evaluate("location.hash"))
     for part in ("form.controls", ".readout", "section[aria-labelledby=density]"):
         assert again.inner_text(part) == page.inner_text(part)
-    assert "--probe 'it'\"'\"'s duo' --budget 25" in again.inner_text("#instrument-command")
+    command = parsed(again.inner_text("#instrument-command"))
+    assert (command.probe, command.budget) == ("it's duo", "25")
     assert num_outlined(again) == 25
     assert open_page("#budget=x&tau=9&signal=none&with=none").inner_text("#instrument-heads") == "18 of 63 KV heads"
 

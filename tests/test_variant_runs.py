@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
+from spkv_nas.model.checkpoint import load, save
 from spkv_nas.report.chart import Line
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.training_charts import density_evolution_chart
@@ -47,11 +48,11 @@ Train = Callable[..., Branch]
 def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
     """Train an SP-KV branch of the test recipe with other gates."""
 
-    def run(folder: str = "branch", top: dict[str, Any] | None = None, **gates: Any) -> Branch:
+    def run(folder: str = "branch", top: dict[str, Any] | None = None, start: Path = dense, **gates: Any) -> Branch:
         data = recipe.model_dump()
         data["gates"] |= gates
         changed = Recipe(**{**data, **(top or {})})
-        return train_branch(changed, corpus, dense, tmp_path / folder, Variant.sp_kv(), device="cpu")
+        return train_branch(changed, corpus, start, tmp_path / folder, Variant.sp_kv(), device="cpu")
 
     return run
 
@@ -102,9 +103,16 @@ class TestRuns:
         nll = [train(str(i), **{"bias": 0.5, **gates}).nll.mean for i, gates in enumerate(variants)]
         assert len(set(nll)) == len(variants)
 
-    def test_logs(self, train: Train, tmp_path: Path) -> None:
+    def test_logs(self, train: Train, dense: Path, tmp_path: Path) -> None:
+        # Make attention loud enough for gates to show in five digits of the NLL
+        model, tokenizer = load(dense)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight *= 30.0 if "_proj" in name else 1.0
+        save(model, tokenizer, tmp_path / "loud")
         branch = train(
-            top={"evaluation": {"batch_size": 4, "every": 4, "max_tokens": 100}, "report_to": ["tensorboard"]}
+            top={"evaluation": {"batch_size": 4, "every": 4, "max_tokens": 1000}, "report_to": ["tensorboard"]},
+            start=tmp_path / "loud",
         )
         log = pd.read_csv(branch.checkpoint / "heldout-log.csv")
         assert log["step"].tolist() == [4, 8]

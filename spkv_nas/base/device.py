@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from spkv_nas.base.distributed import num_processes
@@ -22,14 +23,28 @@ def choose_device(device: str | None = None) -> str:
     """
     import torch
 
-    if device == AUTO:
+    check_device(device)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: there is no CUDA device here")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_device(device: str | None, *, spreads: bool = False) -> None:
+    """Check the name of a device without torch; None is nothing asked.
+
+    Args:
+        spreads: whether ``AUTO`` is known.
+
+    Raises:
+        UserError: it is none of cpu, cuda and cuda:N.
+    """
+    if device == AUTO and not spreads:
         raise UserError(
             "--device auto is for probe, evaluate and score, which part a model over the GPUs to measure it\n"
             "leave it out; training is parted by torchrun, and by sharding: fsdp in its recipe"
         )
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in (None, AUTO) and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
+        raise UserError(f"--device '{device}' is unknown; there are cpu and cuda")
 
 
 def measuring_device(device: str | None) -> str:

@@ -89,6 +89,16 @@ def _tidy(folder: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def check_new(folder: Path) -> Path:
+    """Resolve a folder that ``new_folder`` may write. Raises ``UserError``: it holds files, or the process is in it."""
+    target = folder.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder: choose another --out")
+    if target == Path.cwd():  # which is replaced, so that whoever is in it would be nowhere
+        raise UserError(f"{folder} is the current folder: choose a new one with --out")
+    return target
+
+
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``final`` in one step when the block ends; without an error, that is.

@@ -31,21 +31,30 @@ def effective_number(sizes: ArrayLike) -> float:
     return float(number.sum()) ** 2 / squares if squares > 0 else 0.0
 
 
-def jackknife_ratio(values: NDArray[np.float64], bases: NDArray[np.float64]) -> tuple[float, float]:
-    """Compute (sum of values / sum of bases, its standard error) over clusters, both [clusters], bases above 0.
+def jackknife_ratio(
+    values: NDArray[np.float64], bases: NDArray[np.float64] | NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Compute (sum of values / sum of bases, its standard error) over clusters.
 
     sqrt((K - 1) / K * sum((r / (1 - w))^2)) / sum of bases, with r = value - ratio * base, w the cluster's share of the
     bases and K the number of clusters: the linearised delete-one-cluster jackknife (CR3; MacKinnon, Nielsen and Webb
-    2023, "Cluster-robust inference: a guide to empirical practice"). NaN of fewer than two clusters, or where one
-    cluster is all of the base.
+    2023, "Cluster-robust inference: a guide to empirical practice").
+
+    Args:
+        values: [..., clusters].
+        bases: [clusters]; clusters of 0 are left out.
+
+    Returns:
+        Both [...]; the error is NaN of fewer than two clusters.
     """
-    total, number = float(bases.sum()), len(bases)
-    ratio = float(values.sum()) / total
-    left = 1.0 - bases / total
-    if number < 2 or (left <= 0).any():
-        return ratio, math.nan
-    residual = (values - ratio * bases) / left
-    return ratio, math.sqrt((number - 1) / number * float((residual**2).sum())) / total
+    seen = bases > 0
+    values, bases = values[..., seen], bases[seen]
+    total, number = bases.sum(), len(bases)
+    ratio = values.sum(-1) / total
+    if number < 2:
+        return ratio, np.full_like(ratio, np.nan)
+    residual = (values - ratio[..., None] * bases) / (1.0 - bases / total)
+    return ratio, np.sqrt((number - 1) / number * (residual**2).sum(-1)) / total
 
 
 def mean_and_error(values: NDArray[np.float64]) -> tuple[float, float]:

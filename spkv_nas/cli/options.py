@@ -62,11 +62,14 @@ def command(
         name = function.__name__.replace("_", "-")
 
         def run(invocation: typer.Context, **values: Any) -> None:
+            from spkv_nas.stages.checks import check  # pandas takes too long for --help
+
             said = invocation.obj or Voice()
             quiet, verbose = (values.pop(key) or getattr(said, key) for key in ("quiet", "verbose"))
             as_json = values.pop("json", False)
             del values["debug"]
             given = taken(**values)
+            check(given)
             with working(name, quiet=quiet, verbose=verbose, takes_long=isinstance(given, OnDevice)) as reporter:
                 if isinstance(given, Trains) and given.dry_run:
                     found: Results | None = show_plan.dry_run(given, reporter)

@@ -20,7 +20,7 @@ from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.evaluation.paired import MOST_NATS, DocumentNLL
 
 FILE = "comparison-documents.npz"
-_REMEDY = "retrain the layouts again with train-hybrid"
+_REMEDY = "retrain the layouts again"
 _ARRAYS = (
     Array("strategy", "text", "R"),
     Array("total", "number", "R D", low=-1, high=MOST_NATS),
@@ -54,8 +54,7 @@ def pair_error(rows: Mapping[str, DocumentNLL]) -> Callable[[str, str], float]:
         if not {one, other, DENSE} <= rows.keys():
             return math.nan
         dense = rows[DENSE]
-        seen = dense.num_tokens > 0
         difference = rows[one].total - rows[other].total
-        return 100.0 * jackknife_ratio(difference[seen], dense.total[seen])[1]
+        return 100.0 * float(jackknife_ratio(difference, dense.total)[1])
 
     return error

@@ -92,6 +92,5 @@ def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDi
     """
     if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
         raise UserError("the two models were not evaluated on the same held-out text")
-    seen = baseline.num_tokens > 0
-    ratio, error = jackknife_ratio(candidate.total[seen], baseline.total[seen])
-    return PairedDifference(100.0 * (ratio - 1.0), 100.0 * error)
+    ratio, error = jackknife_ratio(candidate.total, baseline.total)
+    return PairedDifference(100.0 * (float(ratio) - 1.0), 100.0 * float(error))

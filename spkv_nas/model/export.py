@@ -18,7 +18,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
 from spkv_nas.base.manifest import write_manifest
-from spkv_nas.base.replace import new_folder
+from spkv_nas.base.replace import check_new, new_folder
 from spkv_nas.model import fresh
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import WrittenWeights, load, save_as_files, weight_files
@@ -52,7 +52,7 @@ def export(
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
     out = Path(out)
-    target = _checked(out)
+    target = check_new(out)
     model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, checkpoint_layout(model), checkpoint)
     apply_layout(model, layout)  # checks the shape before anything is written
@@ -77,16 +77,6 @@ def export(
             f"type '{OWN_TYPE}' (--allow-dense keeps the stock one). It has no stock form: {reason}"
         )
     return f"{out}: loads with {loads}; {weights.done}"
-
-
-def _checked(out: Path) -> Path:
-    """The folder to write, resolved. Raises ``UserError``: it holds files, or the process is in it."""
-    target = out.resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{out} exists and is not an empty folder: choose another --out")
-    if target == Path.cwd():  # which is replaced, so that whoever is in it would be nowhere
-        raise UserError(f"{out} is the current folder: choose a new one with --out")
-    return target
 
 
 def _chosen(given: Layout | None, own: Layout | None, checkpoint: StrPath) -> Layout:

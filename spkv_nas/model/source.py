@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
-from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import StrPath
+from spkv_nas.base.errors import UserError, first_line
+from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.model.weight_files import FILE, INDEX, index_names, is_index
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -31,6 +31,46 @@ def resolve(path_or_id: StrPath) -> Path:
         names = sorted(f"{EMBEDDED_PREFIX}{p.name}" for p in EMBEDDED.iterdir() if (p / _CONFIG).is_file())
         raise UserError(f"no embedded checkpoint '{text}'; there are: {', '.join(names)}")
     return folder
+
+
+def check_checkpoint(path_or_id: str | Path) -> None:
+    """Check that there is a model folder with a config, without torch. An id is looked up in the hub's cache or online.
+
+    Raises:
+        UserError: naming what is missing.
+    """
+    folder = _local(path_or_id)
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise UserError(f"cannot load model {path_or_id}: it is a file, where a checkpoint is a folder")
+    if not (folder / _CONFIG).is_file():
+        raise UserError(f"cannot load model {path_or_id}: there is no {_CONFIG} in that folder")
+    read_json(folder / _CONFIG, "config")
+
+
+def check_config(path_or_id: str | Path) -> None:
+    """Check as ``check_checkpoint`` where a config file does as well as a folder. Raises ``UserError``."""
+    path = _local(path_or_id)
+    if path is None or path.is_dir():
+        check_checkpoint(path_or_id)
+    else:
+        read_json(path, "config")
+
+
+def _local(path_or_id: str | Path) -> Path | None:
+    """The path that a model names, or None of an id. Raises ``UserError`` for what is neither."""
+    path = resolve(path_or_id)
+    if path.exists():
+        return path
+    source = str(path_or_id)
+    if _ID.fullmatch(split_revision(source)[0]) is None:
+        raise UserError(f"cannot load model {source}: there is no such folder")
+    try:
+        config_place(source)
+    except OSError as error:
+        raise UserError(f"cannot load model {source}: {first_line(error)}") from error
+    return None
 
 
 def split_revision(source: str) -> tuple[str, str | None]:

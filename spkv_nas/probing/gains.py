@@ -32,12 +32,13 @@ from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
+from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.batches import num_own_blocks
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
 from spkv_nas.model.windows import full_attention
-from spkv_nas.probing.heads import check_window, domain_means, signal_table, token_mean
+from spkv_nas.probing.heads import check_window, domain_means, signal_table
 
 HEAD, LAYER = GRANULARITIES = ("head", "layer")
 MIXED = "mixed"  # heads of some layers, and whole layers
@@ -101,7 +102,7 @@ def opening_gains(
     found = _measure(model, blocks, window, opens=True, **options)
     documents = int((found.num_tokens > 0).sum())
     took = {"passes": round(found.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
-    return Gains(*token_mean(found.sums, found.num_tokens)), took
+    return Gains(*jackknife_ratio(found.sums, found.num_tokens)), took
 
 
 @dataclass(frozen=True)

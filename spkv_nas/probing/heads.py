@@ -21,7 +21,7 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_rows import COLUMNS, NATS
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.statistics import clustered_error
+from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.watch import not_finite
 
@@ -121,17 +121,9 @@ def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray
     for domain in blocks.domains:
         seen = (domain_of == domain) & (counts > 0)
         if seen.any():
-            mean, error = token_mean(sums[..., seen], counts[seen])
+            mean, error = jackknife_ratio(sums[..., seen], counts[seen])
             means.append(HeadMeans(mean, domain, int(counts[seen].sum()), int(seen.sum()), error))
     return means
-
-
-def token_mean(sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Mean over tokens [...] of sums [..., documents] over ``counts`` [documents] tokens, and its standard error."""
-    tokens, clusters = int(counts.sum()), int((counts > 0).sum())
-    mean = sums.sum(-1) / tokens
-    residual = sums - mean[..., None] * counts
-    return mean, clustered_error((residual**2).sum(-1), clusters, tokens)
 
 
 def signal_table(

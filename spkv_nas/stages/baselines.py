@@ -31,8 +31,9 @@ from spkv_nas.evaluation.baselines.protocol import Protocol
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.section import gate_config
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import Measured, Subject, measured_on, quiet_transformers
-from spkv_nas.stages.options import DENSE, BaselinesOptions
+from spkv_nas.stages.options import BaselinesOptions
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class BaselinesResult:
 
 def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> BaselinesResult:
     """NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
+    check(options)
     quiet_transformers(reporter)
     methods, densities, sinks = (
         parse_methods(options.methods),
@@ -54,8 +56,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     )
     sweep = check_sweep(options.tau, options.tau_sweep, options.points)
     taus = sweep if options.tau is None else [options.tau]
-    subject = Subject.of(options, DENSE, "prune on")
-    options.place.check_writable()
+    subject = Subject.of_command(options)
     folder = options.place.report_dir(subject.name)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)

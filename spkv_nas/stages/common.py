@@ -24,9 +24,20 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
+from spkv_nas.data.readers import open_source
+from spkv_nas.model.source import check_checkpoint
 from spkv_nas.proposal.foreign_formats import read_score_table
 from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.options import ProposeOptions, SubjectOptions
+from spkv_nas.stages.options import (
+    DENSE,
+    REFERENCE,
+    BaselinesOptions,
+    EvaluateOptions,
+    ProbeOptions,
+    ProposeOptions,
+    ScoreOptions,
+    SubjectOptions,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +47,12 @@ if TYPE_CHECKING:
     from spkv_nas.training.recipe import Recipe
 
 
+_COMMANDS: dict[type, tuple[str, str]] = {  # the model of each command without --model, and what it needs text for
+    ProbeOptions: (REFERENCE, "probe on"),
+    EvaluateOptions: (REFERENCE, "evaluate on"),
+    ScoreOptions: (DENSE, "score on"),
+    BaselinesOptions: (DENSE, "prune on"),
+}
 BATCH_SIZE = 8  # blocks of a pass of what measures, where there is memory for them
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # of an unfinished run
 _LEAST_SAMPLES = 2  # blocks of a recipe's samples, so that a domain has an error
@@ -105,12 +122,37 @@ class Subject:
         return cls(source, family, options.name or name, Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED, options)
 
     @classmethod
+    def of_command(cls, options: SubjectOptions) -> Subject:
+        """Make the subject of a command that measures. Raises ``UserError``, as ``of``."""
+        return cls.of(options, *_COMMANDS[type(options)])
+
+    @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
         """A recipe's own checkpoint on its held-out text."""
         from spkv_nas.training.recipe import Recipe
 
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
+
+    def check(self, *, in_blocks: bool = True) -> None:
+        """Check what needs no torch: that model and text are there, and ``in_blocks`` that a block is not cut off.
+
+        Raises:
+            UserError: naming what is not there, or the option that is too small.
+        """
+        if in_blocks:
+            self._length()
+        check_checkpoint(self.source)
+        for source in self.options.data or ():
+            open_source(source, Path())
+
+    def _length(self) -> int:
+        """Tokens of a block. Raises ``UserError``: ``max_tokens`` are fewer."""
+        options = self.options
+        length = (options.block_size or BLOCK_SIZE) if options.data else self.recipe.data.block_size
+        if options.max_tokens is not None and options.max_tokens < length:
+            raise UserError(f"--max-tokens {options.max_tokens} is less than one block of {length} tokens")
+        return length
 
     def load(
         self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None, learns: bool = False
@@ -131,10 +173,7 @@ class Subject:
         from spkv_nas.model.shape import check_tokens
 
         options, recipe = self.options, self.recipe
-        length = (options.block_size or BLOCK_SIZE) if options.data else recipe.data.block_size
-        limit = options.max_tokens
-        if limit is not None and limit < length:
-            raise UserError(f"--max-tokens {limit} is less than one block of {length} tokens")
+        length, limit = self._length(), options.max_tokens
         reporter.announce(f"loading {self.source}")
         device = measuring_device(options.device)
         connect(device)

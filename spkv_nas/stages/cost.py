@@ -21,6 +21,7 @@ from spkv_nas.cost.formulas import Cost, layout_density
 from spkv_nas.cost.ladder import find_level, flops_table, write_flops_table
 from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.common import model_name
 from spkv_nas.stages.contexts import beyond_positions, choose_context
@@ -111,10 +112,8 @@ def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -
     from spkv_nas.training.step_timing import time_embedded_steps, time_level_steps
 
     device = choose_device(options.device)
-    for name in ("context", "batch", "window", "dtype", "name"):
-        if getattr(options, name) != getattr(CalibrateOptions(), name):
-            raise UserError(f"--train-step has its own batch and length, and writes nothing: leave --{name} out")
-    if options.model is not None or (options.level is None and device != "cpu"):
+    check(options)
+    if options.level is None and device != "cpu":
         raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
     what = options.level or "the embedded models"
     reporter.announce(f"timing training steps of {what} on {device_name(device)}")

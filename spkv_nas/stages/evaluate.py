@@ -23,7 +23,8 @@ from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.model.section import gate_config
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.answering import check_mode, check_pair, load
+from spkv_nas.stages.answering import check_pair, load
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import (
     Measured,
     Subject,
@@ -35,7 +36,7 @@ from spkv_nas.stages.common import (
     quiet_transformers,
     result_name,
 )
-from spkv_nas.stages.options import DENSE, REFERENCE, EvaluateOptions, ScoreOptions
+from spkv_nas.stages.options import EvaluateOptions, ScoreOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,13 +88,12 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     A pair and a sweep are written to ``reports/<name>/``, by default the name of the checkpoint's recipe.
     """
     quiet_transformers(reporter)
-    subject = Subject.of(options, REFERENCE, "evaluate on")
+    check(options)
+    subject = Subject.of_command(options)
     if options.name is None and not subject.source.startswith(EMBEDDED_PREFIX):
         subject = replace(subject, name=result_name(subject.source))
-    check_mode(options)
     check_pair(subject.source, options.against)
     taus = check_sweep(options.tau, options.tau_sweep, options.points)
-    options.place.check_writable()
     folder = options.place.report_dir(subject.name)
     measured = subject.load(reporter)
     size = measured.batch_size
@@ -173,7 +173,7 @@ def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> No
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     """Zero-shot NLL of layouts on a checkpoint, written to ``reports/<name>/zero-shot.csv``."""
     quiet_transformers(reporter)
-    subject = Subject.of(options, DENSE, "score on")
+    subject = Subject.of_command(options)
     place = options.place
     table = None if options.probe is None else find_table(place, options.probe)
     family = subject.family if table is None else table.name

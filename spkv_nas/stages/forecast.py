@@ -21,7 +21,7 @@ from spkv_nas.artifacts.defaults import (
 )
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.base.device import check_dtype, choose_device, choose_dtype, dtype_name, training_precision
+from spkv_nas.base.device import choose_device, choose_dtype, dtype_name, training_precision
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_WHOLE
 from spkv_nas.base.memory import available_bytes
@@ -36,9 +36,10 @@ from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.gains import num_passes
 from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
 from spkv_nas.stages.contexts import beyond_positions, choose_context
-from spkv_nas.stages.options import REFERENCE, PlanOptions, ProbeOptions
+from spkv_nas.stages.options import PlanOptions, ProbeOptions
 from spkv_nas.stages.probe import chosen_signal
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.plan import Planner
@@ -78,9 +79,7 @@ def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
         UserError: neither or both, a model that cannot be read, a mixture of experts, options that do not fit.
     """
     quiet_transformers(reporter)
-    check_dtype(options.dtype)
-    if (options.recipe is None) == (options.model is None):
-        raise UserError("give a recipe, or --model: a folder, an id or a config file")
+    check(options)
     given = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
     stages = given.stages
     trained = [part.train(name, how, gated=gated) for name, part, how, gated in given.trained]
@@ -112,7 +111,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         UserError: a signal of which nothing is known here, or as ``probe``.
     """
     options = replace(options, signal=chosen_signal(options))
-    subject = Subject.of(options, REFERENCE, "probe on")
+    subject = Subject.of_command(options)
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
     if options.data:
@@ -180,8 +179,6 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Given:
 
 
 def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Given:
-    if options.data or options.block_size is not None or options.steps is not None:
-        raise UserError("a recipe says its text, blocks and steps: leave --data, --block-size and --steps out")
     recipe, site = Recipe.read(file), _site(options)
     planner = Planner(
         recipe, file.parent, options.place.run_dir(recipe.name), announce=reporter.announce,

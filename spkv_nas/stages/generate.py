@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 
 from spkv_nas.base.device import choose_device
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
-from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.model import generation
 from spkv_nas.model.checkpoint import load_on
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import quiet_transformers
 from spkv_nas.stages.options import GenerateOptions
 
@@ -19,9 +18,9 @@ def generate(
     options: GenerateOptions, reporter: Reporter = SILENT, *, stream: Announce = silent
 ) -> generation.Generation:
     """Continue a prompt with a checkpoint; ``stream`` gets the text as it comes."""
+    check(options)
     prompt = _prompt(options)
     quiet_transformers(reporter)
-    check_tau(options.tau)
     reporter.announce(f"loading {options.model}")
     network, tokenizer = load_on(options.model, choose_device(options.device), options.dtype)
     return generation.generate(
@@ -32,10 +31,7 @@ def generate(
 
 def _prompt(options: GenerateOptions) -> str:
     prompt, file = options.prompt, options.file
-    if prompt is not None and file is not None:
-        raise UserError("give a prompt or --file, not both")
     if file is not None:
         return sys.stdin.read() if str(file) == "-" else read_text(file, "prompt")
-    if prompt is None:
-        raise UserError("give a prompt, or --file with one")
+    assert prompt is not None  # by ``check``
     return prompt

@@ -25,6 +25,7 @@ from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.probing import head_gates
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.common import model_name, quiet_transformers
 from spkv_nas.stages.next_steps import after_init
@@ -52,10 +53,7 @@ def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
     Raises:
         UserError: the file is there, the model is not, there is too little text, or too little time for any training.
     """
-    if options.out.exists() and not options.force:
-        raise UserError(f"{options.out} is there already: give another --out, or --force to replace it")
-    if options.steps is not None and options.minutes is not None:
-        raise UserError("give --steps or --minutes, not both")
+    check(options)
     quiet_transformers(reporter)
     base = options.out.parent
     model, sources = _absolute(options.model), tuple(_seen_from(base, source) for source in options.data)

@@ -93,6 +93,7 @@ def _free(file: Path) -> Path:
 def _read(file: Path) -> Proposal:
     """One layout file. Raises ``UserError``, for a file of scores with the command that makes a layout of it."""
     if file.suffix in (".tsv", ".csv") or file.is_dir():
-        command = command_line(ConvertOptions(source=file, target=_free(file.with_suffix(".yaml"))))
+        stem = file.name if file.is_dir() else file.stem  # a folder's name may have dots
+        command = command_line(ConvertOptions(source=file, target=_free(file.with_name(f"{stem}.yaml")), budget="25%"))
         raise UserError(f"{file} is no layout file; this makes one of it\n{next_line(command)}")
     return Proposal.read([file])

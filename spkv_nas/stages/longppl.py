@@ -13,7 +13,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.defaults import LONGPPL_ALPHA, LONGPPL_BETA, LONGPPL_LENGTH, LONGPPL_SHORT
 from spkv_nas.artifacts.result_tables import LONGPPL
-from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.distributed import gathered, on_main, own_share
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Progress, Reporter
@@ -24,7 +24,8 @@ from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
 from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
-from spkv_nas.stages.answering import check_mode, check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.answering import check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import check_positions, model_name, quiet_transformers, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
@@ -56,13 +57,10 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
         UserError: options that do not go together, no text that is long enough, or what cannot be loaded.
     """
     quiet_transformers(reporter)
-    check_mode(options)
+    check(options)
     assert options.model is not None
-    if not options.data and not options.model.startswith(EMBEDDED_PREFIX):
-        raise UserError("--model needs --data: the long text to evaluate on (files or folders)")
     name = options.name or result_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "longppl"
-    options.place.check_writable()
     check_pair(options.model, options.against)
     evaluator = options.evaluator or options.against or options.model
     length, criterion = _sizes(options, [evaluator, options.model, *([options.against] if options.against else [])])

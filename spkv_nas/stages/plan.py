@@ -32,9 +32,9 @@ from spkv_nas.stages.options import (
     Trains,
 )
 from spkv_nas.stages.probe import chosen_signal
-from spkv_nas.stages.search import ask
+from spkv_nas.stages.question import ask
 from spkv_nas.stages.train import palindrome_settings
-from spkv_nas.training.ablation import AblationPlan
+from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan
 from spkv_nas.training.plan import FINISHED, Plan, PlannedRun, Planner, combined, together

@@ -17,10 +17,8 @@ from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
-from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
 from spkv_nas.model.shape import check_tokens, config_shape
@@ -30,6 +28,7 @@ from spkv_nas.probing.gains import LAYER, opening_gains
 from spkv_nas.probing.priced import STEP_TOKENS, learn_gates
 from spkv_nas.probing.signals import measure_signal
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import (
     Measured,
     Subject,
@@ -37,7 +36,7 @@ from spkv_nas.stages.common import (
     quiet_transformers,
     require_logits,
 )
-from spkv_nas.stages.options import REFERENCE, ProbeOptions, TrainOptions
+from spkv_nas.stages.options import ProbeOptions, TrainOptions
 from spkv_nas.stages.record import OPTIONS, recorded
 from spkv_nas.stages.train import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
@@ -54,6 +53,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
     A signal other than density needs no gates; it is written under the name with the signal's behind it, one of whole
     layers with "layer" behind that.
     """
+    check(options)
     quiet_transformers(reporter)
     options = replace(options, signal=chosen_signal(options))
     assert options.signal is not None
@@ -104,16 +104,11 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
 
 
 def _checked(options: ProbeOptions, signal: str) -> dict[str, Any]:
-    """The options that some signals alone take. Raises ``UserError`` for what does not go together."""
+    """The options that some signals alone take. Raises ``UserError`` for one that this signal does not take."""
     names = ("steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
     signal_options: dict[str, Any] = {name: getattr(options, name) for name in names}
     others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
     signals.check_options(signal, **others, **signal_options)
-    if options.recipe is not None and (options.model is not None or options.data):
-        raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
-    check_tau(options.tau)
-    if options.name is not None:
-        check_name(options.name, "the name")  # before a recipe is trained
     return signal_options
 
 
@@ -123,7 +118,7 @@ def chosen_signal(options: ProbeOptions) -> str:
         return options.signal
     if options.recipe is not None:
         return signals.DENSITY
-    has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
+    has_gates = read_gates(Subject.of_command(options).source) is not None
     return signals.DENSITY if has_gates else RECOMMENDED
 
 
@@ -180,8 +175,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     """What is probed; of a recipe its reference, or for a signal that needs no gates its dense model, trained first."""
     if options.recipe is None:
-        subject = Subject.of(options, REFERENCE, "probe on")
-        options.place.check_writable()
+        subject = Subject.of_command(options)
     else:
         training = TrainOptions(recipe=options.recipe, workspace=options.workspace, device=options.device)
         is_gated = options.signal == signals.DENSITY

@@ -13,13 +13,13 @@ from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import whole_scores
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.common import find_proposal, find_table
@@ -29,12 +29,6 @@ from spkv_nas.stages.page_steps import page_steps
 from spkv_nas.stages.results import read_results
 from spkv_nas.stages.trust import neighbours, trust
 from spkv_nas.stages.under_way import under_way
-
-
-def check_figures(options: ReportOptions) -> None:
-    """Raises ``UserError`` for figures that are not known."""
-    if options.figures not in (None, "paper"):
-        raise UserError(f"--figures: expected paper; found '{options.figures}'")
 
 
 def report(
@@ -51,7 +45,7 @@ def report(
     Raises:
         UserError: figures that are not known, before anything is read; or what is there cannot be read.
     """
-    check_figures(options)
+    check(options)
     place = options.place
     tables = [] if options.probe is not None else [find_table(place, name) for name in pages(place)]
     tables = tables or [chosen_table(options, reporter)]

@@ -24,8 +24,9 @@ from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import available, check_task, generate
 from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
-from spkv_nas.stages.answering import Loaded, check_mode, hard, identity, load
+from spkv_nas.stages.answering import Loaded, hard, identity, load
 from spkv_nas.stages.answering import origin as origin_of
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import check_positions, quiet_transformers, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
@@ -54,7 +55,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     from spkv_nas.model.windows import default_window, every_head_local
 
     quiet_transformers(reporter)
-    check_mode(options)
+    check(options)
     assert options.ruler is not None
     lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
     material = Material.read(options.haystack or [], options.qa or [])
@@ -62,7 +63,6 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     assert options.model is not None
     name = options.name or result_name(options.model)
     folder = options.place.report_dir(name)
-    options.place.check_writable()
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
     places = [(task, length) for length in lengths for task in tasks]
     seed, number = options.seed or 0, options.samples or RULER_SAMPLES

@@ -15,7 +15,8 @@ from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.stages.answering import check_mode, hard, identity, load, origin
+from spkv_nas.stages.answering import hard, identity, load, origin
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import quiet_transformers, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
@@ -41,7 +42,7 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
         UserError: options that do not go together, a task that is not there, without data, or without room, or what
             cannot be loaded.
     """
-    check_mode(options)
+    check(options)
     from spkv_nas.evaluation.tasks.suite import code_allowed, load_suite
     from spkv_nas.evaluation.tasks.table import Results, tasks_table
 
@@ -50,7 +51,6 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
     assert options.tasks is not None
     name = options.name or result_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "tasks"
-    options.place.check_writable()
     reporter.announce("reading tasks and their data")
     with code_allowed(options.allow_code):
         suite = load_suite(

@@ -19,8 +19,9 @@ from typing import NoReturn
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.report.section import Section
+from spkv_nas.stages.checks import check
 from spkv_nas.stages.options import ReportOptions
-from spkv_nas.stages.report import check_figures, page_names, report
+from spkv_nas.stages.report import page_names, report
 from spkv_nas.stages.results import SEARCH
 from spkv_nas.stages.under_way import under_way
 
@@ -39,7 +40,7 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
     Raises:
         UserError: figures that are not known, or a workspace that cannot be written, before anything is read.
     """
-    check_figures(options)
+    check(options)
     options.place.check_writable()
     before: Seen | None = None
     names: list[str] = []

@@ -37,7 +37,7 @@ from spkv_nas.proposal.constraints import read_weights
 from spkv_nas.proposal.foreign_formats import read_scores
 from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.training_charts import density_evolution_chart
-from spkv_nas.training.ablation import Ablations
+from spkv_nas.training.ablation_plan import Ablations
 from spkv_nas.training.recipe import Recipe
 
 

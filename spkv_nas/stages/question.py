@@ -1,0 +1,157 @@
+"""Ask a search its question: check its options and read what they name, without a model and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spkv_nas.artifacts.comparison import check_layout_names
+from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
+from spkv_nas.artifacts.proposal import Proposal, distinct
+from spkv_nas.artifacts.samplers import SAMPLERS
+from spkv_nas.artifacts.windows import warn_of_windows
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.progress import SILENT, Announce, Reporter
+from spkv_nas.proposal.budget import parse_budget, parse_budgets
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.proposal.propose import MATCH_BUDGET, resolve_tau, unmatched
+from spkv_nas.proposal.requirements import Requirements, asks_for_several
+from spkv_nas.search.space import Space
+from spkv_nas.search.starts import starting_layouts
+from spkv_nas.search.trials import Effort
+from spkv_nas.stages.chosen import chosen_recipe, chosen_table
+from spkv_nas.stages.common import find_table
+from spkv_nas.stages.options import SearchOptions
+from spkv_nas.stages.requirements import read_requirements
+from spkv_nas.training.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """The layouts that a search starts from, and those that it compares with only, by name."""
+
+    starts: dict[str, Layout]
+    others: dict[str, Layout]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a search is asked, checked: nothing of it takes training.
+
+    ``second`` is the second objective, ``file`` the recipe's.
+    """
+
+    requirements: Requirements
+    effort: Effort
+    second: str | None
+    space: Space
+    file: Path
+    recipe: Recipe
+    name: str
+    candidates: _Candidates
+
+
+def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
+    """The question that options ask. Raises ``UserError`` for one that makes no sense."""
+    requirements = read_requirements(options)
+    table = chosen_table(options, reporter)
+    budgets = _budgets(options, table)
+    table = resolve_tau(table, options.tau, budgets[0])
+    if options.tau == MATCH_BUDGET and (missed := unmatched(table, budgets[0])) is not None:
+        reporter.caution(missed)
+    window = options.window or table.window or DEFAULT_WINDOW
+    space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints, _signals(options, table))
+    space.check()
+    signals = {f"signal {signal.name}": signal.window for signal in space.signals}
+    warn_of_windows({"the search": window, **signals}, remedy="probe all with one --window")
+    file = chosen_recipe(options, table, "search.yaml")
+    recipe = Recipe.read(file).with_precision(options.dtype)
+    return Question(
+        requirements, _effort(options), _parse_objective(options.objective, requirements.context), space, file,
+        recipe, options.name or table.name, _candidates(options, space, budgets, reporter.announce),
+    )  # fmt: skip
+
+
+def _effort(options: SearchOptions) -> Effort:
+    """How much to search, and what with. Raises ``UserError`` for an unknown sampler."""
+    samplers = _kinds("--sampler", options.sampler)
+    controls = [] if options.control == "none" else _kinds("--control", options.control)
+    return Effort(
+        trials=options.trials,
+        samplers=tuple(dict.fromkeys([*samplers, *controls])),
+        seeds=tuple(range(options.seed, options.seed + options.seeds)),
+        short=options.short,
+        full=min(options.full, options.short),
+        generation=options.generation,
+    )
+
+
+def _kinds(option: str, names: str) -> list[str]:
+    kinds = [name.strip() for name in names.split(",")]
+    if unknown := [kind for kind in kinds if kind not in SAMPLERS]:
+        raise UserError(f"{option} '{unknown[0]}' is unknown; there are {', '.join(SAMPLERS)}")
+    return kinds
+
+
+def _signals(options: SearchOptions, table: DensityTable) -> tuple[DensityTable, ...]:
+    """The further tables of ``--signals``. Raises ``UserError``: one is missing, or of another grid."""
+    signals = tuple(find_table(options.place, probe) for probe in options.signals or ())
+    for signal in signals:
+        check_grid(f"--signals: '{signal.name}'", signal.grid, f"the density table '{table.name}'", table.grid)
+    return signals
+
+
+def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
+    """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
+    if asks_for_several(options.budget, options.tau):
+        return parse_budgets(str(options.budget), table.num_heads)
+    return [parse_budget(options.budget, table.num_heads)]
+
+
+def _candidates(options: SearchOptions, space: Space, budgets: list[int], announce: Announce) -> _Candidates:
+    """The layouts to start from and to compare with, each once; ``announce`` says which are left out."""
+    starts = starting_layouts(space, budgets)
+    given, others = (Proposal.read(files or ()).layouts for files in (options.start, options.layouts))
+    _check_given(space, starts, given, others)
+    return _distinct({**starts, **given}, others, announce)
+
+
+def _check_given(
+    space: Space, starts: Mapping[str, Layout], given: Mapping[str, Layout], others: Mapping[str, Layout]
+) -> None:
+    """Raises ``UserError`` for a name that is there twice or a baseline's, or a layout that cannot be tried."""
+    check_layout_names([*given, *others])
+    for key, layout in [*given.items(), *others.items()]:
+        if key in starts or (key in given and key in others):
+            raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
+        coverage(space.table, layout)  # refuses another grid
+        if layout.window != space.window:
+            raise UserError(
+                f"layout '{key}' has a window of {layout.window}, the search one of {space.window}: give --window"
+            )
+        if key in given and not space.contains(layout):
+            raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
+
+
+def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce) -> _Candidates:
+    """Both without the layouts that are there already, under another name."""
+    names = distinct({**starts, **others})
+    for first, *same in names.values():
+        for key in same:
+            announce(f"{key} is the same layout as {first}: one of them is tried")
+    return _Candidates(*({key: layout for key, layout in part.items() if key in names} for part in (starts, others)))
+
+
+def _parse_objective(objective: str, context: int | None) -> str | None:
+    """The second objective, kv-bytes or time, of "nll,kv-bytes" or "nll,time"; None of "nll" alone."""
+    names = [part.strip() for part in objective.split(",")]
+    if names == ["nll"]:
+        return None
+    if names not in (["nll", "kv-bytes"], ["nll", "time"]):
+        raise UserError(f"--objective '{objective}' is unknown; there are nll, nll,kv-bytes and nll,time")
+    if context is None:
+        raise UserError(f"--objective {objective} needs --context: the tokens per sequence")
+    return names[1]

@@ -1,0 +1,182 @@
+"""A mistake is named before torch is loaded: options, files and names are checked without the stage of a command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from helpers import make_layouts, make_table
+
+from spkv_nas.cli.app import COMMANDS
+from spkv_nas.stages import options
+
+SCRIPT = """
+import contextlib, io, json, sys
+from spkv_nas.cli import main
+answers = []
+for line in json.loads(sys.stdin.read()):
+    error = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(error):
+            main(line)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    answers.append([code, " ".join(error.getvalue().split()), "torch" in sys.modules])
+print(json.dumps(answers))
+"""
+RECIPE = """\
+name: mine
+model: {path: model}
+data: {sources: [text.txt]}
+"""
+
+# (arguments, what the error says); {} is a workspace with the probe p, its layouts, a text, a model and its recipe
+MISTAKES: list[tuple[str, str]] = [
+    ("train {}/typo.yaml", "unknown key 'bramch'; did you mean 'branch'?"),
+    ("train {}/none.yaml", "recipe not found"),
+    ("train {}/no-model.yaml", "cannot load model no/such/folder: there is no such folder"),
+    ("train {}/no-text.yaml", "text source not found"),
+    ("train {}/no-start.yaml", "cannot load model no/such/start: there is no such folder"),
+    ("train {}/no-layout.yaml", "layout not found"),
+    ("train {}/recipe.yaml --dtype float16", "--dtype float16: training knows float32 and bfloat16"),
+    ("train {}/recipe.yaml --device tpu", "--device 'tpu' is unknown"),
+    ("train {}/typo.yaml --dry-run", "unknown key 'bramch'"),
+    ("probe {}/typo.yaml", "unknown key 'bramch'"),
+    ("probe --tau 5", "--tau must lie in [0, 1]; found 5"),
+    ("probe --signal heads", "unknown signal 'heads'"),
+    ("probe --signal duo --tau 0.5", "--tau is not for --signal duo"),
+    ("probe --model {}/model", "--model needs --data"),
+    ("probe --model {}/empty --data {}/text.txt", "there is no config.json in that folder"),
+    ("probe --model {}/none --data {}/text.txt", "there is no such folder"),
+    ("probe --model embedded:none", "no embedded checkpoint 'embedded:none'"),
+    ("probe --model {}/model --data {}/none.txt", "text source not found"),
+    ("probe {}/recipe.yaml --model {}/model", "give a recipe, or --model with --data, not both"),
+    ("probe --max-tokens 31", "--max-tokens 31 is less than one block of 512 tokens"),
+    ("probe --name a/b", "cannot name a file"),
+    ("probe -w {}/text.txt", "cannot be written"),
+    ("evaluate --tau 5", "--tau must lie in [0, 1]"),
+    ("evaluate --tau-sweep 0.9..0.1", "must rise"),
+    ("evaluate --ruler 4x", "context '4x' is not a number of tokens"),
+    ("evaluate --ruler 512 --ruler-tasks nothing", "RULER has no task 'nothing'"),
+    ("evaluate --ruler 512 --qa {}/none.json", "questions not found"),
+    ("evaluate --ruler 512 --haystack {}/none", "text source not found"),
+    ("evaluate --ruler 512 --longppl", "one after the other"),
+    ("evaluate --alpha 1", "--alpha goes with --longppl"),
+    ("evaluate --longppl --evaluator {}/none", "there is no such folder"),
+    ("evaluate --tasks paper --include {}/none", "folder of tasks not found"),
+    ("evaluate --dtype float8", "--dtype 'float8' is unknown"),
+    ("score {}/none.yaml", "layout not found"),
+    ("score --probe none", "no density table 'none'"),
+    ("baselines --methods best", "unknown method 'best'"),
+    ("baselines --density 120%", "--density must lie in (0, 1]"),
+    ("baselines --sinks few", "--sinks are numbers of tokens"),
+    ("baselines --tau 0.5", "--tau and --tau-sweep are those of --against"),
+    ("generate", "give a prompt, or --file with one"),
+    ("generate x --tau 5", "--tau must lie in [0, 1]"),
+    ("generate --file {}/none.txt", "prompt not found"),
+    ("generate x --model {}/empty", "there is no config.json in that folder"),
+    ("train-hybrid --probe none", "no density table 'none'"),
+    ("train-hybrid --probe p", "is not of the embedded models: give --recipe"),
+    ("train-hybrid --probe p --recipe {}/typo.yaml", "unknown key 'bramch'"),
+    ("train-hybrid --probe p --recipe {}/recipe.yaml {}/none.yaml", "layout not found"),
+    ("search --probe none", "no density table 'none'"),
+    ("search --probe p --recipe {}/recipe.yaml --sampler best", "--sampler 'best' is unknown"),
+    ("search --probe p --recipe {}/recipe.yaml --budget 99", "budget 99 means 99 global KV heads"),
+    ("search --probe p --recipe {}/recipe.yaml --objective nll,time", "needs --context"),
+    ("ablate {}/none.yaml", "ablations not found"),
+    ("ablate {}/ablations.yaml", "row 'a': unknown key 'bramch'"),
+    ("init {}/empty {}/text.txt --out {}/new.yaml", "there is no config.json in that folder"),
+    ("init {}/model {}/none.txt --out {}/new.yaml", "text source not found"),
+    ("init {}/model {}/text.txt --out {}/recipe.yaml", "is there already"),
+    ("init {}/model {}/text.txt --out {}/new.yaml --steps 5 --minutes 5", "--steps or --minutes, not both"),
+    ("plan", "give a recipe, or --model"),
+    ("plan {}/recipe.yaml --steps 3", "a recipe says its text, blocks and steps"),
+    ("plan --model {}/model --hardware tpu", "no hardware 'tpu'"),
+    ("plan --model {}/model --context 12q", "context '12q'"),
+    ("plan --model {}/none.json", "there is no such folder"),
+    ("cost level-99", "no level 'level-99'"),
+    ("cost level-3 --model {}/model", "give a level of the ladder or --model, not both"),
+    ("cost --layout {}/none.yaml", "layout not found"),
+    ("cost --density 2", "density"),
+    ("calibrate --context 1y", "context '1y'"),
+    ("calibrate --train-step --batch 2", "leave --batch out"),
+    ("palindrome --name .hidden", "cannot name a file"),
+    ("report --probe none", "no density table 'none'"),
+    ("report --figures all", "--figures: expected paper"),
+    ("demo --dtype float8", "training knows float32 and bfloat16"),
+    ("export {}/none.yaml --model {}/model --out {}/new", "layout not found"),
+    ("export --model {}/model --out {}/layouts", "exists and is not an empty folder"),
+    ("export --model {}/empty --out {}/new", "there is no config.json in that folder"),
+    ("layout show {}/none.yaml", "layout not found"),
+    ("schema of", "there is no schema of 'of'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace with the probe p, its layouts, a text, a model's folder, and recipes with a mistake each."""
+    folder = tmp_path_factory.mktemp("place")
+    make_table([[0.5, 0.25], [0.1, 0.7], [0.2, 0.3], [0.4, 0.6]]).write(folder / "probes" / "p")
+    for name, layout in make_layouts("densest").items():
+        layout.write(folder / "layouts" / "p" / f"{name}.yaml")
+    (folder / "text.txt").write_text("some text")
+    for name in ("model", "empty"):
+        (folder / name).mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    recipe = RECIPE.replace("path: model", f"path: {folder / 'model'}")
+    recipes = {
+        "recipe": recipe,
+        "typo": recipe + "bramch: {steps: 3}\n",
+        "no-model": RECIPE.replace("path: model", "path: no/such/folder"),
+        "no-text": recipe.replace("text.txt", "none.txt"),
+        "no-start": recipe + "gates: {start_from: no/such/start}\n",
+        "no-layout": recipe + "gates: {layout: none.yaml}\n",
+        "ablations": "name: a\nrecipe: recipe.yaml\nrows: {a: {bramch: {steps: 3}}}\n",
+    }
+    for name, text in recipes.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(place: Path) -> dict[str, tuple[int, str, bool]]:
+    """(exit code, what was said, whether torch was loaded) of every line, one after the other in one process."""
+    lines = []
+    for mistake, _ in MISTAKES:
+        words = mistake.replace("{}", str(place)).split()
+        has_place = options.InWorkspace in _options(words[0]).__mro__ and "-w" not in words
+        lines.append([*words, *(["-w", str(place)] if has_place else [])])
+    command = [sys.executable, "-c", SCRIPT]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "check": True}
+    done = subprocess.run(command, input=json.dumps(lines), timeout=300, cwd=place, **how)
+    return {line: tuple(answer) for (line, _), answer in zip(MISTAKES, json.loads(done.stdout), strict=True)}
+
+
+def _options(command: str) -> type:
+    """The options class of a command; of a group's nothing."""
+    for function in COMMANDS:
+        if function.__name__.replace("_", "-") == command:
+            return next(iter(get_type_hints(function).values()))
+    return options.DemoOptions if command == "demo" else object
+
+
+@pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
+def test_a_mistake_is_named_before_torch_is_loaded(
+    line: str, message: str, answers: dict[str, tuple[int, str, bool]]
+) -> None:
+    """A typo in a recipe took 39 seconds to be named on a busy machine, ``--tau 5`` 46: both imported torch first."""
+    code, said, has_torch = answers[line]
+    assert code == 2
+    assert message in said
+    assert not has_torch
+
+
+def test_every_command_that_loads_torch_has_a_mistake_here() -> None:
+    quick = {"propose", "compare", "scaling"}  # which need no torch at all
+    tried = {line.split()[0] for line, _ in MISTAKES}
+    assert {function.__name__.replace("_", "-") for function in COMMANDS} - tried == quick
