@@ -47,7 +47,8 @@ class Formula:
 
     shape, settings = SHAPE, {"name": "a formula"}
     identity = "a formula"
-    tokens_chosen_on = tokens_judged_on = 1
+    tokens_chosen_on = 1
+    judged_on = np.array([1])
 
     def __init__(self, folder: Path, seconds: float) -> None:
         generator = np.random.default_rng(0)

@@ -43,20 +43,25 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 LOADS_TORCH = (
-    "probe", "evaluate", "score", "baselines", "generate hello", "palindrome", "ablate", "calibrate", "demo",
-    "train-hybrid", "search", "train recipe.yaml", "export --model m --out o",
+    "probe", "evaluate", "baselines", "generate hello", "palindrome", "ablate", "calibrate", "demo",
+    "score --probe tiny --workspace WORKSPACE", "train-hybrid --recipe RECIPE --workspace WORKSPACE",
+    "search --recipe RECIPE --workspace WORKSPACE --budget 2", "train RECIPE", "export --model embedded:dense --out o",
 )  # fmt: skip
 
 
 class TestTerminal:
     @pytest.mark.parametrize("command", LOADS_TORCH)
-    def test_the_first_output_comes_before_torch_is_loaded(self, tmp_path: Path, command: str) -> None:
+    def test_the_first_output_comes_before_torch_is_loaded(
+        self, tmp_path: Path, project: Project, command: str
+    ) -> None:
         """Seconds of silence, in which a command seemed to hang."""
+        recipe, workspace = map(str, project)
+        arguments = [{"RECIPE": recipe, "WORKSPACE": workspace}.get(word, word) for word in command.split()]
         stub = tmp_path / "stub" / "torch"
         stub.mkdir(parents=True)
         (stub / "__init__.py").write_text("import os\nos.write(1, b'<torch>')\nos._exit(0)\n")
         path = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")]), str(terminal.ROOT)])
-        seen = terminal.run(*command.split(), environment={"PYTHONPATH": path}, folder=tmp_path)
+        seen = terminal.run(*arguments, environment={"PYTHONPATH": path}, folder=tmp_path)
         before, torch, _ = seen.text.partition("<torch>")
         assert torch, seen.text
         assert f"{command.split()[0]}: starting" in before

@@ -82,6 +82,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]
     """What every command says with the base alone, in a workspace with the committed probe."""
     folder = tmp_path_factory.mktemp("base")
     shutil.copytree(ROOT / "probes" / "stdlib-21x3", folder / "probes" / "stdlib-21x3")
+    shutil.copy(ROOT / "spkv_nas/assets/stdlib-21x3/demo.yaml", folder / "recipe.yaml")
     ends = run(folder, ALL, [*LIGHT, *NEED])
     assert (folder / "layouts/stdlib-21x3/budgets/densest-24.yaml").is_file()
     assert (folder / "layouts/stdlib-21x3/budgets.csv").is_file()

@@ -10,7 +10,7 @@ import pytest
 
 from spkv_nas.artifacts.comparison import DENSE
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.statistics import effective_number, jackknife_ratio
+from spkv_nas.base.statistics import critical_errors, effective_number, jackknife_ratio
 from spkv_nas.evaluation.comparison_documents import pair_error, read_documents, write_documents
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 
@@ -62,6 +62,30 @@ def test_one_error_covers_what_it_should(sizes: np.ndarray, low: float, high: fl
         ratio, error = jackknife_ratio(base * (1.0 + 0.01 * noise), base.astype(float))
         inside += abs(ratio - 1.0) <= error
     assert low < inside / 4000 < high
+
+
+@pytest.mark.parametrize(
+    ("sizes", "low", "high"),
+    [(OLD_DEMO, 0.93, 0.99), (np.full(4, 300), 0.94, 0.96), (np.full(60, 300), 0.94, 0.96)],
+    ids=["two-of-eleven-dominate", "four", "sixty"],
+)
+def test_a_95_percent_interval_covers_what_it_should(sizes: np.ndarray, low: float, high: float) -> None:
+    """1.96 errors covered 71 % where two documents dominate."""
+    rng = np.random.default_rng(0)
+    base = 2.0 * sizes
+    width = critical_errors(effective_number(sizes))
+    inside = 0
+    for _ in range(4000):
+        noise = rng.normal(size=len(sizes)) * np.sqrt(1 + 300 / sizes)
+        ratio, error = jackknife_ratio(base * (1.0 + 0.01 * noise), base.astype(float))
+        inside += abs(ratio - 1.0) <= width * error
+    assert low < inside / 4000 < high
+
+
+def test_critical_errors() -> None:
+    assert critical_errors(math.nan) == critical_errors(20.0) == 2.0
+    assert critical_errors(4.0) == pytest.approx(3.182, abs=1e-3)  # Student's t with 3 degrees of freedom
+    assert critical_errors(1.0) == math.inf
 
 
 def test_the_effective_number_of_documents() -> None:

@@ -329,6 +329,15 @@ def test_close_result_is_called_close() -> None:
     assert "but no pair is significantly different" in say(make_comparison(), pair_error=lambda *_: 0.3)
 
 
+def test_few_documents_need_a_wider_margin() -> None:
+    """With an effective number of 4 documents, 95 % takes 3.2 standard errors (t with 3 degrees of freedom)."""
+    comparison = make_comparison()  # last is .1 points behind densest
+    assert "last +0.100 ± 0.035" not in say(comparison, pair_error=lambda *_: 0.035).split("Significantly")[0]
+    text = say(comparison, pair_error=lambda *_: 0.035, effective_documents=4.0)
+    assert text.startswith("No single best of 3 layouts")
+    assert "within 3.2 standard errors (few documents) of the difference, in percentage points: last" in text
+
+
 def test_wrong_ranking_is_said() -> None:
     text = say(make_comparison(coverage_percent=[100.0, 100.0, 2.9, 35.3, 47.1]), pair_error=lambda *_: 0.01)
     assert "spread has the highest density coverage, 47.1 %; coverage puts 0 of 3 pairs" in text

@@ -195,7 +195,8 @@ class TableJudge:
 
     shape = Shape(6, 6, 3, 4, 1000)
     identity = "none"
-    tokens_chosen_on = tokens_judged_on = 100
+    tokens_chosen_on = 100
+    judged_on = np.array([100])
 
     def __init__(self, table: DensityTable, racing: bool = False) -> None:
         self._table, self.settings, self.done, self._racing = table, {"name": "no model"}, list[str](), racing

@@ -75,6 +75,9 @@ BASELINES = ResultTable(
         _number("nll"),  # nats per token
         _number("delta_nll_percent", -100.0),  # against the dense model, the first row, paired by document
         _number("delta_nll_standard_error"),  # in percentage points
+        # Difference of ΔNLL from the lowest at this density, paired by document; empty for the lowest
+        Column("above_lowest", "number", low=0.0, high=MOST_SHOWN, gaps=True, default=""),
+        Column("above_lowest_standard_error", "number", low=0.0, high=MOST_SHOWN, gaps=True, default=""),
     ),
 )
 EVALUATION = ResultTable(

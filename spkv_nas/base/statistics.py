@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit
 
 NORMAL_95 = 1.96  # standard errors on either side of 95 %
+FEW_DOCUMENTS = 20  # below this number of clusters, normal intervals are known to be too narrow
+_TWO_SIDED = 0.975
 
 
 def clustered_error(squares: ArrayLike, clusters: ArrayLike, tokens: ArrayLike) -> NDArray[np.float64]:
@@ -29,6 +32,20 @@ def effective_number(sizes: ArrayLike) -> float:
     number: NDArray[np.float64] = np.asarray(sizes, dtype=np.float64)
     squares = float((number**2).sum())
     return float(number.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def critical_errors(effective: float) -> float:
+    """Return how many standard errors lie on either side of a 95 % interval: two, or more where documents are few.
+
+    Below ``FEW_DOCUMENTS``, Student's t with ``effective`` - 1 degrees of freedom; beside ``jackknife_ratio`` it
+    covers 92 to 100 % for log-normal document lengths (40,000 simulated draws, ``reports/LOG.md``).
+
+    Args:
+        effective: ``effective_number`` of the documents; NaN where it is not known, which counts as many.
+    """
+    if not effective < FEW_DOCUMENTS:
+        return 2.0
+    return float(stdtrit(effective - 1.0, _TWO_SIDED)) if effective > 1.0 else math.inf
 
 
 def jackknife_ratio(

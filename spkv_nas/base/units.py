@@ -68,6 +68,8 @@ def parse_context(text: str) -> int:
         tokens = factor * int(digits.removesuffix("k"))
     except ValueError as error:
         raise UserError(f"context '{text}' is not a number of tokens; give for example 131072 or 128k") from error
+    if tokens < 1:
+        raise UserError(f"a context has at least 1 token; found {tokens}")
     if tokens > MOST_CONTEXT:
         raise UserError(f"context '{text}' is more than {MOST_CONTEXT:,} tokens; give for example 131072 or 128k")
     return tokens

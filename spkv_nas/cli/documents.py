@@ -69,6 +69,8 @@ def comparison(result: Comparison) -> Document:
     """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
     return {
         "layouts": result.rows,
+        "num_documents": result.heldout.num_documents,
+        "effective_documents": result.heldout.effective_documents,
         "rank_correlation": result.correlations,
         "checkpoints": result.models,
         "folder": result.folder,
@@ -84,7 +86,7 @@ def evaluation(result: EvaluationResult) -> Document:
         "tau": found.tau,
         "density": found.density,
         "num_tokens": found.nll.num_tokens.sum(),
-        "num_documents": (found.nll.num_tokens > 0).sum(),
+        "num_documents": found.nll.num_documents,
         "effective_documents": found.nll.effective_documents,
         **({} if result.pair is None else {"against": _pair(result.pair), "folder": result.folder}),
         **({} if result.sweep is None else {"sweep": result.sweep, "folder": result.folder}),
@@ -104,10 +106,13 @@ def _pair(pair: Pair) -> Document:
 
 def search(result: SearchResult) -> Document:
     """All layouts of a search, what each sampler reached, and how well cheap measures order the layouts."""
+    from spkv_nas.base.statistics import effective_number
     from spkv_nas.evaluation.guidance import correlations, guidance
 
     return {
         "layouts": result.rows,
+        "num_documents": int((result.judged_on > 0).sum()),
+        "effective_documents": effective_number(result.judged_on),
         "cost": result.cost_name,
         "guidance": {sampler: reached.as_mapping() for sampler, reached in guidance(result.rows).items()},
         "rank_correlation": correlations(result.rows),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
     from spkv_nas.training.hybrids import Comparison
 
+_WIDEST = 100  # standard errors to either side, beyond which an interval says nothing
 _CURVE_ROWS = 16  # of a budget curve, printed
 _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
 
@@ -38,6 +39,18 @@ def change(percent: float, error: float | None = None) -> str:
     if math.isnan(percent):
         return "-"
     return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
+
+
+def about_errors(num_documents: int, effective: float) -> None:
+    """Say what ± is, and how wide a 95 % interval is where documents are few."""
+    from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
+
+    number = f"{num_documents} held-out documents (effective number {effective:.1f})"
+    out.print(f"±: one standard error, paired by {number}")
+    if effective < FEW_DOCUMENTS:
+        width = critical_errors(effective)
+        so_wide = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
+        caution(f"warning: of so few documents, a 95 % interval {so_wide} (Student's t): measure on more text")
 
 
 def probe(table: DensityTable) -> None:
@@ -148,7 +161,6 @@ def comparison(result: Comparison) -> None:
     """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
     from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
     from spkv_nas.evaluation.ranking import format_rank_correlation
-    from spkv_nas.proposal.stability import FEW_DOCUMENTS
 
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     extended = "extended_nll" in result.rows
@@ -169,12 +181,7 @@ def comparison(result: Comparison) -> None:
     out.print(shown)
     for row in result.rows[result.rows["note"] != ""].itertuples():
         say(f"{row.strategy}: {row.note}")
-    heldout, number = result.heldout, f"{result.heldout.effective_documents:.1f}"
-    out.print(
-        f"±: one standard error, paired by {heldout.num_documents} held-out documents (effective number {number})"
-    )
-    if heldout.effective_documents < FEW_DOCUMENTS:
-        caution(f"warning: errors from an effective number of {number} documents are rough, and likely too small")
+    about_errors(result.heldout.num_documents, result.heldout.effective_documents)
     for measure, found in result.correlations.items():
         if found is not None:
             perfect = "-1" if measure == "coverage" else "+1"
@@ -195,6 +202,7 @@ def scores(result: ScoreResult) -> None:
             change(row.delta_nll_percent, row.delta_nll_standard_error),
         )  # fmt: skip
     out.print(shown)
+    about_errors(result.num_documents, result.effective_documents)
     say_where("scores", result.folder / "zero-shot.csv")
 
 
@@ -209,6 +217,7 @@ def baselines(result: BaselinesResult) -> None:
         sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
         shown.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
     out.print(shown)
+    about_errors(result.num_documents, result.effective_documents)
     say_where("figure", result.folder / "baselines.png")
 
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.cli.console import out, say_where
-from spkv_nas.cli.show import change
+from spkv_nas.cli.show import about_errors, change
 
 if TYPE_CHECKING:
     from spkv_nas.stages.evaluate import EvaluationResult
@@ -30,8 +30,9 @@ def evaluation(result: EvaluationResult) -> None:
             moved = change(result.pair.change.percent, result.pair.change.standard_error)
             out.print(
                 f"against {escape(result.pair.against)}: NLL {result.pair.evaluation.nll.mean:.4f}; "
-                f"difference {moved} %, paired by document"
+                f"difference {moved} %"
             )
+            about_errors(nll.num_documents, nll.effective_documents)
             say_where("table", result.folder / "evaluation.csv")
         return
     shown = Table("tau", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: {text}")
@@ -39,4 +40,5 @@ def evaluation(result: EvaluationResult) -> None:
         moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.tau else "-"
         shown.add_row(f"{row.tau:.4g}" if row.tau else "open", f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
     out.print(shown)
+    about_errors(nll.num_documents, nll.effective_documents)
     say_where("sweep", result.folder / "tau-sweep.png")

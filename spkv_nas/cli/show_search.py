@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.cli.console import out, say, say_where
-from spkv_nas.cli.show import change
+from spkv_nas.cli.show import about_errors, change
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.guidance import Reached
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def search(result: SearchResult) -> None:
     """The best layouts, what each sampler reached, and how well cheap measures order the layouts."""
     from spkv_nas.artifacts.search_table import whole_scores
+    from spkv_nas.base.statistics import effective_number
     from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
     from spkv_nas.evaluation.ranking import format_rank_correlation
 
@@ -31,6 +32,8 @@ def search(result: SearchResult) -> None:
             change(row["short_delta_percent"]), change(row["full_delta_percent"], row["full_standard_error"]),
         )  # fmt: skip
     out.print(shown)
+    if rows["full_delta_percent"].notna().any():
+        about_errors(int((result.judged_on > 0).sum()), effective_number(result.judged_on))
     say("zero-shot ΔNLL counts from the dense model as it is, short and full from full attention retrained alike")
     if stopped := len(rows) - len(whole_scores(rows)):
         say(f"{stopped} of {len(rows)} layouts were clearly behind before the end of the text, and stopped")

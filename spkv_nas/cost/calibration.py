@@ -266,9 +266,7 @@ class _CalibrationFile(Section):
 
 
 def default_contexts(largest: int) -> tuple[int, ...]:
-    """Contexts to measure: 1k, 4k, 16k, ... below ``largest``, and that. Raises ``UserError`` if it is below 1."""
-    if largest < 1:
-        raise UserError(f"a context has at least 1 token; found {largest}")
+    """Return the contexts to measure: 1k, 4k, 16k, ... below ``largest``, and that."""
     contexts = [largest]
     step = _FIRST_CONTEXT
     while step < largest:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from safetensors import safe_open
-
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import read_json
 from spkv_nas.base.hashes import file_hashes, named_hash
@@ -94,6 +92,8 @@ def _no_weights(folder: Path) -> str:
 
 def stored_names(files: Sequence[Path]) -> set[str]:
     """The names of the tensors in safetensors files, whose headers alone are read."""
+    from safetensors import safe_open  # not in the base, which checks checkpoints too
+
     names: set[str] = set()
     for file in files:
         with safe_open(file, framework="numpy") as tensors:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
+from spkv_nas.base.statistics import FEW_DOCUMENTS
 from spkv_nas.proposal.strategies import densest
 
 Float = NDArray[np.float64]
@@ -25,7 +26,6 @@ NUM_RESAMPLES = 1000
 NUM_SOLVED = 100  # resamples in which a layout under constraints is solved anew
 LEVEL = 0.95  # of every interval, and the probability from which a choice is beyond doubt
 _TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
-FEW_DOCUMENTS = 20  # fewer than this: intervals of a bootstrap are known to be too narrow
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.base.statistics import critical_errors
 from spkv_nas.report.section import Row, Section
-from spkv_nas.report.words import change, number
+from spkv_nas.report.words import change, number, standard_errors
 
 _HEADER = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Against", "Δ NLL, %")
 
@@ -46,11 +47,13 @@ def _row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
 
 
 def _sentences(rows: pd.DataFrame, labels: Mapping[str, str]) -> Iterable[str]:
-    """Say which checkpoints differ from theirs by more than two standard errors."""
+    """Say which checkpoints differ from theirs by more than ``critical_errors`` of them."""
     for _, row in rows[rows["delta_nll_percent"].notna()].iterrows():
         delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
         way = "above" if delta > 0 else "below"
-        verdict = f"{way} that of" if abs(delta) > 2 * error else "within two standard errors of that of"
+        critical = critical_errors(row["effective_documents"])
+        clear = abs(delta) > critical * error
+        verdict = f"{way} that of" if clear else f"within {standard_errors(critical)} of that of"
         against = labels.get(row["against"], row["against"])
         yield f"The NLL of {labels[row['checkpoint']]} is {verdict} {against}: {change(delta, error)} %."
 

@@ -13,8 +13,8 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_
 from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.evaluation.ranking import FEWEST
 from spkv_nas.report.evidence import COMPARISON, all_evidence
-from spkv_nas.report.inputs import Inputs, PairError
-from spkv_nas.report.words import BASELINES, change, signed, versus
+from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.words import BASELINES, change, signed, standard_errors, versus
 
 _Pair = tuple["pd.Series[Any]", "pd.Series[Any]"]
 
@@ -60,7 +60,7 @@ def _ranking(inputs: Inputs) -> list[str]:
     return [
         f"{widest['strategy']} has the highest {inputs.table.measure.noun} coverage, "
         f"{widest['coverage_percent']:.1f} %; coverage puts {sum(_agrees(*pair) for pair in pairs)} of {len(pairs)} "
-        f"pairs of layouts in the order of their NLL, {_of_clear(pairs, inputs.pair_error)}."
+        f"pairs of layouts in the order of their NLL, {_of_clear(pairs, inputs)}."
     ]
 
 
@@ -73,17 +73,19 @@ def _contenders(inputs: Inputs) -> pd.DataFrame:
     return inputs.comparison[inputs.comparison["strategy"].isin(names)].dropna(subset=["coverage_percent"])
 
 
-def _of_clear(pairs: list[_Pair], pair_error: PairError) -> str:
+def _of_clear(pairs: list[_Pair], inputs: Inputs) -> str:
     """Say how many of the significantly different pairs coverage orders as their NLL does."""
-    errors = [pair_error(one["strategy"], other["strategy"]) for one, other in pairs]
+    errors = [inputs.pair_error(one["strategy"], other["strategy"]) for one, other in pairs]
     if all(math.isnan(error) for error in errors):
         return "of which no standard error of the difference is known"
-    clear = [pair for pair, error in zip(pairs, errors, strict=True) if _difference(*pair) > 2 * error]
+    clear = [pair for pair, error in zip(pairs, errors, strict=True) if _difference(*pair) > inputs.critical * error]
     if not clear:
         return "but no pair is significantly different"
     right = sum(_agrees(*pair) for pair in clear)
     share = f"all {len(clear)}" if right == len(clear) else f"{right} of the {len(clear)}"
-    return f"and {share} that are significantly different (more than two standard errors of the difference)"
+    return (
+        f"and {share} that are significantly different (more than {standard_errors(inputs.critical)} of the difference)"
+    )
 
 
 def _difference(one: pd.Series[Any], other: pd.Series[Any]) -> float:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.comparison import BASELINES, complete
 from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.statistics import critical_errors
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.coverage import coverage
@@ -64,6 +65,12 @@ class Inputs:
     under_way: Section | None = None
     pair_error: PairError = no_pair_error
     commands: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def critical(self) -> float:
+        """Return how many standard errors of the comparison lie on either side of a 95 % interval."""
+        effective = self.record.get("effective_documents")
+        return critical_errors(float(effective) if isinstance(effective, int | float) else math.nan)
 
     @cached_property
     def certainty(self) -> Certainty | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from spkv_nas.artifacts.baselines import NEAR_DENSITY
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.report.evaluated import evaluated_section
@@ -22,7 +23,6 @@ from spkv_nas.report.section import Row, Section
 from spkv_nas.report.words import change, listed, measured, number, signed
 
 _LEVEL, _AT_FLOOR = "level", "at the floor"
-_NEAR = 0.01  # in density: rows no farther apart are compared
 _AVERAGE = "average of "
 _MOST_NAMED = 6
 _PAIR = ("Against", "Its density, %", "Difference")
@@ -85,16 +85,17 @@ def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
     own = rows[rows["method"] == SP_KV]
     alone = True
     for target in rows["target_density"].dropna().unique():
-        near = own[(own["density"] - target).abs() <= _NEAR]
+        near = own[(own["density"] - target).abs() <= NEAR_DENSITY]
         alone = alone and near.empty
         ordered = pd.concat([rows[rows["target_density"] == target], near]).sort_values("delta_nll_percent")
         (_, best), *others = ordered.iterrows()
-        level = [_with_sinks(row) for _, row in others if _is_level(best, row)]
-        more = (
-            f"; level with it, at no more than two combined standard errors: {listed(level, _MOST_NAMED)}"
-            if level
-            else "; no other rule is level with it"
-        )
+        level = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
+        if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
+            more = "; whether others are level with it is not known"
+        elif level:
+            more = f"; level with it, within two standard errors of the difference: {listed(level, _MOST_NAMED)}"
+        else:
+            more = "; no other rule is level with it"
         loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
         yield f"At {100 * target:g} %, {_with_sinks(best)} loses least, {loss} %{more if others else ''}."
     if len(own) and alone:
@@ -107,11 +108,6 @@ def _with_sinks(row: pd.Series[Any]) -> str:
     if row["method"] == SP_KV:
         return _called(row)
     return f"{row['method']} {f'with {row.sinks:g} sinks' if row.sinks else 'without sinks'}"
-
-
-def _is_level(best: pd.Series[Any], row: pd.Series[Any]) -> bool:
-    error = math.hypot(best["delta_nll_standard_error"], row["delta_nll_standard_error"])
-    return bool(row["delta_nll_percent"] - best["delta_nll_percent"] <= 2 * error)
 
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:

@@ -19,16 +19,16 @@ from spkv_nas.artifacts.measure import Measure
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result, all_evidence
 from spkv_nas.report.inputs import Inputs, widest_layout
-from spkv_nas.report.words import above, listed, number, signed
+from spkv_nas.report.words import above, listed, number, signed, standard_errors
 
 _MOST_NAMED = 4
 _RUNS = "The spread between training runs is not part of any of these errors."
 LEVEL, UNKNOWN, BEHIND = "level", "unknown", "behind"  # of a layout against the best
 _WORDS = {
-    LEVEL: "Not significantly different from it, within two standard errors of the difference",
+    LEVEL: "Not significantly different from it, within {margin} of the difference",
     UNKNOWN: "Measured higher, though no standard error of the difference is known, so that the order is not "
     "established",
-    BEHIND: "Significantly higher, by more than two standard errors of the difference",
+    BEHIND: "Significantly higher, by more than {margin} of the difference",
 }
 
 
@@ -54,11 +54,12 @@ class Verdict:
             where there is none.
         evidence: what decided; None before training.
         others: the other layouts of the budget, in their order.
-        standings: of each of them, ``LEVEL`` (within two standard errors of the difference), ``BEHIND`` or
-            ``UNKNOWN``.
+        standings: of each of them, ``LEVEL`` (within ``critical`` standard errors of the difference), ``BEHIND``
+            or ``UNKNOWN``.
         errors: standard errors of their differences from the best, in percentage points; NaN: unknown.
         covered: coverage of the layout, in [0, 1]; None where its heads are not known.
         summary: the first sentence where there is no layout.
+        critical: standard errors on either side of a 95 % interval.
     """
 
     num_heads: int
@@ -70,6 +71,7 @@ class Verdict:
     errors: tuple[float, ...] = ()
     covered: float | None = None
     summary: str = ""
+    critical: float = 2.0
 
     @cached_property
     def is_clear(self) -> bool:
@@ -120,8 +122,9 @@ class Verdict:
         """Return what follows the first sentence: who is level, of whom it is unknown, who is behind."""
         if self.layout is not None and self.evidence is None:
             return ["No layout has been retrained yet, so which has the lowest NLL is not known."]
+        margin = standard_errors(self.critical)
         said = [
-            f"{words}, in percentage points: {listed(named, _MOST_NAMED)}."
+            f"{words.format(margin=margin)}, in percentage points: {listed(named, _MOST_NAMED)}."
             for standing, words in _WORDS.items()
             if (named := self._named(standing))
         ]
@@ -177,10 +180,11 @@ def conclude(inputs: Inputs) -> Verdict:
         return _before_training(inputs)
     best, *others = deciding.of_one_budget
     errors = tuple(_error(inputs, deciding, best, other) for other in others)
-    standings = tuple(_standing(best, other, error) for other, error in zip(others, errors, strict=True))
+    critical = inputs.critical if deciding.source == COMPARISON else 2.0
+    standings = tuple(_standing(best, other, error, critical) for other, error in zip(others, errors, strict=True))
     return Verdict(
         inputs.table.num_heads, inputs.table.measure, best, deciding, tuple(others), standings, errors,
-        _covered(inputs, best),
+        _covered(inputs, best), critical=critical,
     )  # fmt: skip
 
 
@@ -219,12 +223,12 @@ def _error(inputs: Inputs, evidence: Evidence, best: Result, other: Result) -> f
     return inputs.pair_error(best.name, other.name) if evidence.source == COMPARISON else math.nan
 
 
-def _standing(best: Result, other: Result, error: float) -> str:
+def _standing(best: Result, other: Result, error: float, critical: float) -> str:
     """Compare a layout with the best. The two share documents, so their errors cannot be added."""
     difference = other.delta - best.delta
     if math.isnan(error) or math.isnan(difference):
         return UNKNOWN
-    return LEVEL if difference <= 2 * error else BEHIND
+    return LEVEL if difference <= critical * error else BEHIND
 
 
 def _covered(inputs: Inputs, result: Result) -> float | None:

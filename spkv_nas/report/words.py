@@ -47,6 +47,11 @@ def above(delta: float, error: float, baseline: str) -> str:
     return f"{number(abs(delta), 3)}{plus_minus} % {'below' if delta < 0 else 'above'} {BASELINES[baseline]}"
 
 
+def standard_errors(number: float) -> str:
+    """Return ``critical_errors`` in words."""
+    return "two standard errors" if number == 2.0 else f"{number:.1f} standard errors (few documents)"
+
+
 def listed(names: Sequence[str], most: int) -> str:
     """Return names in a row, beyond ``most`` of them only how many more there are."""
     more = len(names) - most

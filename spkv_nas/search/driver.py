@@ -74,7 +74,7 @@ class Search:
         grid = (judge.shape.num_layers, judge.shape.num_kv_heads)
         density = f"the density table '{space.table.name}'"
         check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
-        if judge.tokens_judged_on == 0:
+        if judge.judged_on.sum() == 0:
             raise UserError(
                 "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
             )

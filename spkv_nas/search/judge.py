@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.artifacts.shape import Shape
@@ -36,8 +39,8 @@ class Judge(Protocol):
         """Held-out tokens of the scores and of the short retrainings. Raises ``UserError``: there are too few."""
 
     @property
-    def tokens_judged_on(self) -> int:
-        """Held-out tokens of the full retrainings, of documents of which the search sees no token; raises likewise."""
+    def judged_on(self) -> NDArray[np.int64]:
+        """Tokens of each held-out document of the full retrainings; the search sees no token of these documents."""
 
     @property
     def settings(self) -> Mapping[str, Any]:

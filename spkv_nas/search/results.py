@@ -17,6 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
 from spkv_nas.base.records import write_record
 from spkv_nas.base.replace import replacing
+from spkv_nas.base.statistics import effective_number
 from spkv_nas.base.tables import write_csv
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.guidance import correlations, guidance
@@ -85,7 +86,9 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "objectives": ["nll", *([search.cost.name] if search.cost else [])],
         "trials": effort.trials,
         "seeds": list(effort.seeds),
-        "tokens": {"chosen_on": judge.tokens_chosen_on, "judged_on": judge.tokens_judged_on},
+        "tokens": {"chosen_on": judge.tokens_chosen_on, "judged_on": int(judge.judged_on.sum())},
+        "num_documents": int((judge.judged_on > 0).sum()),
+        "effective_documents": round(effective_number(judge.judged_on), 1),
         "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},
         "control": {fidelity: vars(judge.control(fidelity)) for fidelity in _retrained(rows)},
         "steps": {"short": judge.steps("short"), "full": judge.steps("full")},

@@ -38,11 +38,13 @@ from spkv_nas.stages.options import BaselinesOptions
 
 @dataclass(frozen=True)
 class BaselinesResult:
-    """What ``baselines`` measured: its name, the table of ``evaluation.baselines``, and the table's folder."""
+    """What ``baselines`` measured: its name, the table of ``evaluation.baselines``, its folder, and documents."""
 
     name: str
     rows: pd.DataFrame
     folder: Path
+    num_documents: int
+    effective_documents: float
 
 
 def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> BaselinesResult:
@@ -77,7 +79,8 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     if options.against is not None:
         told["against"] = model_origin(options.against)
     _write(folder, rows, {**measured_on(subject, measured, found[0].nll), **told})
-    return BaselinesResult(subject.name, rows, folder)
+    nll = found[0].nll
+    return BaselinesResult(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
 
 
 def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> tuple[list[Measurement], dict[str, Any]]:

@@ -331,7 +331,8 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
         **measured.dtypes,
         "block_size": measured.blocks.block_size,
         "num_tokens": int(nll.num_tokens.sum()),
-        "num_documents": int((nll.num_tokens > 0).sum()),
+        "num_documents": nll.num_documents,
+        "effective_documents": round(nll.effective_documents, 1),
         **more,
         "environment": environment(),
     }

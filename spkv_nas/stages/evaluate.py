@@ -75,11 +75,13 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """What ``score`` measured: its name, the table of ``evaluation.zero_shot``, and the table's folder."""
+    """What ``score`` measured: its name, the table of ``evaluation.zero_shot``, the table's folder, and documents."""
 
     name: str
     rows: pd.DataFrame
     folder: Path
+    num_documents: int
+    effective_documents: float
 
 
 def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> EvaluationResult:
@@ -200,4 +202,4 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     origin = measured_on(subject, measured, full, probe=None if table is None else table.name, windows=proposal.windows)
     folder = place.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
-    return ScoreResult(name, rows, folder)
+    return ScoreResult(name, rows, folder, full.num_documents, full.effective_documents)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import optuna
 import pandas as pd
+from numpy.typing import NDArray
 
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.progress import SILENT, Reporter
@@ -26,11 +28,14 @@ from spkv_nas.training.recipe_judge import RecipeJudge
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found: its table, the name of its second objective if it has one, and the table's folder."""
+    """What a search found: its table, the name of its second objective if it has one, the table's folder, and the
+    tokens of each document that judged full retrainings.
+    """
 
     rows: pd.DataFrame
     cost_name: str | None
     folder: Path
+    judged_on: NDArray[np.int64]
 
 
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
@@ -55,7 +60,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     cost_name = None if cost is None else cost.name
     rows = write_results(work, work.run(), folder, place.layout_dir(name) / SEARCH)
     write_study_figures(folder, rows, cost_name)
-    return SearchResult(rows, cost_name, folder)
+    return SearchResult(rows, cost_name, folder, judge.judged_on)
 
 
 def _cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:

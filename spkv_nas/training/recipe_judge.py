@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
@@ -91,11 +92,12 @@ class RecipeJudge:
         return self._chosen_on.tokens.size
 
     @property
-    def tokens_judged_on(self) -> int:
-        """Held-out tokens of the full retrainings, all of documents of which the search sees no token."""
+    def judged_on(self) -> NDArray[np.int64]:
+        """Tokens of each held-out document of the full retrainings; the search sees no token of these documents."""
         heldout = self._trunk.corpus.heldout
         counts = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
-        return int(counts[~self._seen].sum())
+        own: NDArray[np.int64] = counts[~self._seen]
+        return own
 
     @cached_property
     def _chosen_on(self) -> TokenBlocks:
