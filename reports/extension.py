@@ -23,7 +23,7 @@ from spkv_nas.evaluation.nll import DocumentSums
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.checkpoint import load_on
 from spkv_nas.model.loss import token_nll
-from spkv_nas.training.branches import Trunk
+from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -61,7 +61,7 @@ def main() -> None:
     found = {}
     for name, extend in (("as it is", None), ("extended", {**EXTEND, "rope": rope})):
         recipe = Recipe(**merged(data, {"branch": {"steps": options.steps, "extend": extend}}))
-        trunk = Trunk.prepare(recipe, EMBEDDED, options.runs)
+        trunk = BranchContext.prepare(recipe, EMBEDDED, options.runs)
         branch = trunk.train(Variant.full_attention())
         model, _ = load_on(branch.checkpoint, "cpu")
         found[name] = halves(model.eval(), trunk.corpus.heldout.cut(LENGTH))

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from playwright.sync_api import sync_playwright
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report.page import write_report
@@ -42,7 +42,7 @@ STEPS = """async ([name, values, rest]) => {
 TRACED = ["blink.user_timing", "disabled-by-default-devtools.timeline", "toplevel"]
 
 
-def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> DensityTable:
+def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> HeadScores:
     """Logits of 20 thousand tokens for every head and domain."""
     generator = np.random.default_rng(0)
     shape, bins = (num_domains, num_layers, num_kv_heads), np.arange(482)
@@ -57,10 +57,10 @@ def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> DensityT
         standard_error=generator.uniform(0, 0.01, domain.size).round(6),
     )  # fmt: skip
     metadata = {"head_dim": 128, "dtype": "bfloat16"}
-    return DensityTable("made-up", rows, window=128, histogram=histogram, metadata=metadata)
+    return HeadScores("made-up", rows, window=128, histogram=histogram, metadata=metadata)
 
 
-def make_search(table: DensityTable, number: int) -> pd.DataFrame | None:
+def make_search(table: HeadScores, number: int) -> pd.DataFrame | None:
     """Layouts with 2 of 7 heads global, none retrained."""
     if not number:
         return None

@@ -30,15 +30,15 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
 from spkv_nas.stages.options import SearchOptions
 from spkv_nas.stages.question import ask
-from spkv_nas.training.branches import Trunk
+from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_judge import RecipeJudge
+from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 65_536
 
 
-class TimedJudge(RecipeJudge):
+class TimedJudge(RecipeEvaluator):
     """Counts the processor seconds of its scores, and retrains nothing."""
 
     seconds = 0.0
@@ -60,7 +60,7 @@ class TimedJudge(RecipeJudge):
         return [PairedDifference(0.0, 0.0)] * len(layouts)
 
 
-def measure(trunk: Trunk, options: SearchOptions) -> None:
+def measure(trunk: BranchContext, options: SearchOptions) -> None:
     """A search; prints a row."""
     asked = ask(options)
     model = trunk.load_dense()
@@ -99,7 +99,7 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     recipe = Recipe.read(EMBEDDED / "search.yaml")
     with tempfile.TemporaryDirectory() as folder:
-        trunk = Trunk.prepare(recipe, EMBEDDED, Path(folder))
+        trunk = BranchContext.prepare(recipe, EMBEDDED, Path(folder))
         say("        seed  short  cost in plain passes  stopped        best zero-shot dNLL %")
         for seed, short, racing in product(range(asked.seeds), asked.short, (True, False)):
             how: dict[str, Any] = {"seed": seed, "short": short, "full": 0, "trials": asked.trials, "racing": racing}

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import optuna
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.search_table import Retraining
@@ -131,7 +131,7 @@ PARTS = {
 def work(folder: Path, effort: Effort, seconds: float, ready: Barrier) -> tuple[dict[str, float], float, float]:
     """One worker's seconds of each part and of its processor, and when it began and ended."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space = Space(DensityTable.read(folder / "density.csv"), (BUDGET, BUDGET), WINDOW)
+    space = Space(HeadScores.read(folder / "density.csv"), (BUDGET, BUDGET), WINDOW)
     start = space.optimum(space.table.density, BUDGET)
     ready.wait()
     began, clock, processor = time.time(), Clock(), time.process_time()

@@ -15,7 +15,7 @@ CPUs several times faster, and which OpenMP reads once, when torch is loaded (``
 ``GOMP_SPINCOUNT`` and ``OMP_WAIT_POLICY`` of the environment come first.
 
 After ``import spkv_nas``, before or after transformers, its Auto classes load exports with the model type ``spkv``
-(``model/own_type.py``).
+(``model/custom_model_type.py``).
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
-    from spkv_nas.model.own_type import register
+    from spkv_nas.model.custom_model_type import register
 
     register(_restoring_class)
 

@@ -1,5 +1,5 @@
-from .artifacts.density import DensityTable as DensityTable
 from .artifacts.gate_config import GateConfig as GateConfig
+from .artifacts.head_scores import HeadScores as HeadScores
 from .artifacts.layout import Layout as Layout
 from .artifacts.signals import SIGNALS as SIGNALS
 from .base.errors import UserError as UserError
@@ -12,10 +12,10 @@ from .evaluation.sweep import Evaluation as Evaluation
 from .evaluation.sweep import evaluate as evaluate
 from .model.attach import attach_gates as attach_gates
 from .model.attach import detach as detach
-from .model.cache import SPKVCache as SPKVCache
 from .model.checkpoint import load as load
 from .model.checkpoint import save as save
 from .model.export import export as export
+from .model.generation_cache import SPKVCache as SPKVCache
 from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout
 from .model.windows import layout_applied as layout_applied

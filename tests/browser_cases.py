@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -56,10 +56,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("workspace")
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
-    table = DensityTable.read(folder / "probes/stdlib-21x3")
+    table = HeadScores.read(folder / "probes/stdlib-21x3")
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
     metadata = {"signal": "duo", "model": table.metadata["model"]}
-    DensityTable(OTHER, table.rows.assign(density=scores), window=table.window, metadata=metadata).write(
+    HeadScores(OTHER, table.rows.assign(density=scores), window=table.window, metadata=metadata).write(
         folder / "probes" / OTHER
     )
     main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])

@@ -17,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.manifest import MANIFEST
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.own_type import set_own_type
+from spkv_nas.model.custom_model_type import set_own_type
 from spkv_nas.model.weight_files import FILE
 from spkv_nas.model.windows import apply_layout
 

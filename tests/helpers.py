@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spkv_nas import GateConfig, attach_gates, set_gate_mode
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Bar, Reporter
 from spkv_nas.cli import main
@@ -166,7 +166,7 @@ def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.nd
     return torch.stack(seen, 1).numpy()
 
 
-def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> DensityTable:
+def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> HeadScores:
     """A table from ``density`` [L, Hkv], or [P, L, Hkv] with its domains."""
     grid = np.asarray(density, dtype=float)
     grid = grid[None] if grid.ndim == 2 else grid
@@ -174,15 +174,13 @@ def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> DensityT
     rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
         domain=[domains[i] for i in domain], num_tokens=1000, num_documents=2, standard_error=math.nan
     )
-    return DensityTable("p", rows, window=8)
+    return HeadScores("p", rows, window=8)
 
 
 DENSITY = np.array([[1.0, 0.0], [0.2, 0.6], [0.1, 0.3], [0.7, 0.5]])
 
 
-def make_domain_table(
-    domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any
-) -> DensityTable:
+def make_domain_table(domains: tuple[str, ...] = ("all",), density: np.ndarray = DENSITY, **changes: Any) -> HeadScores:
     rows = [
         {
             "layer": layer,
@@ -196,7 +194,7 @@ def make_domain_table(
         for number, domain in enumerate(domains)
         for layer, head in np.ndindex(density.shape)
     ]
-    return DensityTable("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
+    return HeadScores("test", pd.DataFrame(rows), tau=0.5, window=8, **changes)
 
 
 VOID = {"meta", "path", "rect", "circle", "line", "polyline", "stop", "link", "img", "br", "input"}

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.distributed import on_main, process_index
 from spkv_nas.base.errors import UserError
@@ -61,7 +61,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
     return found
 
 
-def _arrays(name: str, table: DensityTable) -> Found:
+def _arrays(name: str, table: HeadScores) -> Found:
     """All numbers of a table."""
     found: Found = {name: table.rows}
     if table.positions is not None:

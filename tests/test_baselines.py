@@ -22,10 +22,10 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.baselines.expected_attention import ExpectedAttention, Rotation, expected_attention
 from spkv_nas.evaluation.baselines.kvzap import KVzap, Surrogate, fit_kvzap
 from spkv_nas.evaluation.baselines.kvzip import kvzip_scores
-from spkv_nas.evaluation.baselines.measure import own_rows, pruned_nll
 from spkv_nas.evaluation.baselines.observed_attention import ObservedAttention, heavy_hitters
 from spkv_nas.evaluation.baselines.protocol import Chunk, Protocol, chunked_attention
 from spkv_nas.evaluation.baselines.rules import Read, Rule, keeping, random_keys, reading, streaming
+from spkv_nas.evaluation.baselines.run_baselines import own_rows, pruned_nll
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.model.checkpoint import save

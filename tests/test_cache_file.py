@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas import GateConfig, attach_gates
 from spkv_nas.base.errors import UserError
-from spkv_nas.model.cache import SPKVCache
+from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.modes import set_gate_mode
 
 Sizes, Tensors = dict[str, str], dict[str, Tensor]

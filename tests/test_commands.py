@@ -62,7 +62,7 @@ class TestCommandLine:
 
 PACKAGE = Path(spkv_nas.__file__).parent
 # Help, which names commands in general, and files whose text is complete as it stands
-HELP = {"cli/app.py", "training/first_recipe.py", "report/instrument.py"}
+HELP = {"cli/app.py", "training/first_recipe.py", "report/layout_explorer.py"}
 
 
 def test_no_other_place_writes_a_command() -> None:

@@ -27,7 +27,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import main, show
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.training.branches import Branch, Trunk
+from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.hybrids import Comparison, comparison_rows
 from spkv_nas.training.recipe import Recipe
@@ -181,9 +181,9 @@ def test_the_control_is_compared_before_a_layout_is_trained(
     Layout(("GL", "LG"), 8, "mine").write(layout)
     monkeypatch.chdir(tmp_path)
     order: list[str] = []
-    train = Trunk.train
+    train = BranchContext.train
 
-    def watched_train(trunk: Trunk, variant: Variant, seed: int | None = None) -> Branch:
+    def watched_train(trunk: BranchContext, variant: Variant, seed: int | None = None) -> Branch:
         order.append(variant.name)
         return train(trunk, variant, seed)
 
@@ -191,7 +191,7 @@ def test_the_control_is_compared_before_a_layout_is_trained(
         order.append("compared")
         compare_control(*arguments)
 
-    monkeypatch.setattr(Trunk, "train", watched_train)
+    monkeypatch.setattr(BranchContext, "train", watched_train)
     monkeypatch.setattr("spkv_nas.training.hybrids.compare_control", watched_compare)
     command = ["train-hybrid", str(layout), "--probe", str(table), "--recipe", str(recipe_file), *place]
     main([*command, "--no-reference"])

@@ -20,7 +20,7 @@ from spkv_nas.base.limits import MOST_SEED
 from spkv_nas.base.schema import merged
 from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, mixed_order
-from spkv_nas.data.ruler.blocks import RulerBlocks
+from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available, generate
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.stages.options import ProbeOptions

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_npz, write_npz
@@ -27,7 +27,7 @@ def rows(density: object, domain: str = "all", num_tokens: int = 1, standard_err
     )
 
 
-def probed(seed: int = 0) -> tuple[DensityTable, np.ndarray]:
+def probed(seed: int = 0) -> tuple[HeadScores, np.ndarray]:
     """A table of 2 domains, 2 layers, 3 heads with its histogram, and the logits [domain, L, Hkv, token]."""
     generator = np.random.default_rng(seed)
     logits = generator.normal(generator.normal(0, 2, (2, 2, 3, 1)), 1.0, (2, 2, 3, 400))
@@ -38,7 +38,7 @@ def probed(seed: int = 0) -> tuple[DensityTable, np.ndarray]:
     positions = pd.DataFrame(
         {"layer": [0], "kv_head": [0], "start": [0], "end": [8], "density": [0.25], "num_tokens": [8]}
     )
-    table = DensityTable(
+    table = HeadScores(
         "p",
         pd.concat(parts, ignore_index=True),
         window=32,
@@ -51,7 +51,7 @@ def probed(seed: int = 0) -> tuple[DensityTable, np.ndarray]:
 
 def test_domains_are_weighted_by_their_tokens() -> None:
     parts = [rows([[0.2, 0.4]], "code", 300, 0.03), rows([[0.6, 0.8]], "docs", 100, 0.04)]
-    table = DensityTable("p", pd.concat(parts, ignore_index=True))
+    table = HeadScores("p", pd.concat(parts, ignore_index=True))
     np.testing.assert_allclose(table.density, [[0.3, 0.5]])
     np.testing.assert_allclose(table.standard_error, math.hypot(0.75 * 0.03, 0.25 * 0.04))
     np.testing.assert_allclose(table.domain_density("docs"), [[0.6, 0.8]])
@@ -98,7 +98,7 @@ def test_threshold_out_of_range(tau: float) -> None:
 
 
 def test_table_without_histogram_knows_one_threshold() -> None:
-    table = DensityTable("mine", rows([[0.5]]))
+    table = HeadScores("mine", rows([[0.5]]))
     with pytest.raises(UserError, match="mine"):
         table.at_tau(0.7)
     with pytest.raises(UserError, match="mine"):
@@ -107,7 +107,7 @@ def test_table_without_histogram_knows_one_threshold() -> None:
 
 @pytest.mark.parametrize(("density", "words"), [(0.99, ("100%", "nearly everything")), (0.01, ("nearly nothing",))])
 def test_diagnosis_of_gates_that_have_not_differentiated(density: float, words: tuple[str, ...]) -> None:
-    (sentence,) = DensityTable("p", rows(np.full((4, 3), density))).diagnosis()
+    (sentence,) = HeadScores("p", rows(np.full((4, 3), density))).diagnosis()
     assert all(word in sentence for word in words)
     assert "steps" in sentence
     assert "learning rate" in sentence
@@ -116,21 +116,21 @@ def test_diagnosis_of_gates_that_have_not_differentiated(density: float, words: 
 def test_diagnosis_speaks_when_most_heads_are_open_and_some_are_not() -> None:
     """Saturated gates of a short branch once passed unremarked: mean .956, but only 70 % of the heads above .95."""
     density = np.where(np.arange(12) < 8, 0.99, 0.88).reshape(4, 3)
-    (sentence,) = DensityTable("p", rows(density)).diagnosis()
+    (sentence,) = HeadScores("p", rows(density)).diagnosis()
     assert "67%" in sentence
 
 
 def test_diagnosis_of_differentiated_gates_is_empty() -> None:
-    assert DensityTable("p", rows(np.linspace(0, 1, 12).reshape(4, 3))).diagnosis() == []
+    assert HeadScores("p", rows(np.linspace(0, 1, 12).reshape(4, 3))).diagnosis() == []
     target = np.zeros((4, 3))
     target[2] = 1.0  # what gates with a target density of a fourth come to at best
-    assert DensityTable("p", rows(target)).diagnosis() == []
+    assert HeadScores("p", rows(target)).diagnosis() == []
 
 
 def test_round_trip(tmp_path: Path) -> None:
     table, _ = probed()
     table.write(tmp_path / "p")
-    found = DensityTable.read(tmp_path / "p")
+    found = HeadScores.read(tmp_path / "p")
     np.testing.assert_allclose(found.density, table.density, rtol=1e-5)
     np.testing.assert_allclose(found.standard_error, table.standard_error, rtol=1e-5)
     assert (found.name, found.tau, found.window, found.domains) == ("p", 0.5, 32, ("code", "docs"))
@@ -141,7 +141,7 @@ def test_round_trip(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.at_tau(0.7).density, table.at_tau(0.7).density)
     assert found.positions is not None
     assert found.positions.to_dict("list") == table.positions.to_dict("list")  # type: ignore[union-attr]
-    assert DensityTable.read(tmp_path / "p" / "density.csv").window == 32
+    assert HeadScores.read(tmp_path / "p" / "density.csv").window == 32
 
 
 def test_written_table_starts_with_the_documented_columns(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_written_table_starts_with_the_documented_columns(tmp_path: Path) -> Non
 def test_table_made_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(f"\ufeff{HEADER}\n1,0,0.5\n0,0,0.25\n")  # Excel puts a mark before the header
-    table = DensityTable.read(path)
+    table = HeadScores.read(path)
     assert (table.name, table.domains, table.tau, table.window) == ("mine", ("all",), 0.5, None)
     np.testing.assert_array_equal(table.density, [[0.25], [0.5]])
     assert np.isnan(table.standard_error).all()
@@ -183,13 +183,13 @@ def test_mistakes_in_a_table_are_explained(tmp_path: Path, text: str, messages: 
     path = tmp_path / "mine.csv"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        DensityTable.read(path)
+        HeadScores.read(path)
     assert all(message in str(error.value) for message in ["mine.csv", *messages])
 
 
 def test_missing_table(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not found"):
-        DensityTable.read(tmp_path / "none.csv")
+        HeadScores.read(tmp_path / "none.csv")
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_damaged_file_beside_the_table_is_named(tmp_path: Path, name: str, conte
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a table that has changed is also warned about
         with pytest.raises(UserError, match=name):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
 
 
 def test_arrays_of_any_damaged_file_are_refused(tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_arrays_of_any_damaged_file_are_refused(tmp_path: Path) -> None:
 
 def test_columns_keep_their_types(tmp_path: Path) -> None:
     probed()[0].write(tmp_path)
-    found = DensityTable.read(tmp_path)
+    found = HeadScores.read(tmp_path)
     (tmp_path / "mine.csv").write_text(f"{HEADER}\n0,0,1\n")
-    for frame in (found.rows, DensityTable.read(tmp_path / "mine.csv").rows):
+    for frame in (found.rows, HeadScores.read(tmp_path / "mine.csv").rows):
         types = {name: str(kind) for name, kind in frame.dtypes.items()}
         assert types.pop("domain") in ("str", "object")  # by the version of pandas
         assert types == {
@@ -275,14 +275,14 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
 def test_metadata_that_names_one_value_twice(tmp_path: Path) -> None:
     """YAML wrote the second as an alias, which the strict reader refuses: the table could not be read again."""
     shared = {"layers": 2}
-    DensityTable("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(tmp_path)
-    assert DensityTable.read(tmp_path).metadata["recipe"] == {"model": shared}
+    HeadScores("p", rows([[0.5]]), metadata={"model": shared, "recipe": {"model": shared}}).write(tmp_path)
+    assert HeadScores.read(tmp_path).metadata["recipe"] == {"model": shared}
 
 
 def test_writing_leaves_nothing_of_an_earlier_probe(tmp_path: Path) -> None:
     probed()[0].write(tmp_path)
-    DensityTable("p", rows([[0.5]])).write(tmp_path)
-    found = DensityTable.read(tmp_path)
+    HeadScores("p", rows([[0.5]])).write(tmp_path)
+    found = HeadScores.read(tmp_path)
     assert found.histogram is None
     assert found.positions is None
 

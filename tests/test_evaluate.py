@@ -28,7 +28,7 @@ from spkv_nas.evaluation.sweep import COLUMNS, evaluate, sweep_table, tau_sweep
 from spkv_nas.evaluation.thresholds import parse_taus
 from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
@@ -100,7 +100,7 @@ def test_layers_without_gates_do_not_lend_their_threshold(blocks: TokenBlocks) -
         if hasattr(layer, "utility_predictor"):
             layer.utility_predictor.register_forward_hook(lambda _m, _a, out: logits.append(out))
     set_gate_mode(model, "hard", 0.9)
-    watch = DensityWatch(model)
+    watch = DensityTracker(model)
     watch.start()
     document_nll(model, blocks, batch_size=9)
     expected = np.mean([(out.numpy() >= np.log(9.0)).mean() for out in logits])

@@ -22,7 +22,7 @@ from transformers import (
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import fresh, plain_logits, stock
+from spkv_nas.model import native_config, plain_logits, verify_export
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, read_shape, save
 from spkv_nas.model.export import export
@@ -85,7 +85,7 @@ class TestFreshProcess:
     ) -> None:
         """Gemma 3 with other types has another position encoding; here only the comparison can find it."""
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
-        monkeypatch.setattr(stock, "_positions", lambda config: [None] * config.num_hidden_layers)
+        monkeypatch.setattr(native_config, "_positions", lambda config: [None] * config.num_hidden_layers)
         said = export(LAYERWISE, dense, tmp_path / "out")
         assert "It has no stock form: its logits in plain transformers differ by 0." in said
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
@@ -102,8 +102,13 @@ class TestFreshProcess:
                 0.01,
                 r"was not compared with plain transformers within .* nothing was written",
             ),
-            ("fresh.sys", "executable", "false", r"its process ended with 1 \(no message\)\nit needs memory"),
-            ("fresh.tempfile", "tempdir", "/nowhere", "nothing was written: .*No such file.*\nmake room in /nowhere"),
+            ("verify_export.sys", "executable", "false", r"its process ended with 1 \(no message\)\nit needs memory"),
+            (
+                "verify_export.tempfile",
+                "tempdir",
+                "/nowhere",
+                "nothing was written: .*No such file.*\nmake room in /nowhere",
+            ),
         ],
         ids=["slow", "dead", "no-room"],
     )
@@ -112,7 +117,7 @@ class TestFreshProcess:
         tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:  # fmt: skip
         dense = write(None, tmp_path / "dense", tiny_tokenizer)
-        monkeypatch.setattr("spkv_nas.model.fresh._SLOWER", 0.0)
+        monkeypatch.setattr("spkv_nas.model.verify_export._SLOWER", 0.0)
         monkeypatch.setattr(f"spkv_nas.model.{place}.{name}", value)
         with pytest.raises(UserError, match=message):
             export(LAYERWISE, dense, tmp_path / "out")
@@ -130,17 +135,17 @@ class TestFreshProcess:
     @pytest.mark.parametrize(
         ("answer", "message"),
         [
-            (fresh.Answer("ValueError: no"), "plain transformers does not run it: ValueError: no"),
-            (fresh.Answer(None, torch.tensor([[1.0, 2.0001]]), [1, 2]), "differ by 5e-05 of the largest"),
-            (fresh.Answer(None, torch.tensor([[1.0, torch.nan]]), [1, 2]), "differ by nan"),
-            (fresh.Answer(None, torch.tensor([[1.0, 2.0]]), [1, 3]), "other tokens of a text"),
+            (verify_export.Answer("ValueError: no"), "plain transformers does not run it: ValueError: no"),
+            (verify_export.Answer(None, torch.tensor([[1.0, 2.0001]]), [1, 2]), "differ by 5e-05 of the largest"),
+            (verify_export.Answer(None, torch.tensor([[1.0, torch.nan]]), [1, 2]), "differ by nan"),
+            (verify_export.Answer(None, torch.tensor([[1.0, 2.0]]), [1, 3]), "other tokens of a text"),
         ],
     )
-    def test_every_difference_counts(self, answer: fresh.Answer, message: str) -> None:
-        hybrid = fresh.Expected([0], torch.tensor([[1.0, 2.0]]), [1, 2], 1.0)
-        assert fresh.compare(fresh.Answer(None, torch.tensor([[1.0, 2.00001]]), [1, 2]), hybrid) > 0
-        with pytest.raises(fresh.Differs, match=message):
-            fresh.compare(answer, hybrid)
+    def test_every_difference_counts(self, answer: verify_export.Answer, message: str) -> None:
+        hybrid = verify_export.Expected([0], torch.tensor([[1.0, 2.0]]), [1, 2], 1.0)
+        assert verify_export.compare(verify_export.Answer(None, torch.tensor([[1.0, 2.00001]]), [1, 2]), hybrid) > 0
+        with pytest.raises(verify_export.LogitMismatch, match=message):
+            verify_export.compare(answer, hybrid)
 
 
 def test_weights_keep_their_dtypes_and_bits(
@@ -148,19 +153,21 @@ def test_weights_keep_their_dtypes_and_bits(
 ) -> None:
     """They are compared in float32 and written as they came, those of mixed checkpoints too."""
     model = tiny_model(vocab_size=300).to(torch.bfloat16)
-    monkeypatch.setattr(fresh, "check", lambda *_: 0.0)
+    monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)
     save(model, tiny_tokenizer, tmp_path / "dense")
     export(LAYERWISE, tmp_path / "dense", tmp_path / "out")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("dense", "out"))
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert all(torch.equal(before[name], after[name]) for name in before)
     model.model.norm.float()
-    with fresh.float32(model):
+    with verify_export.float32(model):
         found = logits(model, tokens)
         assert model.model.layers[1].mlp.down_proj.weight.dtype is torch.bfloat16  # between uses
     assert model.model.norm.weight.dtype is torch.float32
     assert model.lm_head.weight.dtype is torch.bfloat16
-    assert {parameter for part in fresh.parts(model) for parameter in part.parameters()} == set(model.parameters())
+    assert {parameter for part in verify_export.parts(model) for parameter in part.parameters()} == set(
+        model.parameters()
+    )
     assert torch.equal(found, logits(model.float(), tokens))
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model import fresh
+from spkv_nas.model import verify_export
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import export
 from spkv_nas.model.windows import apply_layout
@@ -83,7 +83,7 @@ class Exported:
 
     folder: Path
     said: str
-    hybrid: fresh.Expected
+    hybrid: verify_export.Expected
     dense_difference: float
 
 
@@ -95,7 +95,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
     """Every export, its own check left for later."""
     place, found = tmp_path_factory.mktemp("exports"), {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fresh, "check", lambda *_: 0.0)
+        patch.setattr(verify_export, "check", lambda *_: 0.0)
         for case in CASES:
             dense = place / case / "dense"
             model = lively(case)
@@ -106,31 +106,33 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
                     out = place / case / f"{split}-{types}"
                     said = export(chosen, dense, out)
                     apply_layout(model, Layout(("GG",) * 4, WINDOW))
-                    full = fresh.expected(model, tiny_tokenizer, WINDOW).logits
+                    full = verify_export.expected(model, tiny_tokenizer, WINDOW).logits
                     apply_layout(model, chosen)
-                    hybrid = fresh.expected(model, tiny_tokenizer, WINDOW)
+                    hybrid = verify_export.expected(model, tiny_tokenizer, WINDOW)
                     difference = float((full - hybrid.logits).abs().max() / hybrid.logits.abs().max())
                     found[case, split, types] = Exported(out, said, hybrid, difference)
     return found
 
 
 @pytest.fixture(scope="module")
-def answers(exports: dict[Key, Exported]) -> dict[Key, fresh.Answer]:
+def answers(exports: dict[Key, Exported]) -> dict[Key, verify_export.Answer]:
     """What plain transformers makes of each, in one fresh process."""
     hybrids = {one.folder: one.hybrid for one in exports.values()}
-    return dict(zip(exports, fresh.plain_answers(hybrids), strict=True))
+    return dict(zip(exports, verify_export.plain_answers(hybrids), strict=True))
 
 
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_plain_transformers_runs_the_hybrid_or_refuses(
-    case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, fresh.Answer]
+    case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, verify_export.Answer]
 ) -> None:
     exported, answer = exports[case, split, types], answers[case, split, types]
     if case == "llama-bias" and split == "layers":  # here it is the check that refuses
-        with pytest.raises(fresh.Differs, match=r"MinistralForCausalLM has unexpected keys, such as .*bias"):
-            fresh.compare(answer, exported.hybrid)
+        with pytest.raises(
+            verify_export.LogitMismatch, match=r"MinistralForCausalLM has unexpected keys, such as .*bias"
+        ):
+            verify_export.compare(answer, exported.hybrid)
         return
     kind = STOCK.get(case) or (STOCK_AS_NATIVE.get(case) if types == "native" else None)
     if split == "heads" or kind is None:
@@ -140,10 +142,10 @@ def test_plain_transformers_runs_the_hybrid_or_refuses(
         assert json.loads((exported.folder / "config.json").read_text())["model_type"] == "spkv"
     else:
         assert f"a stock {kind} checkpoint" in exported.said
-        assert fresh.compare(answer, exported.hybrid) <= fresh.TOLERANCE
+        assert verify_export.compare(answer, exported.hybrid) <= verify_export.TOLERANCE
     if split == "layers" and types == "native" and "layer_types" not in CASES[case]:
         return  # all layers global, the dense model itself
-    assert exported.dense_difference > 100 * fresh.TOLERANCE  # so that the comparison can fail
+    assert exported.dense_difference > 100 * verify_export.TOLERANCE  # so that the comparison can fail
 
 
 def test_own_types_load_after_import_spkv_nas(exports: dict[Key, Exported], tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from configs import CONFIGS, on_meta, published
 from transformers import AutoConfig, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.shape import config_shape
-from spkv_nas.model.stock import NoStockForm, stock_config, write_stock_config
+from spkv_nas.model.model_shape import config_shape
+from spkv_nas.model.native_config import UnsupportedLayoutError, stock_config, write_stock_config
 from spkv_nas.model.windows import apply_layout
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -72,7 +72,7 @@ def test_a_model_that_sees_images_gets_our_type(tmp_path: Path) -> None:
     model = on_meta(published("Gemma-3-12B"))
     chosen = layerwise(model)
     apply_layout(model, chosen)
-    with pytest.raises(NoStockForm, match="'gemma3'"):
+    with pytest.raises(UnsupportedLayoutError, match="'gemma3'"):
         stock_config(model.config, chosen)
     model.config.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())

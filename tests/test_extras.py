@@ -130,7 +130,7 @@ def test_the_report_needs_no_torch(tmp_path: Path) -> None:
 IN_PYTHON = f"""{WITHOUT}
 import spkv_nas
 
-table = spkv_nas.DensityTable.read(Path(rest))
+table = spkv_nas.HeadScores.read(Path(rest))
 layout = spkv_nas.propose(table, budget=18)["densest"]
 assert 0 < spkv_nas.coverage(table, layout) < 1
 assert "<table>" in table._repr_html_()

@@ -25,7 +25,7 @@ from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.gates import predictor_parameters, predictors
-from spkv_nas.model.shape import config_size, model_size
+from spkv_nas.model.model_shape import config_size, model_size
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.lora import add_adapters
 from spkv_nas.training.recipe import LoraConfig

@@ -17,12 +17,12 @@ import pytest
 import yaml
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.proposal.convert import convert
-from spkv_nas.proposal.foreign_formats import HeadScores, num_local, read_score_table, read_scores
+from spkv_nas.proposal.foreign_formats import ForeignScores, num_local, read_score_table, read_scores
 from spkv_nas.proposal.propose import propose
 
 COMMITTED = Path(__file__).parents[1] / "layouts" / "stdlib-21x3"
@@ -148,21 +148,21 @@ class TestChoosing:
         expected = values >= np.quantile(values, sparsity)
         if sparsity in (0.0, 1.0):
             expected = np.full(shape, sparsity == 0.0)
-        assert np.array_equal(HeadScores(values, "duo-attention", "x").choose(sparsity=sparsity), expected)
+        assert np.array_equal(ForeignScores(values, "duo-attention", "x").choose(sparsity=sparsity), expected)
 
     def test_equal_scores_go_to_the_earlier_head(self) -> None:
         """Both projects draw lots; a mask evaluated at its own sparsity, 0.7 of 256 heads, gains one head by that."""
         assert num_local(0.7, 256) == 179
         assert 256 - int(256 * (1 - 0.7)) == 180
-        scores = HeadScores(np.ones((2, 2)), "prulong", "x")
+        scores = ForeignScores(np.ones((2, 2)), "prulong", "x")
         assert scores.choose(sparsity=0.5).tolist() == [[True, True], [False, False]]
 
     def test_threshold_and_budget(self) -> None:
-        scores = HeadScores(ALPHA, "duo-attention", "x")
+        scores = ForeignScores(ALPHA, "duo-attention", "x")
         assert np.array_equal(scores.choose(threshold=0.5), ALPHA >= 0.5)
         assert scores.choose(budget=4).sum() == 4
         assert scores.choose(budget="25%").sum() == 3
-        assert np.array_equal(HeadScores(MASK, "prulong", "x").choose(), MASK == 1)
+        assert np.array_equal(ForeignScores(MASK, "prulong", "x").choose(), MASK == 1)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -176,7 +176,7 @@ class TestChoosing:
     )
     def test_options_that_make_no_sense(self, options: dict[str, float], message: str) -> None:
         with pytest.raises(UserError, match=re.escape(message)):
-            HeadScores(ALPHA, "duo-attention", "x").choose(**options)  # type: ignore[arg-type]
+            ForeignScores(ALPHA, "duo-attention", "x").choose(**options)  # type: ignore[arg-type]
 
 
 class TestConverting:
@@ -387,4 +387,4 @@ def test_committed_layouts_have_their_hash(path: Path) -> None:
 
 
 def test_a_table_of_densities_is_called_that() -> None:
-    assert DensityTable.read(COMMITTED.parents[1] / "probes" / "stdlib-21x3").signal == "density"
+    assert HeadScores.read(COMMITTED.parents[1] / "probes" / "stdlib-21x3").signal == "density"

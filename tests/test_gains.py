@@ -13,8 +13,8 @@ import torch
 from helpers import fails, gated, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.density_rows import NATS
+from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import jackknife_ratio
@@ -30,7 +30,7 @@ from spkv_nas.probing.gains import closing, opening
 from spkv_nas.probing.signals import measure_signal
 
 WINDOW = 6
-Signal = Callable[..., DensityTable]
+Signal = Callable[..., HeadScores]
 
 
 @pytest.fixture
@@ -200,9 +200,9 @@ def test_signed_values_order_heads_and_count_for_nothing(tmp_path: Path) -> None
         "layer,kv_head,density,domain\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
     )
     with pytest.raises(UserError, match=r"column 'density' must be a number in \[0, 1\]; found '-0.03'"):
-        DensityTable.read(tmp_path)
+        HeadScores.read(tmp_path)
     (tmp_path / "probe.yaml").write_text(f"signal: opening\nunit: {NATS}\n")
-    table = DensityTable.read(tmp_path)
+    table = HeadScores.read(tmp_path)
     assert table.values == pytest.approx(np.array([[0.04, -0.005], [-0.1, 1.5]]))
     assert table.density == pytest.approx(np.array([[0.04, 0.0], [0.0, 1.5]]))
     assert ">1.5<" in table._repr_html_()
@@ -224,7 +224,7 @@ class TestCommand:
         main(["probe", *options, "--granularity", "layer", "--max-tokens", "256"])
         assert "it took 3.5 forward passes over 256 tokens" in capsys.readouterr().out
         name, place = "mine-opening-layer", tmp_path / "w"
-        table = DensityTable.read(place / "probes" / name)
+        table = HeadScores.read(place / "probes" / name)
         arguments = ["--granularity", "layer", "--budget", "2", "--workspace", str(place)]
         main(["propose", "--probe", name, *arguments])
         layout = Layout.read(place / "layouts" / name / "constrained.yaml")
@@ -244,7 +244,7 @@ class TestCommand:
     ) -> None:
         monkeypatch.setattr("spkv_nas.stages.probe.SCORING_TOKENS", 200)
         main(["probe", *options])
-        table = DensityTable.read(tmp_path / "w" / "probes" / "mine-opening")
+        table = HeadScores.read(tmp_path / "w" / "probes" / "mine-opening")
         model, tokenizer = load(tmp_path / "mine")
         whole = build_blocks([(tmp_path / "text.txt").read_text()], tokenizer, 64)
         assert whole.num_blocks > 9

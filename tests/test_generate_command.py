@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.model import fresh
+from spkv_nas.model import verify_export
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export import export
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pyt
     save(model, tiny_tokenizer, tmp_path / request.param)
     if request.param == "stock":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fresh, "check", lambda *_: 0.0)  # test_export_families.py is about it
+            patch.setattr(verify_export, "check", lambda *_: 0.0)  # test_export_families.py is about it
             export(Layout(("GG", "LL", "LL", "GG"), 6), tmp_path / "stock", tmp_path / "exported")
         return tmp_path / "exported"
     return tmp_path / request.param

@@ -12,7 +12,7 @@ import pytest
 from helpers import Page, make_comparison, make_domain_table, make_search
 
 from spkv_nas.artifacts.comparison import write_comparison
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.tables import write_csv
 from spkv_nas.report import page as report_page
@@ -24,7 +24,7 @@ HOSTILE = "<img src=x onerror=alert(1)>#?&%"  # may name a folder
 
 def write_probe(place: Path, name: str, *, model: str, layouts: bool) -> None:
     rows = make_domain_table(density=np.random.default_rng(len(name)).uniform(size=(4, 2)).round(3)).rows
-    DensityTable(name, rows, window=8, metadata={"model": model}).write(place / "probes" / name)
+    HeadScores(name, rows, window=8, metadata={"model": model}).write(place / "probes" / name)
     if layouts:
         Layout(("GL", "LG", "GL", "LL"), 8, "densest").write(place / "layouts" / name / "densest.yaml")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import make_comparison, make_domain_table, make_layouts, make_search, make_table
 
-from spkv_nas.artifacts.density_rows import NATS
-from spkv_nas.artifacts.measure import Measure
+from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
 from spkv_nas.proposal.propose import propose
@@ -15,7 +15,7 @@ from spkv_nas.report.choices import levels
 from spkv_nas.report.codes import Code
 from spkv_nas.report.evidence import all_evidence
 from spkv_nas.report.inputs import Inputs
-from spkv_nas.report.instrument import instrument
+from spkv_nas.report.layout_explorer import instrument
 from spkv_nas.report.verdict import conclude
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"

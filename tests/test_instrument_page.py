@@ -15,7 +15,7 @@ from browser_cases import MAP, NEEDED, OTHER, browser, num_outlined, open_file, 
 from command_cases import parsed
 from helpers import make_comparison, make_domain_table
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.cli import main
@@ -72,7 +72,7 @@ def test_page_file_and_command_have_one_coverage(
 
 def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: Path) -> None:
     """At some thresholds: among so many hashes are such as YAML must quote."""
-    table = DensityTable.read(workspace / "probes/stdlib-21x3")
+    table = HeadScores.read(workspace / "probes/stdlib-21x3")
     for tau in (0.05, 0.5, 0.65, 0.95):
         texts = open_page(f"#budget=1&tau={tau:g}").evaluate(ALL_FILES)
         at = table.at_tau(tau)
@@ -82,7 +82,7 @@ def test_files_of_every_budget_are_those_of_propose(open_page: Any, workspace: P
 @pytest.mark.parametrize("tau", [0.05, 0.5, 0.7, 0.95])
 def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: Path, tau: float) -> None:
     """Over all text and by domain, to the last digit, and rounded in its cells."""
-    table = DensityTable.read(workspace / "probes/stdlib-21x3").at_tau(tau)
+    table = HeadScores.read(workspace / "probes/stdlib-21x3").at_tau(tau)
     page = open_page(f"#budget=18&tau={tau:g}")
     labels = page.eval_on_selector_all(MAP + " .cell", "cells => cells.map(cell => cell.getAttribute('aria-label'))")
     texts = page.eval_on_selector_all(MAP + " .values text", "texts => texts.map(text => text.textContent)")
@@ -119,7 +119,7 @@ def _plain(text: str) -> str:
 def test_costs_beside_the_map_are_those_of_the_commands(open_page: Any, workspace: Path, tmp_path: Path) -> None:
     """Attention's time as the calibration has it, or as the roofline of an H200; and the search's prediction."""
     page = open_page("#budget=18&context=1000")
-    table = DensityTable.read(workspace / "probes/stdlib-21x3")
+    table = HeadScores.read(workspace / "probes/stdlib-21x3")
     layout = propose(table, 18, num_random=0)["densest"]
     bound = Roofline(HARDWARE["h200"], Shape(21, 9, 3, 16, 0)).layout_seconds(layout, 1000)
     assert page.inner_text("#instrument-time").startswith(f"{1e9 * bound:.0f} ns of")
@@ -232,7 +232,7 @@ def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, wor
     page = open_page("#budget=10")
     page.select_option("#instrument-other", label=f"as many heads by {OTHER}")
     masks = [
-        propose(DensityTable.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
+        propose(HeadScores.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
         for name in ("stdlib-21x3", OTHER)
     ]
     both = int((masks[0] & masks[1]).sum())

@@ -17,7 +17,7 @@ from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, R
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import show
 from spkv_nas.report import page as report_page
-from spkv_nas.report.judged import SECTIONS, read_judged
+from spkv_nas.report.benchmark_sections import SECTIONS, read_judged
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
 from spkv_nas.stages.baselines import BaselinesResult

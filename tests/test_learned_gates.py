@@ -12,8 +12,8 @@ import torch
 from helpers import make_table, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
 from spkv_nas.data.batches import shuffled_batches
@@ -181,7 +181,7 @@ class TestProbe:
         assert table.window == 8
         facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
-        assert DensityTable.read(options.place.probe_dir("mine")).priced_at == 0.25
+        assert HeadScores.read(options.place.probe_dir("mine")).priced_at == 0.25
         assert any("gates learned on" in line for line in said)
         again: list[str] = []
         assert stage.probe(options, Reporter(announce=again.append)).content_hash == table.content_hash

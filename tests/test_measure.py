@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from helpers import make_domain_table
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.density_rows import NATS
-from spkv_nas.artifacts.measure import Measure
+from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.score_kind import Measure
 
 GAINS = np.array([[0.0514, 0.0357], [0.0015, -0.0007]])
 MINUS = "\N{MINUS SIGN}"
@@ -73,7 +73,7 @@ def test_scores_are_shares() -> None:
 
 
 def test_a_notebook_shades_gains() -> None:
-    table: DensityTable = make_domain_table(density=GAINS, metadata={"signal": "opening", "unit": NATS})
+    table: HeadScores = make_domain_table(density=GAINS, metadata={"signal": "opening", "unit": NATS})
     html = table._repr_html_()
     assert "test: opening gain, nats per token / 1,000; mean 22.2" in html
     assert 'rgb(31, 95, 168); color: white; text-align: center">51<' in html

@@ -11,7 +11,7 @@ from helpers import Heard, Page, fails, gated, make_table, scatter_gates, tiny_m
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, attach_gates, probe
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
@@ -33,7 +33,7 @@ class TestSentence:
     def test_probes_of_older_versions_have_their_mean(self, tmp_path: Path) -> None:
         table = replace(make_table(np.full((2, 2), 0.04)), metadata={"target_density": 0.286})
         table.write(tmp_path)
-        assert "keep 4.0%" in str(DensityTable.read(tmp_path).missed_price)
+        assert "keep 4.0%" in str(HeadScores.read(tmp_path).missed_price)
         assert make_table(np.full((2, 2), 0.04)).missed_price is None
 
     def test_what_helps_depends_on_how_they_learned(self) -> None:

@@ -21,8 +21,8 @@ from spkv_nas.model.attach import attach_gates, check_heads, detach
 from spkv_nas.model.attention import attention_layers, layer_state
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.gates import gate_from_logits, predictors
+from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.modes import set_gate_mode
-from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import apply_layout
 
 CONFIG = GateConfig(window=6, hidden_size=16)

@@ -13,7 +13,7 @@ from command_cases import parsed
 from helpers import fails, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.options import InitOptions, ProbeOptions, ScoreOptions
@@ -79,7 +79,7 @@ def test_the_own_model_path_runs_what_it_suggests(
     assert commands[0] == start
     assert {"probe", "propose", "train-hybrid", "report"} <= set(commands)
     assert models(lines) <= {"my model", "recipe.yaml"}
-    probes = {name: DensityTable.read(Path("a place/probes") / name) for name in _names("a place/probes")}
+    probes = {name: HeadScores.read(Path("a place/probes") / name) for name in _names("a place/probes")}
     assert {table.signal for table in probes.values()} == {"head-gates", "density"}
     assert {table.grid for table in probes.values()} == {(4, 2)}  # and not the embedded model's
     main(["propose", "--workspace", "a place", "--probe", next(iter(probes))])
@@ -106,7 +106,7 @@ class TestProbe:
     ) -> None:
         """It learned gates for densities, which choose worse."""
         suggested = _suggested(capsys, "probe", *subject, "--steps", 2, "--budget", "25%", "--workspace", "w")
-        table = DensityTable.read(place / "w/probes/mine-head-gates")
+        table = HeadScores.read(place / "w/probes/mine-head-gates")
         assert (table.signal, table.metadata["budget"]) == ("head-gates", 2)
         assert table.metadata["options"] == {
             "model": str(place / "mine"), "data": [str(place / "my project/text")], "block_size": 64,
@@ -145,7 +145,7 @@ class TestProbe:
         self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
-        table = DensityTable.read(Path("probes/mine"))
+        table = HeadScores.read(Path("probes/mine"))
         table.metadata.pop("options")  # type: ignore[attr-defined]
         table.write(Path("probes/mine"))
         capsys.readouterr()

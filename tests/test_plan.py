@@ -21,9 +21,9 @@ from spkv_nas.stages.options import ProbeOptions, TrainHybridOptions, TrainOptio
 from spkv_nas.stages.plan import plan_of
 from spkv_nas.stages.train import train
 from spkv_nas.training.first_recipe import Draft
-from spkv_nas.training.plan import FINISHED, Planner
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step
+from spkv_nas.training.run_plan import FINISHED, Planner
 from spkv_nas.training.step_cost import StepCost, estimate, measure
 from spkv_nas.training.text_size import TextSize
 from spkv_nas.training.variants import Variant
@@ -151,7 +151,7 @@ class TestDryRun:
         assert everything(tmp_path) == before
 
     def test_too_little_text_and_memory_are_said(self, recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: 1 << 17)
+        monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: 1 << 17)
         recipe = Recipe.read(recipe_file)
         small = TextSize(documents=2, tokens=100)
         planner = Planner(recipe, recipe_file.parent, recipe_file.parent / "runs", text=small)
@@ -304,7 +304,7 @@ class TestInit:
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: available)
+        monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: available)
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])
         assert Recipe.read(file).micro_batch_size == micro
@@ -322,7 +322,7 @@ class TestInit:
             return StepCost(2.0, 0.0, 0.0, 900, 100 if planner.recipe.gradient_checkpointing else 300, True)
 
         monkeypatch.setattr(Planner, "_cost", cost)
-        monkeypatch.setattr("spkv_nas.training.plan.available_bytes", lambda device: available)
+        monkeypatch.setattr("spkv_nas.training.run_plan.available_bytes", lambda device: available)
         file = tmp_path / "recipe.yaml"
         main(["init", str(model), str(corpus_folder), "--out", str(file)])
         recipe = Recipe.read(file)

@@ -14,8 +14,8 @@ import yaml
 from helpers import fails, tiny_model
 from transformers import PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base import device
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import MANIFEST
@@ -124,7 +124,7 @@ def test_a_probe_says_both(
     where = ["--model", str(checkpoint), "--data", str(tmp_path / "a.txt"), "--block-size", "32"]
     main(["probe", *where, "--workspace", str(tmp_path)])
     assert "computing in float32" in capsys.readouterr().err
-    facts = DensityTable.read(tmp_path / "probes" / "model").metadata
+    facts = HeadScores.read(tmp_path / "probes" / "model").metadata
     assert facts["dtype"] == "bfloat16"  # of the keys and values that the model will have
     assert facts["computed_in"] == "float32"
 

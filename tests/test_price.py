@@ -15,7 +15,7 @@ from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.modes import set_gate_mode, set_price
-from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.model.price import KeyBenefitEstimator, Price
 from spkv_nas.training.recipe import GatesConfig
 
 RATE = 1e-3  # learning rate where it does not matter
@@ -32,7 +32,7 @@ class TestBenefits:
         """At a price that is a head's benefit, the gradient of its bias is zero: the definition of the unit."""
         model = gated(init_scale=0.0, bias=0.3)
         set_gate_mode(model, "soft")
-        watch = BenefitWatch(model)
+        watch = KeyBenefitEstimator(model)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         benefits = watch.stop()
         assert benefits.shape == (4, 2)
@@ -49,7 +49,7 @@ class TestBenefits:
         set_gate_mode(model, "soft")
         found = []
         for parts in ([tokens], list(tokens.split(1))):
-            watch = BenefitWatch(model)
+            watch = KeyBenefitEstimator(model)
             for part in parts:
                 (model(input_ids=part, labels=part, use_cache=False).loss / len(parts)).backward()
             found.append(watch.stop())
@@ -57,7 +57,7 @@ class TestBenefits:
 
     def test_heads_without_a_gate_have_none(self, tokens: Tensor) -> None:
         model = gated(heads=["SG", "SL", "SS", "LG"])
-        watch = BenefitWatch(model)
+        watch = KeyBenefitEstimator(model)
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
         benefits = watch.stop()
         assert np.isfinite(benefits).tolist() == [[True, False], [True, False], [True, True]]

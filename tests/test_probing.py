@@ -11,8 +11,8 @@ import torch
 from helpers import all_logits, gated, scatter_gates, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli.show import change as shown
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, build_blocks
@@ -93,7 +93,7 @@ def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: To
     table = probe(model, blocks, 0.5)
     logits = all_logits(model, blocks, 0.5)
     table.write(tmp_path)
-    stored = DensityTable.read(tmp_path)
+    stored = HeadScores.read(tmp_path)
     for tau in (0.1, 0.35, 0.8):
         exact = (logits >= threshold_logit(tau)).mean((0, 3))
         assert np.allclose(table.at_tau(tau).density, exact, atol=0.02)
@@ -105,7 +105,7 @@ def test_one_document_gives_no_error(model: PreTrainedModel, blocks: TokenBlocks
     table = probe(model, TokenBlocks(blocks.tokens, 0 * blocks.document, (DocumentInfo("0", "a", "0"),)))
     assert table.rows["standard_error"].isna().all()
     table.write(tmp_path)
-    assert DensityTable.read(tmp_path).rows["standard_error"].isna().all()
+    assert HeadScores.read(tmp_path).rows["standard_error"].isna().all()
 
 
 class TestStrings:

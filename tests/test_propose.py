@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram, rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
@@ -25,23 +25,23 @@ from spkv_nas.proposal.requirements import Requirements
 STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "random-2", "densest", "sparsest"]
 
 
-def make_table(density: object, **options: object) -> DensityTable:
+def make_table(density: object, **options: object) -> HeadScores:
     """A table with one domain from ``density`` [L, Hkv]."""
     grid = np.asarray(density, dtype=float)
     layer, head = (axis.ravel() for axis in np.indices(grid.shape))
     frame = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
         domain="all", num_tokens=1000, num_documents=2, standard_error=math.nan
     )
-    return DensityTable("p", frame, **options)  # type: ignore[arg-type]
+    return HeadScores("p", frame, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def table() -> DensityTable:
+def table() -> HeadScores:
     """21 layers x 3 KV heads, as the paper's reference."""
     return make_table(np.random.default_rng(0).random((21, 3)), window=32)
 
 
-def test_the_papers_layouts(table: DensityTable) -> None:
+def test_the_papers_layouts(table: HeadScores) -> None:
     layouts = propose(table, 18)
     assert sorted(layouts) == sorted(STRATEGIES)
     assert layouts["interleaved-first"].global_layers == (0, 4, 8, 12, 16, 20)
@@ -69,7 +69,7 @@ def test_layer_patterns_for_every_budget(num_layers: int, num_kv_heads: int) -> 
             assert layouts["interleaved-last"].global_layers[0] > 0
 
 
-def test_budget_that_whole_layers_cannot_give_is_said(table: DensityTable) -> None:
+def test_budget_that_whole_layers_cannot_give_is_said(table: HeadScores) -> None:
     answer = propose_for(table, budget=17)
     assert answer.layouts["interleaved-first"].num_global == 18
     assert answer.layouts["densest"].num_global == 17
@@ -79,7 +79,7 @@ def test_budget_that_whole_layers_cannot_give_is_said(table: DensityTable) -> No
     assert notes["densest"] == ""
 
 
-def test_densest_and_sparsest_take_the_extremes(table: DensityTable) -> None:
+def test_densest_and_sparsest_take_the_extremes(table: HeadScores) -> None:
     order = np.sort(table.density.ravel())
     layouts = propose(table, 18)
     assert table.density[layouts["densest"].global_mask].min() == order[-18]
@@ -95,7 +95,7 @@ def test_ties_go_to_the_earlier_layer_then_head() -> None:
     assert propose(equal, 3)["sparsest"].heads == ("GG", "GL", "LL")
 
 
-def test_random_layouts_follow_their_seed(table: DensityTable) -> None:
+def test_random_layouts_follow_their_seed(table: HeadScores) -> None:
     first, again, shifted = (propose(table, 18, seed=seed) for seed in (0, 0, 1))
     assert len({first[f"random-{i}"].content_hash for i in range(3)}) == 3
     assert first == again
@@ -104,20 +104,20 @@ def test_random_layouts_follow_their_seed(table: DensityTable) -> None:
     assert first["densest"].provenance["seed"] is None
 
 
-def test_random_coverage_is_the_budget_share_on_average(table: DensityTable) -> None:
+def test_random_coverage_is_the_budget_share_on_average(table: HeadScores) -> None:
     layouts = propose(table, 18, num_random=200)
     covered = [coverage(table, layout) for name, layout in layouts.items() if name.startswith("random")]
     assert np.mean(covered) == pytest.approx(18 / 63, abs=0.01)
 
 
-def test_provenance(table: DensityTable) -> None:
+def test_provenance(table: HeadScores) -> None:
     provenance = dict(propose(table, "28.6%")["densest"].provenance)
     assert list(provenance) == ["probe", "probe_hash", "budget", "coverage", "tau", "seed", "created_by"]
     assert (provenance["probe"], provenance["budget"], provenance["tau"]) == ("p", 18, 0.5)
     assert str(provenance["created_by"]).startswith("spkv-nas ")
 
 
-def test_window_is_the_tables_else_128(table: DensityTable) -> None:
+def test_window_is_the_tables_else_128(table: HeadScores) -> None:
     assert propose(make_table([[0.5, 0.1]]), 1)["densest"].window == 128
     assert propose(make_table([[0.5, 0.1]]), 1, window=16)["densest"].window == 16
 
@@ -133,7 +133,7 @@ def test_the_budget_without_one_is_the_papers_share(heads: int, taken: int) -> N
 
 
 @pytest.mark.parametrize("budget", [0, -1, 64, "0", "0%", "0.1%", "101%", "-5%", "nan%", "inf%", "x", "", "%", "1.5"])
-def test_budgets_that_make_no_sense(table: DensityTable, budget: int | str) -> None:
+def test_budgets_that_make_no_sense(table: HeadScores, budget: int | str) -> None:
     with pytest.raises(UserError, match="budget"):
         propose(table, budget)
 
@@ -145,7 +145,7 @@ def test_coverage() -> None:
     assert coverage(table, Layout(("GG", "GG"), 8)) == pytest.approx(1.0)
 
 
-def test_coverage_needs_one_shape(table: DensityTable) -> None:
+def test_coverage_needs_one_shape(table: HeadScores) -> None:
     with pytest.raises(UserError, match=r"4 layers x 2 KV heads.*21 layers x 3"):
         coverage(table, Layout(("GL",) * 4, 8))
 
@@ -155,7 +155,7 @@ def test_coverage_of_a_table_without_density() -> None:
         propose(make_table(np.zeros((3, 2))), 2)
 
 
-def test_coverage_curve(table: DensityTable) -> None:
+def test_coverage_curve(table: HeadScores) -> None:
     curve = coverage_curve(table)
     assert list(curve["budget"]) == list(range(1, 64))
     assert curve["densest"].iloc[17] == pytest.approx(coverage(table, propose(table, 18)["densest"]))
@@ -163,7 +163,7 @@ def test_coverage_curve(table: DensityTable) -> None:
     assert (curve["densest"] >= curve["random"] - 1e-12).all()
 
 
-def histogram_table() -> DensityTable:
+def histogram_table() -> HeadScores:
     """Every head has 80 tokens spread evenly over logits -4 to 4."""
     counts = np.full((1, 3, 2, 10), 10)
     counts[..., [0, -1]] = 0
@@ -181,7 +181,7 @@ def test_thresholds() -> None:
 class TestMatchBudget:
     """It ended in "no head keeps anything at tau = 1" where the gates were open."""
 
-    def table(self, below: int, above: int) -> DensityTable:
+    def table(self, below: int, above: int) -> HeadScores:
         """Every head has 100 tokens, some of them with a logit outside the bins, from -12 to 12."""
         counts = np.zeros((1, 3, 2, 482), dtype=np.int64)
         counts[..., 0], counts[..., -1], counts[..., 241] = below, above, 100 - below - above
@@ -270,7 +270,7 @@ class TestProposal:
         table = histogram_table()
         proposal = Proposal.read(write_layouts(tmp_path, propose(table.at_tau(0.7), 2)))
         table.write(tmp_path / "p")
-        read = DensityTable.read(tmp_path / "p")
+        read = HeadScores.read(tmp_path / "p")
         assert read.content_hash == table.content_hash == table.at_tau(0.7).content_hash
         np.testing.assert_allclose(proposal.table(read).density, table.at_tau(0.7).density)  # without a warning
         again = make_table(np.full((3, 2), 0.4), histogram=table.histogram)
@@ -316,7 +316,7 @@ def test_thresholds_that_make_no_sense(tau: str) -> None:
         resolve_tau(histogram_table(), tau, 2)
 
 
-def test_files(table: DensityTable, tmp_path: Path) -> None:
+def test_files(table: HeadScores, tmp_path: Path) -> None:
     answer = propose_for(table, budget=18)
     write_proposal(tmp_path / "p", answer)
     for name, layout in answer.layouts.items():
@@ -333,7 +333,7 @@ def test_files(table: DensityTable, tmp_path: Path) -> None:
     assert spread.standard_deviation == pytest.approx(np.std(values, ddof=1), abs=1e-4)
 
 
-def test_nothing_of_an_earlier_proposal_is_left(table: DensityTable, tmp_path: Path) -> None:
+def test_nothing_of_an_earlier_proposal_is_left(table: HeadScores, tmp_path: Path) -> None:
     write_proposal(tmp_path, propose_for(table, Requirements(Constraints(max_per_layer=2)), 18))
     assert (tmp_path / "constrained.yaml").exists()
     (tmp_path / "heads.csv").write_text("")  # of a probe with counts by document
@@ -369,7 +369,7 @@ def test_period_of_four_at_other_depths(
 
 
 @pytest.mark.parametrize("options", [{"seed": -1}, {"num_random": -1}, {"window": 0}])
-def test_options_out_of_range(table: DensityTable, options: dict[str, int]) -> None:
+def test_options_out_of_range(table: HeadScores, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match=next(iter(options)).removeprefix("num_")):
         propose(table, 18, **options)  # type: ignore[arg-type]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import spkv_nas
-from spkv_nas import DensityTable, Layout, UserError
+from spkv_nas import HeadScores, Layout, UserError
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.section import checkpoint_layout, gate_config
+from spkv_nas.model.config_section import checkpoint_layout, gate_config
 
 LAYOUT = Layout(("GL", "LL", "LG", "GG"), window=5, strategy="mixed")
 
@@ -27,7 +27,7 @@ def test_paths_are_text(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
     LAYOUT.write(f"{tmp_path}/layout.yaml")
     assert Layout.read(f"{tmp_path}/layout.yaml").heads == LAYOUT.heads
     make_table(DENSITY).write(f"{tmp_path}/probe")
-    assert np.allclose(DensityTable.read(f"{tmp_path}/probe").values, DENSITY)
+    assert np.allclose(HeadScores.read(f"{tmp_path}/probe").values, DENSITY)
     spkv_nas.export(LAYOUT, f"{tmp_path}/dense", f"{tmp_path}/hybrid")
     hybrid, _ = spkv_nas.load(f"{tmp_path}/hybrid")
     model, _ = spkv_nas.load(f"{tmp_path}/dense")

@@ -14,10 +14,10 @@ from spkv_nas.artifacts.comparison import FULL_ATTENTION
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import RANDOM, SURROGATE
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
+from spkv_nas.evaluation.early_stopping import Estimate, Race, RungSchedule
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.evaluation.racing import Course, Estimate, Race
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.search.rivals import Finished
+from spkv_nas.search.incumbents import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import GENERATION, Result
@@ -34,15 +34,15 @@ def text() -> TokenBlocks:
 
 
 @pytest.fixture
-def course(text: TokenBlocks) -> Course:
+def course(text: TokenBlocks) -> RungSchedule:
     """Laps of 10, 11 and 22 blocks."""
-    course = Course.of(text)
+    course = RungSchedule.of(text)
     assert course is not None
     return course
 
 
 @pytest.fixture
-def race(course: Course, tmp_path: Path) -> Race:
+def race(course: RungSchedule, tmp_path: Path) -> Race:
     return Race(tiny_model(), course, 8, tmp_path / "whole", [tmp_path / "first", tmp_path / "second"])
 
 
@@ -54,11 +54,11 @@ def planted(blocks: TokenBlocks, losses: Iterable[float]) -> DocumentNLL:
 
 
 class TestCourse:
-    def test_laps_double_what_was_seen_and_are_the_text(self, course: Course, text: TokenBlocks) -> None:
+    def test_laps_double_what_was_seen_and_are_the_text(self, course: RungSchedule, text: TokenBlocks) -> None:
         assert [lap.num_blocks for lap in course.laps] == [10, 11, 22]
         assert sorted(row for lap in course.laps for row in lap.tokens.tolist()) == sorted(text.tokens.tolist())
 
-    def test_a_piece_is_what_a_block_holds_of_a_document(self, course: Course, text: TokenBlocks) -> None:
+    def test_a_piece_is_what_a_block_holds_of_a_document(self, course: RungSchedule, text: TokenBlocks) -> None:
         for lap, blocks, documents in zip(course.laps, course.block, course.document, strict=True):
             for number, (tokens, piece) in enumerate(zip(lap.tokens, lap.document, strict=True)):
                 row = int((text.tokens == tokens).all(1).argmax())
@@ -75,7 +75,7 @@ class TestCourse:
 
     @pytest.mark.parametrize(("blocks", "laps"), [(15, None), (16, [8, 8]), (33, [8, 8, 17])])
     def test_a_short_text_has_fewer_laps_or_none(self, text: TokenBlocks, blocks: int, laps: list[int] | None) -> None:
-        found = Course.of(text.take(blocks))
+        found = RungSchedule.of(text.take(blocks))
         assert laps == (None if found is None else [lap.num_blocks for lap in found.laps])
 
 

@@ -15,7 +15,7 @@ from attack.readers import READERS, make_probe
 from helpers import fails, make_comparison, make_layouts, make_search, make_table
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base import replace as replacement
 from spkv_nas.base.arrays import Array, read_arrays
@@ -66,7 +66,7 @@ class TestText:
                 with pytest.raises(UserError):
                     read(tmp_path / name, "recipe")
             with pytest.raises(UserError):
-                DensityTable.read(tmp_path / name)
+                HeadScores.read(tmp_path / name)
 
     def test_a_named_pipe_does_not_hang(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.yaml")
@@ -146,7 +146,7 @@ class TestArrays:
         other = replace(table.histogram, counts=table.histogram.counts[:, :3])
         replace(table, histogram=other, documents=None).write(tmp_path)
         with pytest.raises(UserError, match=r"histogram\.npz is for 3 layers x 2 KV heads, the table beside it has 4"):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
 
 
 class TestSources:
@@ -218,7 +218,7 @@ class TestRecords:
 
     def test_results_that_are_committed_read_without_a_warning(self) -> None:
         for folder in (ROOT / "probes").glob("*/"):
-            DensityTable.read(folder)
+            HeadScores.read(folder)
         for file in (ROOT / "layouts").rglob("*.yaml"):
             Layout.read(file)
         for file in (ROOT / "reports").rglob("*.yaml"):
@@ -268,9 +268,9 @@ class TestResults:
         old.write(tmp_path)
         monkeypatch.setattr(replacement, "_settle", lambda folder: None)
         new.write(tmp_path)  # decided on, and killed before the files were moved
-        assert DensityTable.read(tmp_path).grid == old.grid
+        assert HeadScores.read(tmp_path).grid == old.grid
         monkeypatch.undo()
-        assert DensityTable.read(tmp_path).grid == new.grid
+        assert HeadScores.read(tmp_path).grid == new.grid
 
     def test_other_results_in_a_folder_survive(self, tmp_path: Path) -> None:
         (tmp_path / "mine.txt").write_text("mine")
@@ -295,7 +295,7 @@ class TestNames:
         make_table([[0.5, 0.25]]).write(tmp_path)
         (tmp_path / "probe.yaml").write_text("name: ../../evil\n")
         with pytest.raises(UserError, match=r"probe\.yaml: key 'name': the probe '../../evil' cannot name a file"):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
 
     @pytest.mark.parametrize("kind", ["probes", "layouts", "reports", "runs"])
     def test_files_where_folders_should_be(self, kind: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from helpers import tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
@@ -88,7 +88,7 @@ class TestRidge:
         assert not (found.operator @ np.full(20, 3.0)).round(12).any()
 
 
-class Judge:
+class Evaluator:
     """In place of ``zero_shot``: NLL by document that falls by a planted gain for every global head."""
 
     def __init__(self, gains: np.ndarray, num_documents: int) -> None:
@@ -105,7 +105,7 @@ class Judge:
 
 class TestTable:
     def test_planted_gains_by_domain(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-        judge = Judge(np.random.default_rng(5).uniform(0, 0.1, size=(4, 2)), 10)
+        judge = Evaluator(np.random.default_rng(5).uniform(0, 0.1, size=(4, 2)), 10)
         monkeypatch.setattr(module, "zero_shot", judge)
         table = regression(tiny_model(vocab_size=300), blocks, WINDOW, budget=3, num_layouts=200)
         assert all(layout.num_global == 3 and layout.window == WINDOW for layout in judge.seen)
@@ -178,7 +178,7 @@ def test_command(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, capsys
     command = ["probe", *map(str, options), "--signal", "regression", "--window", "8"]
     main([*command, "--budget", "3", "--num-layouts", "12", "--seed", "5"])
     assert "forward passes over 256 tokens; scores reused: 1" in capsys.readouterr().out
-    table = DensityTable.read(tmp_path / "w" / "probes" / "mine-regression")
+    table = HeadScores.read(tmp_path / "w" / "probes" / "mine-regression")
     assert {key: table.metadata[key] for key in ("budget", "seed", "signal")} == {
         "budget": 3, "seed": 5, "signal": "regression",
     }  # fmt: skip

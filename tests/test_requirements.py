@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from helpers import fails, make_domain_table, make_table
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
@@ -172,7 +172,7 @@ class TestCommand:
         layout = Layout.read(workspace / "layouts" / "p" / "robust.yaml")
         assert layout.heads == tuple(
             "".join("G" if j == row.argmax() else "L" for j in range(3))
-            for row in DensityTable.read(workspace / "probes" / "p").density
+            for row in HeadScores.read(workspace / "probes" / "p").density
         )
         self.propose(workspace, "--budget", "6")
         assert not (workspace / "layouts" / "p" / "robust.yaml").exists()

@@ -27,7 +27,7 @@ from spkv_nas.base.locks import FolderLock, locked
 from spkv_nas.base.manifest import MANIFEST, read_manifest, write_manifest
 from spkv_nas.base.progress import Reporter
 from spkv_nas.training import callbacks, run_files, trainer
-from spkv_nas.training.branches import Branch, Trunk, train_branch
+from spkv_nas.training.branches import Branch, BranchContext, train_branch
 from spkv_nas.training.corpus import Corpus, load_corpus, tokenizer_folder
 from spkv_nas.training.dense import train_dense
 from spkv_nas.training.recipe import Recipe
@@ -357,7 +357,7 @@ def test_the_time_that_training_took_names_nothing(recipe: Recipe, corpus: Corpu
     """Branches are named by their dense run, which trained at another speed had another hash."""
 
     def name() -> str:
-        return Trunk(recipe, corpus, dense, tmp_path / "runs").folder(Variant.sp_kv()).name
+        return BranchContext(recipe, corpus, dense, tmp_path / "runs").folder(Variant.sp_kv()).name
 
     before = name()
     log = pd.read_csv(dense / "train-log.csv")

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load
-from spkv_nas.model.own_type import set_own_type
+from spkv_nas.model.custom_model_type import set_own_type
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus

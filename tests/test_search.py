@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import make_table
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import DENSITY, RANDOM, SURROGATE, TPE
 from spkv_nas.artifacts.search_table import Retraining, read_search
@@ -29,20 +29,20 @@ from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial
 
 
 @pytest.fixture
-def table() -> DensityTable:
+def table() -> HeadScores:
     """6 layers x 3 KV heads, all densities different."""
     density = np.random.default_rng(3).permutation(18).reshape(6, 3) / 18 + 0.01
     return make_table(density)
 
 
-def value(layout: Layout, table: DensityTable) -> float:
+def value(layout: Layout, table: HeadScores) -> float:
     """An objective: what the global heads miss of a second grid of weights."""
     weights = np.random.default_rng(5).random((table.num_layers, table.num_kv_heads)) + table.density
     return -float(weights[layout.global_mask].sum())
 
 
 class TestSpace:
-    def test_a_point_is_a_layout(self, table: DensityTable) -> None:
+    def test_a_point_is_a_layout(self, table: HeadScores) -> None:
         space = Space(table, (5, 5), 8)
         layout = Layout.from_mask(densest(table.density, 5), window=8)
         assert space.layout(space.point(layout)) == Layout(layout.heads, 8, "search")
@@ -58,13 +58,13 @@ class TestSpace:
         ids=["none", "layers", "per layer", "uniform"],
     )
     def test_whatever_is_wished_for_becomes_a_layout_of_the_space(
-        self, table: DensityTable, constraints: Constraints
+        self, table: HeadScores, constraints: Constraints
     ) -> None:
         space = Space(table, (6, 6), 8, constraints)
         generator = np.random.default_rng(0)
         for _ in range(10):
-            wished = generator.random((6, 3)) < 0.5
-            found = space.nearest(wished, 6, generator.random((6, 3)), by_density=True)
+            suggested = generator.random((6, 3)) < 0.5
+            found = space.nearest(suggested, 6, generator.random((6, 3)), by_density=True)
             rows = found.heads
             free = [r for i, r in enumerate(rows) if i not in (*constraints.global_layers, *constraints.local_layers)]
             assert found.num_global <= 6
@@ -74,7 +74,7 @@ class TestSpace:
             assert constraints.max_per_layer is None or max(r.count("G") for r in free) <= constraints.max_per_layer
             assert not constraints.uniform or len({r.count("G") for r in rows} - {0, 3}) <= 1
 
-    def test_a_wish_that_is_a_layout_is_granted(self, table: DensityTable) -> None:
+    def test_a_wish_that_is_a_layout_is_granted(self, table: HeadScores) -> None:
         space = Space(table, (6, 6), 8)
         generator = np.random.default_rng(1)
         for _ in range(10):
@@ -82,7 +82,7 @@ class TestSpace:
             found = space.nearest(mask, 6, generator.random((6, 3)), by_density=True)
             assert (found.global_mask == mask).all()
 
-    def test_contains(self, table: DensityTable) -> None:
+    def test_contains(self, table: HeadScores) -> None:
         space = Space(table, (3, 6), 8, Constraints(granularity="layer"))
         assert space.contains(Layout(("GGG", "LLL", "LLL", "GGG", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("GGL", "LLL", "LLL", "GLL", "LLL", "LLL"), 8))
@@ -101,18 +101,18 @@ class TestSpace:
         assert len(set(tried)) == len(tried)
         assert "".join(tried[-1]).count("G") == 1
 
-    def test_a_budget_that_whole_layers_cannot_give(self, table: DensityTable) -> None:
+    def test_a_budget_that_whole_layers_cannot_give(self, table: HeadScores) -> None:
         space = Space(table, (5, 5), 8, Constraints(granularity="layer"))
         assert space.contains(Layout(("GGG", "LLL", "LLL", "LLL", "LLL", "LLL"), 8))
         assert not space.contains(Layout(("LLL",) * 6, 8))
 
-    def test_infeasible_is_said_at_once(self, table: DensityTable) -> None:
+    def test_infeasible_is_said_at_once(self, table: HeadScores) -> None:
         with pytest.raises(UserError, match="no layout meets"):
             Space(table, (2, 9), 8, Constraints(granularity="layer", min_per_layer=1)).check()
 
 
 class TestSampler:
-    def test_density_begins_with_the_starts_and_stays_near_the_densest(self, table: DensityTable) -> None:
+    def test_density_begins_with_the_starts_and_stays_near_the_densest(self, table: HeadScores) -> None:
         space = Space(table, (6, 6), 8)
         start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8)
         sampler = Sampler(space, DENSITY, 0, [start])
@@ -121,7 +121,7 @@ class TestSampler:
         shared = [(sampler.layout(i, []).global_mask & best).sum() for i in range(1, GENERATION)]
         assert np.mean(shared) > 3.5  # of 6; at random 2
 
-    def test_random_draws_every_head_equally_often(self, table: DensityTable) -> None:
+    def test_random_draws_every_head_equally_often(self, table: HeadScores) -> None:
         space = Space(table, (6, 6), 8)
         sampler = Sampler(space, RANDOM, 0)
         drawn = np.array([sampler.layout(i, []).global_mask for i in range(600)])
@@ -129,7 +129,7 @@ class TestSampler:
         assert abs(drawn.mean(0) - 1 / 3).max() < 0.1  # five standard errors
 
     @pytest.mark.parametrize("kind", [DENSITY, TPE])
-    def test_later_generations_learn(self, table: DensityTable, kind: str) -> None:
+    def test_later_generations_learn(self, table: HeadScores, kind: str) -> None:
         space = Space(table, (6, 6), 8)
         means = {}
         for each in (kind, RANDOM):
@@ -140,7 +140,7 @@ class TestSampler:
             means[each] = np.mean([result.values[0] for result in known[-2 * GENERATION :]])
         assert means[kind] < means[RANDOM] - 0.5
 
-    def test_budgets_of_a_range_are_spread(self, table: DensityTable) -> None:
+    def test_budgets_of_a_range_are_spread(self, table: HeadScores) -> None:
         space = Space(table, (3, 12), 8)
         sampler = Sampler(space, DENSITY, 0)
         numbers = {sampler.layout(i, []).num_global for i in range(40)}
@@ -178,7 +178,7 @@ class TestResults:
         assert [trial.number for trial in front(trials)] == [1, 2, 0]
         assert [trial.number for trial in front(made_trials([(3.0, None), (1.0, None)]))] == [1]
 
-    def test_guidance_by_hand(self, table: DensityTable) -> None:
+    def test_guidance_by_hand(self, table: HeadScores) -> None:
         trials = made_trials([(3.0, None), (1.0, None), (2.0, None)]) + made_trials([(4.0, None), (5.0, None)], RANDOM)
         rows = result_table(trials, table)
         assert best_so_far(rows)["quality"].tolist() == [3.0, 1.0, 1.0, 4.0, 4.0]
@@ -198,7 +198,7 @@ class TableJudge:
     tokens_chosen_on = 100
     judged_on = np.array([100])
 
-    def __init__(self, table: DensityTable, racing: bool = False) -> None:
+    def __init__(self, table: HeadScores, racing: bool = False) -> None:
         self._table, self.settings, self.done, self._racing = table, {"name": "no model"}, list[str](), racing
 
     def steps(self, fidelity: Retraining) -> int:
@@ -233,13 +233,13 @@ class TestJudge:
     start = Layout(("GGG", "GGG", "LLL", "LLL", "LLL", "LLL"), 8, "start")
 
     def search(
-        self, table: DensityTable, folder: Path, effort: Effort, *, racing: bool = False, **options: Any
+        self, table: HeadScores, folder: Path, effort: Effort, *, racing: bool = False, **options: Any
     ) -> tuple[Search, TableJudge]:
         judge = TableJudge(table, racing)
         starts = {"start": self.start}
         return Search(judge, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), judge
 
-    def test_any_judge_will_do(self, table: DensityTable, tmp_path: Path) -> None:
+    def test_any_judge_will_do(self, table: HeadScores, tmp_path: Path) -> None:
         effort = Effort(trials=20, short=3, full=1)
         search, judge = self.search(table, tmp_path / "study", effort)
         trials = search.run()
@@ -256,7 +256,7 @@ class TestJudge:
         assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 
-    def test_a_sampler_that_tried_nothing_of_its_own(self, table: DensityTable, tmp_path: Path) -> None:
+    def test_a_sampler_that_tried_nothing_of_its_own(self, table: HeadScores, tmp_path: Path) -> None:
         """Nothing but the layouts to start from was tried: there is nobody to promote, which was an error."""
         search, judge = self.search(table, tmp_path, Effort(trials=1, short=2, full=1))
         trials = search.run()
@@ -264,7 +264,7 @@ class TestJudge:
         assert all(trial.full is not None for trial in trials)
         assert len(judge.done) == 4
 
-    def test_with_a_cost(self, table: DensityTable, tmp_path: Path) -> None:
+    def test_with_a_cost(self, table: HeadScores, tmp_path: Path) -> None:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G")))
         search, _ = self.search(table, tmp_path, Effort(trials=20, short=2, full=0), cost=cost)
         trials = search.run()
@@ -276,7 +276,7 @@ class TestJudge:
 
     @pytest.mark.parametrize("has_cost", [False, True], ids=["nll", "front"])
     def test_whatever_is_promoted_or_on_the_front_was_not_stopped(
-        self, table: DensityTable, tmp_path: Path, has_cost: bool
+        self, table: HeadScores, tmp_path: Path, has_cost: bool
     ) -> None:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G"))) if has_cost else None
         found = {}

@@ -25,7 +25,7 @@ from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.search.trials import first_front
 from spkv_nas.training.corpus import load_corpus
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_judge import RecipeJudge
+from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 _BYTES = ["--objective", "nll,kv-bytes", "--context", "1k", "--head-dim", "4", "--kv-dtype", "float32"]
 _ENOUGH = ["--max-tokens", "1280"]  # to race on
@@ -233,14 +233,14 @@ class TestCommand:
     def test_what_the_cache_lacks_is_said_before_training(
         self, project: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(RecipeJudge, "prepare", lambda *_, **__: pytest.fail("trains"))
+        monkeypatch.setattr(RecipeEvaluator, "prepare", lambda *_, **__: pytest.fail("trains"))
         more = ["--budget", "3", "--objective", "nll,kv-bytes", "--context", "1k"]
         assert "give --head-dim" in fails(capsys, *command(*project, *more))
 
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
         recipe, workspace = Recipe.read(project[0]), project[1]
         runs = workspace / "runs" / "tiny"
-        judge = RecipeJudge.prepare(recipe, project[0].parent, runs, max_tokens=640)
+        judge = RecipeEvaluator.prepare(recipe, project[0].parent, runs, max_tokens=640)
         heldout = load_corpus(recipe, project[0].parent, runs).heldout
         seen = set(np.unique(heldout.take(heldout.num_blocks // 2).spread(20).document).tolist())
         assert len(seen) >= 8  # the first 20 blocks were of 4 documents

@@ -15,10 +15,10 @@ from helpers import gated, make_layouts, tiny_model, weights
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.schema import merged
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.sweep import evaluate
@@ -54,7 +54,7 @@ def short_of_memory(model: PreTrainedModel, most: int, *, layer: int = 2, fittin
     return seen
 
 
-def same(one: DensityTable, other: DensityTable) -> None:
+def same(one: HeadScores, other: HeadScores) -> None:
     pd.testing.assert_frame_equal(one.rows, other.rows, rtol=1e-6, atol=1e-7)
     assert (one.documents is None) == (other.documents is None)
     if one.documents is not None and other.documents is not None:
@@ -74,7 +74,7 @@ class TestTogether:
                 raise ERROR
             return number
 
-        together = Together(7)
+        together = AdaptiveBatchSize(7)
         with pytest.warns(UserWarning, match=r"no memory for \d blocks at once") as warned:
             assert together.run(work, 9) == 2
         assert len(warned) == 2
@@ -87,7 +87,7 @@ class TestTogether:
             raise error
 
         with pytest.raises(RuntimeError, match=str(error)[:20]):
-            Together(1 if error is ERROR else 4).run(work, 4)
+            AdaptiveBatchSize(1 if error is ERROR else 4).run(work, 4)
 
 
 @pytest.mark.filterwarnings("ignore:no memory for", "ignore:the model predicts", "ignore:what")
@@ -117,7 +117,7 @@ class TestMeasuring:
         options: dict[str, Any] = {"window": WINDOW}
         options |= {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
 
-        def measure(model: PreTrainedModel) -> DensityTable:
+        def measure(model: PreTrainedModel) -> HeadScores:
             told: list[tuple[int, int]] = []
             found = measure_signal(signal, model, blocks, progress=lambda *now: told.append(now), **options)
             assert told[-1][0] == told[-1][1]
@@ -130,7 +130,7 @@ class TestMeasuring:
 
     @pytest.mark.parametrize("signal", ["duo", "head-gates"])
     def test_signals_that_learn(self, signal: str, blocks: TokenBlocks) -> None:
-        def learn(model: PreTrainedModel) -> DensityTable:
+        def learn(model: PreTrainedModel) -> HeadScores:
             return measure_signal(signal, model, blocks, window=WINDOW, steps=4)
 
         model = tiny_model()

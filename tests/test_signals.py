@@ -14,7 +14,7 @@ from helpers import fails, gated, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import SIGNALS, check_options
 from spkv_nas.base.errors import UserError
@@ -261,7 +261,7 @@ class TestMeasure:
         assert table.window == 6
         assert 0.0 <= table.density.min() < table.density.max() <= 1.0
         table.write(tmp_path / "mine")
-        read = DensityTable.read(tmp_path / "mine")
+        read = HeadScores.read(tmp_path / "mine")
         assert read.density == pytest.approx(table.density, abs=1e-5)
         assert (read.name, read.signal, read.metadata["source"]) == ("mine", signal, "somewhere")
         assert read.diagnosis() == []
@@ -307,7 +307,7 @@ class TestCommand:
         main(["probe", *options, "--signal", signal, "--window", "8", *extra])
         name, place = f"mine-{signal}", tmp_path / "w"
         assert f"{signal} mean" in capsys.readouterr().out
-        table = DensityTable.read(place / "probes" / name)
+        table = HeadScores.read(place / "probes" / name)
         assert (table.signal, table.window, table.num_layers) == (signal, 8, 4)
         main(["propose", "--probe", name, "--budget", "3", "--workspace", str(place)])
         layout = Layout.read(place / "layouts" / name / "densest.yaml")

@@ -20,7 +20,7 @@ from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.sweep import evaluate
 from spkv_nas.evaluation.zero_shot import zero_shot
-from spkv_nas.model import spread
+from spkv_nas.model import device_map
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.density import probe
 from spkv_nas.probing.priced import learn_gates
@@ -79,9 +79,9 @@ def test_layers_are_parted_by_memory(free: int, expected: set[int | str], monkey
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(spread, "available_bytes", lambda device: free)
+    monkeypatch.setattr(device_map, "available_bytes", lambda device: free)
     monkeypatch.setattr(accelerate, "dispatch_model", dispatch)
-    spread.spread(model)
+    device_map.spread(model)
     assert set(made.values()) == expected
     assert made["model.embed_tokens"] == 0  # where tokens go
     layers = {name: place for name, place in made.items() if name.startswith("model.layers.")}

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 from helpers import Page, all_logits, fails, make_layouts, scatter_gates, tiny_model
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.documents import MAX_DOCUMENTS, DocumentCounts, group_documents
+from spkv_nas.artifacts.document_counts import MAX_DOCUMENTS, DocumentCounts, group_documents
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
@@ -31,9 +31,7 @@ from spkv_nas.report.page import write_report
 EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
 
 
-def make_probe(
-    seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = (4, 2), name: str = "p"
-) -> DensityTable:
+def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = (4, 2), name: str = "p") -> HeadScores:
     """A table of two domains as a probe makes it, from normal logits whose mean varies by head and by document."""
     generator = np.random.default_rng(seed)
     mean = np.random.default_rng(99).normal(0, 2, (1, *shape, 1))
@@ -52,7 +50,7 @@ def make_probe(
         for (number, layer, head), density in np.ndenumerate(counts.density())
     ]  # fmt: skip
     histogram = LogitHistogram(FINE, np.stack([fine[domain == i].sum(0) for i in (0, 1)]), ("code", "docs"))
-    return DensityTable(name, pd.DataFrame(rows), window=8, histogram=histogram, documents=counts)
+    return HeadScores(name, pd.DataFrame(rows), window=8, histogram=histogram, documents=counts)
 
 
 def _histogram(logits: np.ndarray, edges: np.ndarray) -> np.ndarray:
@@ -72,7 +70,7 @@ class TestDocumentCounts:
         table = probe(model, blocks, 0.5, batch_size=batch_size)
         table.write(tmp_path)
         logits = all_logits(model, blocks, 0.5).transpose(1, 2, 0, 3).reshape(4, 2, -1)
-        for found in (table.documents, DensityTable.read(tmp_path).documents):
+        for found in (table.documents, HeadScores.read(tmp_path).documents):
             assert found is not None
             order = np.lexsort((np.arange(12) // 2, np.arange(12) % 2))  # groups go domain by domain
             assert found.tokens.tolist() == [24] * 12
@@ -128,24 +126,24 @@ class TestDocumentCounts:
             pytest.warns(UserWarning, match=r"density\.csv: changed since it was written"),
             pytest.raises(UserError, match=r"documents\.npz does not add up"),
         ):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
         make_probe(shape=(3, 2)).write(tmp_path / "other")
         (tmp_path / "density.csv").write_text(text)
         (tmp_path / "other" / "documents.npz").rename(tmp_path / "documents.npz")
         with pytest.raises(UserError, match=r"documents\.npz is damaged: it is not what probe\.yaml beside it"):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
         record = tmp_path / "probe.yaml"
         record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))  # as of an older version
         with pytest.raises(UserError, match=r"documents\.npz is not of the table beside it"):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
         (tmp_path / "documents.npz").write_text("junk")
         with pytest.raises(UserError, match=r"documents\.npz is damaged"):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
 
     def test_an_older_probe_gives_no_interval(self, tmp_path: Path) -> None:
         make_probe().write(tmp_path)
         (tmp_path / "documents.npz").unlink()
-        table = DensityTable.read(tmp_path)
+        table = HeadScores.read(tmp_path)
         assert bootstrap(table) is None
         assert "no confidence interval available" in (caution(table) or "")
         replace(make_probe(), documents=None).write(tmp_path)

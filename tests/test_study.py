@@ -15,7 +15,7 @@ import pytest
 import yaml
 from helpers import RECIPE, write_project
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json
 from spkv_nas.report.chart import Points
@@ -111,7 +111,7 @@ def test_the_study_runs_and_goes_on(
     assert {"opening", "surrogate", "priced-frozen-match-budget", "B", "random-1", "sparsest"} <= set(deltas["chooser"])
     assert deltas.loc[deltas["fidelity"] == "retrained", "seeds"].eq(1).all()
     assert (deltas.loc[deltas["budget"] == "25%", "heads"] == 2).all()
-    priced = DensityTable.read(runs / "tiny" / "signals" / "priced-frozen-2")
+    priced = HeadScores.read(runs / "tiny" / "signals" / "priced-frozen-2")
     assert priced.priced_at == 0.25
     probed = read_json(runs / "tiny" / "reference.json", "note")["chosen_on"]
     assert int(priced.metadata["forward_tokens"]) == 2 * 3 * 64 + probed  # two passes a step, and the probe

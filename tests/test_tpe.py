@@ -9,7 +9,7 @@ from optuna.distributions import CategoricalDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import TrialState, create_trial
 
-from spkv_nas.search.tpe import good_ones, wish
+from spkv_nas.search.tpe import good_ones, suggest_mask
 
 ASKED = 80
 
@@ -40,7 +40,7 @@ def test_wishes_as_optuna_does(layouts: int, objectives: int) -> None:
     else:  # fronts of three, each worse than the last in both, so that no front is good in part
         front, place = np.divmod(generator.permutation(layouts), 3)
         values = np.stack([front + place / 4, front + (2 - place) / 4], 1).astype(float)
-    share = np.mean([wish(masks, values, np.random.default_rng(seed)) for seed in range(2000)], 0)
+    share = np.mean([suggest_mask(masks, values, np.random.default_rng(seed)) for seed in range(2000)], 0)
     assert (np.abs(by_optuna(masks, values) - ASKED * share) <= 4 * np.sqrt(ASKED * share * (1 - share))).all()
 
 

@@ -20,12 +20,12 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import merged
 from spkv_nas.evaluation.sweep import evaluate
+from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, read_size, save
 from spkv_nas.model.compiled import compiled
-from spkv_nas.model.density import DensityWatch
-from spkv_nas.model.recompute import recomputed
-from spkv_nas.model.watch import watch_logits
+from spkv_nas.model.density_tracker import DensityTracker
+from spkv_nas.model.hooks import watch_logits
 from spkv_nas.training.branch_setup import set_up
 from spkv_nas.training.branches import Branch, branch_key, train_branch
 from spkv_nas.training.corpus import Corpus
@@ -97,7 +97,7 @@ class TestRecomputed:
         layer = model.model.layers[1].mlp
         layer.register_forward_pre_hook(lambda *_: passes.append(1))
         seen: list[int] = []
-        watch = DensityWatch(model)
+        watch = DensityTracker(model)
         with recomputed(model), watch_logits(model, lambda number, _: seen.append(number)):
             watch.start()
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()

@@ -11,7 +11,7 @@ from spkv_kernels import CacheFullError, PagedKVCache, decode_attention
 
 pytest.importorskip("triton")
 
-from spkv_kernels.triton import decode
+from spkv_kernels.triton import decode_kernels
 
 
 class TestAppend:
@@ -147,7 +147,7 @@ class TestAppend:
         cache.reserve(17)
         pages, k, keep = cache.used_pages, normal(2, 2, 4), torch.ones(2, 2, device=DEVICE).bool()
         for _ in range(17):
-            decode.append(cache, k, -k, keep)
+            decode_kernels.append(cache, k, -k, keep)
             expected.append(k, -k, keep, backend="torch")
         assert cache.used_pages == pages
         self.check_same(cache, expected)
@@ -169,7 +169,7 @@ class TestAppend:
         others = {name: getattr(cache, name).clone() for name in ("pool_k", "pool_v")}
         k = normal(2, 2, 4)
         for _ in range(4):
-            decode.append(cache, k, -k, torch.tensor([[False, True]] * 2, device=DEVICE))
+            decode_kernels.append(cache, k, -k, torch.tensor([[False, True]] * 2, device=DEVICE))
         assert bool((cache.lengths[:, 1] == 4).all()), "two pages of two"
         full = (cache.page_owner == -1).nonzero()[:, 0]
         assert all(torch.equal(getattr(cache, name)[full], x[full]) for name, x in others.items())
@@ -186,7 +186,7 @@ class TestAppend:
         cache.reserve(8)
         cache.append(*token, backend="triton")
         for _ in range(7):  # replays
-            decode.append(cache, *token)
+            decode_kernels.append(cache, *token)
         monkeypatch.undo()
         cache.append(*token, backend="triton")
         assert int(cache.lengths) == 9 + 9 - 4

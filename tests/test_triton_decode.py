@@ -20,7 +20,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spkv_kernels.triton import decode
+from spkv_kernels.triton import decode_kernels
 from spkv_kernels.triton.config import default
 
 BENCHMARKS = Path(__file__).parent.parent / "kernels" / "benchmarks"
@@ -64,13 +64,13 @@ def test_agrees_with_the_oracle(group: int, size: int, page_size: int, window: i
 
 @pytest.mark.parametrize("programs", [1, 2, 3, 11, 64])
 def test_any_number_of_programs(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_num_programs", lambda _: programs)
+    monkeypatch.setattr(decode_kernels, "_num_programs", lambda _: programs)
     check(normal(3, 6, 16), filled_cache([400, 3, 90], 16))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel's constants stay: TestOnGPU has as many owners")
 def test_more_owners_than_are_counted_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode.OWNERS, "value", 4)
+    monkeypatch.setattr(decode_kernels.OWNERS, "value", 4)
     check(normal(5, 3, 16), filled_cache([100, 3, 90, 1, 130], 16))
 
 
@@ -81,14 +81,14 @@ def test_more_query_heads_than_a_tile_has_rows() -> None:
 def test_one_very_long_head_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every program has its share of the tiles, no more; the parts lie where the second kernel looks for them."""
     programs, written = 8, {}
-    monkeypatch.setattr(decode, "_num_programs", lambda _: programs)
-    run = decode.decode_combine_kernel.run
+    monkeypatch.setattr(decode_kernels, "_num_programs", lambda _: programs)
+    run = decode_kernels.decode_combine_kernel.run
 
     def watch(part: Tensor, lse: Tensor, *rest: object, **options: object) -> object:
         written["slots"] = set((~lse[:, 0].isnan()).nonzero()[:, 0].tolist())
         return run(part, lse, *rest, **options)
 
-    monkeypatch.setattr(decode.decode_combine_kernel, "run", watch)
+    monkeypatch.setattr(decode_kernels.decode_combine_kernel, "run", watch)
     cache = filled_cache([1500, 30, 30], 8, (0.0, 0.02, 1.0), window=30)
     q = normal(3, 3, 8)
     with unwritten_is_nan():
@@ -104,7 +104,7 @@ def test_one_very_long_head_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("programs", [1, 4])
 def test_an_empty_sequence_gives_zeros(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_num_programs", lambda _: programs)
+    monkeypatch.setattr(decode_kernels, "_num_programs", lambda _: programs)
     cache = filled_cache([100, 30, 3], 16)
     cache.free(1)
     q = normal(3, 3, 16)
@@ -193,7 +193,7 @@ class TestOnGPU:
         check(q, cache, 2e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps)
 
     def test_more_owners_than_are_counted_at_a_time(self) -> None:
-        heads = decode.OWNERS.value + 3
+        heads = decode_kernels.OWNERS.value + 3
         check(normal(1, heads, 16), filled_cache([200], 16, (0.5,) * heads))
 
     def test_a_hundred_runs_repeat_bitwise(self) -> None:

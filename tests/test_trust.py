@@ -16,8 +16,8 @@ import pytest
 from helpers import fails, gated, make_layouts, make_table, tiny_model
 from transformers import PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.errors import UserError
@@ -36,7 +36,7 @@ from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
 from spkv_nas.stages.options import SHOWN, ProbeOptions, ProposeOptions
 from spkv_nas.stages.probe import GAIN_TOKENS
 from spkv_nas.stages.propose import propose
-from spkv_nas.stages.trust import trust, unknown_trust
+from spkv_nas.stages.table_trust import trust, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])
 ERRORS = np.full((4, 2), 0.002)
@@ -105,21 +105,21 @@ class TestFiles:
     def test_they_travel_with_the_table(self, tmp_path: Path) -> None:
         table = replace(make_table(LEFT), gains=gains(GAINS, np.where(GAINS > 0.03, np.nan, 0.002)))
         table.write(tmp_path)
-        read = DensityTable.read(tmp_path)
+        read = HeadScores.read(tmp_path)
         assert read.gains is not None
         assert table.gains is not None
         assert np.array_equal(read.gains.values, GAINS)
         assert np.array_equal(read.gains.standard_error, table.gains.standard_error, equal_nan=True)
         assert read.content_hash == table.content_hash == make_table(LEFT).content_hash
         make_table(LEFT).write(tmp_path)
-        assert DensityTable.read(tmp_path).gains is None
+        assert HeadScores.read(tmp_path).gains is None
 
     def test_an_edit_is_noticed(self, tmp_path: Path) -> None:
         replace(make_table(LEFT), gains=gains()).write(tmp_path)
         file = tmp_path / "gains.csv"
         file.write_text(file.read_text().replace("0.04", "0.05"))
         with pytest.warns(UserWarning, match=r"gains\.csv: changed since it was written"):
-            assert DensityTable.read(tmp_path).gains is not None
+            assert HeadScores.read(tmp_path).gains is not None
 
     @pytest.mark.parametrize(
         ("lines", "message"),
@@ -135,14 +135,14 @@ class TestFiles:
         make_table([[0.5, 0.2]]).write(tmp_path)
         (tmp_path / "gains.csv").write_text("\n".join(["layer,kv_head,gain,standard_error", *lines]) + "\n")
         with pytest.raises(UserError, match=message.replace("[", r"\[")):
-            DensityTable.read(tmp_path)
+            HeadScores.read(tmp_path)
 
 
-def put(place: Workspace, name: str, values: object, found: Gains | None = None, **metadata: Any) -> DensityTable:
+def put(place: Workspace, name: str, values: object, found: Gains | None = None, **metadata: Any) -> HeadScores:
     """A probe in a workspace, of the model ``m`` unless said otherwise, as it is read back."""
     table = replace(make_table(values), name=name, gains=found, metadata={"model": "m", **metadata})
     table.write(place.probe_dir(name))
-    return DensityTable.read(place.probe_dir(name))
+    return HeadScores.read(place.probe_dir(name))
 
 
 class TestWorkspace:
@@ -214,7 +214,7 @@ class TestWorkspace:
         assert unknown_trust(replace(table, metadata={"model": "m", "signal": "duo"})) is None
 
 
-def trust_without_errors(table: DensityTable, chosen: np.ndarray) -> Trust:
+def trust_without_errors(table: HeadScores, chosen: np.ndarray) -> Trust:
     assert table.gains is not None
     return Trust.of(table.values, chosen, table.gains)
 
@@ -244,7 +244,7 @@ class TestCommand:
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *options, "--gain-tokens", "128"])
-        table = DensityTable.read(tmp_path / "w" / "probes" / "mine")
+        table = HeadScores.read(tmp_path / "w" / "probes" / "mine")
         assert table.gains is not None
         assert table.metadata["gains"]["tokens"] == 128
         capsys.readouterr()
@@ -277,12 +277,12 @@ class TestCommand:
         self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         main(["probe", *options, "--gain-tokens", "0"])
-        assert DensityTable.read(tmp_path / "w" / "probes" / "mine").gains is None
+        assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
         assert "trusted" not in capsys.readouterr().err
         options[options.index("64")] = "6"
         main(["probe", *options])
         assert "trusted was not measured: blocks of 6 tokens have nothing outside" in capsys.readouterr().err
-        assert DensityTable.read(tmp_path / "w" / "probes" / "mine").gains is None
+        assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
         message = "--gain-tokens is not for --signal duo; it goes with density"
         assert message in fails(capsys, "probe", *options, "--signal", "duo", "--gain-tokens", "64")
 

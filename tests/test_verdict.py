@@ -18,7 +18,7 @@ import pytest
 from helpers import Page, make_comparison, make_domain_table, make_layouts, make_search
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report import page as report_page
@@ -47,7 +47,7 @@ STANDINGS = {
 class Case:
     """Results of a random project, and the layouts that compete in them, lowest NLL first, by an oracle of its own."""
 
-    table: DensityTable
+    table: HeadScores
     layouts: dict[str, Layout]
     comparison: pd.DataFrame
     search: pd.DataFrame | None

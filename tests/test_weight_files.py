@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import read_manifest
-from spkv_nas.model import fresh, weight_files
+from spkv_nas.model import verify_export, weight_files
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.export import export
@@ -53,7 +53,7 @@ def dense(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports that no fresh process is asked about."""
-    monkeypatch.setattr(fresh, "check", lambda *_: 0.0)
+    monkeypatch.setattr(verify_export, "check", lambda *_: 0.0)
 
 
 class TestExport:
@@ -104,7 +104,7 @@ class TestExport:
     def test_a_model_beyond_memory(self, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its weights stay in their files; but a config that asks for more than these hold is refused as before."""
         model, _ = load(dense)
-        enough = max(4 * sum(p.numel() for p in part.parameters()) for part in fresh.parts(model))
+        enough = max(4 * sum(p.numel() for p in part.parameters()) for part in verify_export.parts(model))
         monkeypatch.setattr("spkv_nas.base.memory.available_bytes", lambda *_: enough)
         with pytest.raises(UserError, match="of memory"):
             load(dense)
@@ -164,8 +164,8 @@ import sys
 from pathlib import Path
 from transformers.models.llama import modeling_llama
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model import export, fresh
-fresh.check = lambda *_: 0.0
+from spkv_nas.model import export, verify_export
+verify_export.check = lambda *_: 0.0
 for kind in ("dense", "gated"):
     print(kind, flush=True)
     sys.stdin.readline()
@@ -188,7 +188,7 @@ def test_weights_are_never_held(tmp_path: Path, tiny_tokenizer: PreTrainedTokeni
     attach_gates(model)
     save(model, tiny_tokenizer, tmp_path / "gated")
     size = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    largest = max(2 * sum(p.numel() * p.itemsize for p in part.parameters()) for part in fresh.parts(model))
+    largest = max(2 * sum(p.numel() * p.itemsize for p in part.parameters()) for part in verify_export.parts(model))
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},

@@ -12,8 +12,8 @@ from helpers import make_table, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
 import spkv_nas
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import suitable_window
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.records import read_record
@@ -44,7 +44,7 @@ class TestOneRule:
         """Head gates took 128 where densities took a sixteenth of a block, and failed in blocks of 128."""
         main(["probe", *subject, "--signal", HEAD_GATES, "--steps", "2"])
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
-        tables = [DensityTable.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{HEAD_GATES}")]
+        tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{HEAD_GATES}")]
         assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
 
     @pytest.mark.parametrize("signal", ["duo", "opening", "closing", "attention-mass", HEAD_GATES])

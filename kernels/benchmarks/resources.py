@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from spkv_kernels.triton import backward, common, decode, forward
+from spkv_kernels.triton import backward, common, decode_kernels, forward
 from spkv_kernels.triton.config import Config, default
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,9 +31,9 @@ KERNELS = {
     "bwd_dq": (backward.attention_bwd_dq_kernel, "bwd_dq"),
     "bwd_dkdv": (backward.attention_bwd_dkdv_kernel, "bwd_dkdv"),
     "bwd_far_dkdv": (backward.attention_bwd_far_dkdv_kernel, "bwd_dkdv"),
-    "decode": (decode.decode_fwd_kernel, "decode"),
-    "decode_combine": (decode.decode_combine_kernel, "decode"),
-    "append": (decode.cache_append_kernel, "decode"),
+    "decode": (decode_kernels.decode_fwd_kernel, "decode"),
+    "decode_combine": (decode_kernels.decode_combine_kernel, "decode"),
+    "append": (decode_kernels.cache_append_kernel, "decode"),
 }
 _ONLY = {"bwd_far_dkdv": "hard", "decode": "none", "decode_combine": "none", "append": "none"}  # mode of a kernel
 _UNCONFIGURED = {"decode_combine", "append"}  # launched with Triton's own warps and stages

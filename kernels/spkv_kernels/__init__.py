@@ -11,12 +11,12 @@ from spkv_kernels.threads import spin_briefly
 
 if TYPE_CHECKING:
     from spkv_kernels.api import attention, decode_attention, extend_attention
-    from spkv_kernels.cache import PagedKVCache
+    from spkv_kernels.paged_cache import PagedKVCache
     from spkv_kernels.pages import CacheFullError
 
 __all__ = ["CacheFullError", "PagedKVCache", "attention", "decode_attention", "extend_attention"]
 
-_MODULES = {"PagedKVCache": "cache", "CacheFullError": "pages"}
+_MODULES = {"PagedKVCache": "paged_cache", "CacheFullError": "pages"}
 
 spin_briefly()
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spkv_kernels.cache import PagedKVCache
+from spkv_kernels.paged_cache import PagedKVCache
 
 BACKENDS = ("reference", "cpu", "triton")  # of attention
 DECODE_BACKENDS = ("reference", "torch", "triton")
@@ -90,7 +90,7 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
     _check_name(backend, DECODE_BACKENDS)
     if backend == "triton":
         _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
-        from spkv_kernels.triton import decode as kernels
+        from spkv_kernels.triton import decode_kernels as kernels
 
         return kernels.decode_attention(q, cache, scale)
     if not bool((cache.seq_lens > 0).all()):
@@ -107,7 +107,7 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
 def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedKVCache, *, scale: float | None = None
 ) -> Tensor:
-    """Attention of T new tokens over the cache and each other; ``cache.prefill`` takes them afterwards.
+    """Attention of T new tokens over the cache and each other; ``paged_cache.prefill`` takes them afterwards.
 
     For a prompt in chunks and for a conversation that goes on. A query at position t sees its window, and older keys
     if they are kept. Not differentiable; torch operations, any device.

@@ -13,7 +13,7 @@ from references import Subject
 from scipy.stats import rankdata
 from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.proposal import strategies
@@ -21,7 +21,7 @@ from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
 from spkv_nas.search.driver import Search
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort
-from spkv_nas.training.recipe_judge import RecipeJudge
+from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 DENSEST = "densest"
 RULES = {"A": strategies.interleaved_first, "B": strategies.interleaved_last}
@@ -45,14 +45,14 @@ class Chooser:
     strategy: str = DENSEST
     beside: str | None = None
 
-    def table(self, subject: Subject, heads: int) -> DensityTable | None:
+    def table(self, subject: Subject, heads: int) -> HeadScores | None:
         """The signal at its threshold; None if it has not been measured."""
         if self.signal is None:
             return None
         folder = signal_folder(subject, self.signal, heads)
         if not (folder / "density.csv").is_file():
             return None
-        return resolve_tau(DensityTable.read(folder), self.tau, heads)
+        return resolve_tau(HeadScores.read(folder), self.tau, heads)
 
     def file(self, subject: Subject, heads: int) -> Path:
         """Of the chosen layout."""
@@ -106,7 +106,7 @@ def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
     return Layout.from_mask(mask, window=window, strategy=chooser.name)
 
 
-def _by_signal(table: DensityTable, heads: int, window: int, strategy: str = DENSEST) -> Layout:
+def _by_signal(table: HeadScores, heads: int, window: int, strategy: str = DENSEST) -> Layout:
     return propose(table, heads, window=window, num_random=0)[strategy]
 
 
@@ -115,14 +115,14 @@ def search(subject: Subject, heads: int) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     start, asked = time.process_time(), subject.plan.search
     names = (asked.guide, *asked.signals)
-    guide, *others = (DensityTable.read(signal_folder(subject, name, None)) for name in names)
+    guide, *others = (HeadScores.read(signal_folder(subject, name, None)) for name in names)
     space = Space(guide, (heads, heads), subject.plan.window, signals=tuple(others))
     starts = {table.name: _by_signal(table, heads, space.window) for table in (guide, *others)}
     distinct = {layout.content_hash: (name, layout) for name, layout in reversed(starts.items())}
     folder = subject.folder / "search" / str(heads)
     folder.mkdir(parents=True, exist_ok=True)
     work = Search(
-        RecipeJudge(subject.searching, max_tokens=asked.tokens, racing=False), space,
+        RecipeEvaluator(subject.searching, max_tokens=asked.tokens, racing=False), space,
         dict(reversed(distinct.values())), {},
         Effort(trials=asked.trials, samplers=(asked.sampler,), short=0, full=0), folder,
         name=f"{subject.name}-{heads}", reporter=subject.reporter,

@@ -16,7 +16,7 @@ from judging import score
 from references import Subject
 from signals import learn_and_probe
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.files import write_json
@@ -77,7 +77,7 @@ def _base(subject: Subject, signal: str, seed: int) -> Setting:
     return Setting(signal, steps, tokens, subject.recipe.data.block_size, subject.plan.window, seed)
 
 
-def _learn(subject: Subject, setting: Setting, heads: int) -> DensityTable:
+def _learn(subject: Subject, setting: Setting, heads: int) -> HeadScores:
     chosen = subject.parts[0].cut(setting.block_size)
     how: dict[str, Any] = {"steps": setting.steps, "step_tokens": setting.step_tokens, "seed": setting.seed}
     if setting.signal == HEAD_GATES:

@@ -21,7 +21,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load_on, read_shape
 from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.training.branches import Trunk
+from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import BranchConfig, GatesConfig, Recipe
 
 _TRAINS = ("model", "tokenizer", "data", "dense", "branch", "gates", "seed", "precision")  # sections of a recipe
@@ -101,10 +101,10 @@ class Subject:
         return parse_budget(budget, self.grid[0] * self.grid[1])
 
     @cached_property
-    def trunk(self) -> Trunk:
+    def trunk(self) -> BranchContext:
         """Dense checkpoint and text; all references share a folder, so that a text is tokenised once."""
         recipe, start = self.plan.recipe(self.name, self.base)
-        return Trunk.prepare(recipe, start, self.runs / "models", reporter=self.reporter)
+        return BranchContext.prepare(recipe, start, self.runs / "models", reporter=self.reporter)
 
     @cached_property
     def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
@@ -112,7 +112,7 @@ class Subject:
         return parted(self.trunk.corpus.heldout, self.plan.chosen_on)
 
     @property
-    def searching(self) -> Trunk:
+    def searching(self) -> BranchContext:
         """The trunk of a search, which chooses on the first held-out blocks: some of the first part, spread."""
         first, second = self.parts
         spread = first.spread(self.plan.search.tokens // first.block_size)
@@ -121,7 +121,7 @@ class Subject:
             first.documents,
         ))  # fmt: skip
 
-    def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> Trunk:
+    def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> BranchContext:
         """The trunk of branches that are judged on the second part of the text, with sections of their own."""
         sections: dict[str, Any] = {}
         if branch is not None:
@@ -131,7 +131,7 @@ class Subject:
         trunk = self._on(self.parts[1])
         return replace(trunk, recipe=trunk.recipe.model_copy(update=sections))
 
-    def _on(self, heldout: TokenBlocks) -> Trunk:
+    def _on(self, heldout: TokenBlocks) -> BranchContext:
         """The trunk, with other held-out text."""
         return replace(self.trunk, corpus=replace(self.trunk.corpus, heldout=heldout))
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from references import Subject
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import DUO, HEAD_GATES, SCORING
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.probing.density import probe
@@ -34,7 +34,7 @@ COST, SECONDS = "forward_tokens", "cpu_seconds"  # of a table's metadata
 _TRAINED, _FROZEN_STEP = 3, 2  # forward passes that a step is worth
 _MOST_DENSE = 0.99  # target density
 
-Measured = tuple[DensityTable, float]  # and its cost
+Measured = tuple[HeadScores, float]  # and its cost
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Judge densities before heads are chosen by them: did gates reach what their price asked for, and do heads differ?"""
+"""Check densities before heads are chosen by them: did gates reach what their price asked for, and do heads differ?"""
 
 from __future__ import annotations
 

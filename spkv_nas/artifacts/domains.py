@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from spkv_nas.artifacts.density import DensityTable
+    from spkv_nas.artifacts.head_scores import HeadScores
 
 FEW_TOKENS = 1024  # of a domain, below which its densities are those of a paragraph or two
 
 
-def small_domains(table: DensityTable) -> dict[str, int]:
+def small_domains(table: HeadScores) -> dict[str, int]:
     """Tokens of the domains with fewer than ``FEW_TOKENS``, sorted by name; empty where no domain has more."""
     tokens = table.rows.groupby("domain")["num_tokens"].max()
     if not (tokens >= FEW_TOKENS).any():
@@ -18,7 +18,7 @@ def small_domains(table: DensityTable) -> dict[str, int]:
     return {str(name): int(number) for name, number in tokens.items() if number < FEW_TOKENS}
 
 
-def about_small_domains(table: DensityTable) -> str | None:
+def about_small_domains(table: HeadScores) -> str | None:
     """The sentence on ``small_domains`` for people; None where there are none."""
     small = small_domains(table)
     if not small:

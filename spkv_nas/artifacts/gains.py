@@ -14,8 +14,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density_rows import MOST_NATS
 from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.artifacts.head_score_rows import MOST_NATS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.base.tables import Column, read_table, write_csv

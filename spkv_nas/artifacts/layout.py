@@ -34,7 +34,7 @@ from spkv_nas.base.schema import Section, validate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from spkv_nas.artifacts.density import DensityTable
+    from spkv_nas.artifacts.head_scores import HeadScores
 
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
@@ -154,7 +154,7 @@ class Layout:
         caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, window {self.window}"
         return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
 
-    def plot(self, table: DensityTable | None = None) -> Figure:
+    def plot(self, table: HeadScores | None = None) -> Figure:
         """The global heads as a matplotlib figure; with a table marked on its densities, as in the report.
 
         Raises:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.windows import warn_of_windows
@@ -51,7 +51,7 @@ class Proposal:
         named = {f"{name} ({self.files[name]})" if name in self.files else name: x for name, x in self.windows.items()}
         warn_of_windows({**named, **(others or {})}, remedy="propose all at one --window, or compare them apart")
 
-    def table(self, table: DensityTable) -> DensityTable:
+    def table(self, table: HeadScores) -> HeadScores:
         """The densities at the threshold of the proposal, for the coverage of its layouts.
 
         The table as it is where the proposal has no threshold, or the table knows no other than its own.
@@ -77,7 +77,7 @@ class Proposal:
             return table
         return table.at_tau(self.tau)
 
-    def _of_another_probe(self, table: DensityTable) -> list[str]:
+    def _of_another_probe(self, table: HeadScores) -> list[str]:
         """Layouts whose files name a probe of the table's name, but with another hash."""
         origins = {name: layout.provenance for name, layout in self.layouts.items()}
         return [

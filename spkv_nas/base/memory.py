@@ -66,7 +66,7 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
         )
 
 
-class Together:
+class AdaptiveBatchSize:
     """How many blocks pass at once: half as many from the moment on at which a GPU has no memory for them.
 
     What was foreseen (``cost.memory``) may be wrong, and others may take memory meanwhile. accelerate's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents, show_plan
+from spkv_nas.cli import json_documents, show_plan
 from spkv_nas.cli import show_cost as show
 from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import CalibrateOptions, CostOptions, PlanOptions, ScalingOptions
@@ -18,7 +18,7 @@ def cost(options: CostOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import cost as stage
 
-    return Result(stage.cost(options, reporter), show.cost, documents.cost)
+    return Result(stage.cost(options, reporter), show.cost, json_documents.cost)
 
 
 def plan(options: PlanOptions, reporter: Reporter) -> Result:
@@ -30,7 +30,7 @@ def plan(options: PlanOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import forecast as stage
 
-    return Result(stage.plan(options, reporter), show_plan.forecast, documents.forecast)
+    return Result(stage.plan(options, reporter), show_plan.forecast, json_documents.forecast)
 
 
 def calibrate(options: CalibrateOptions, reporter: Reporter) -> Result:
@@ -44,7 +44,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter) -> Result:
 
     if options.train_step:
         return Result(stage.time_training_step(options, reporter), show.training_steps)
-    return Result(stage.calibrate(options, reporter), show.calibration, documents.calibration)
+    return Result(stage.calibrate(options, reporter), show.calibration, json_documents.calibration)
 
 
 def scaling(options: ScalingOptions, reporter: Reporter) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents, show, show_evaluation
+from spkv_nas.cli import json_documents, show, show_evaluation
 from spkv_nas.cli.console import out
 from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import BaselinesOptions, EvaluateOptions, GenerateOptions, ScoreOptions
@@ -35,7 +35,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
         return Result(longppl(options, reporter), show.longppl)
     from spkv_nas.stages import evaluate as stage
 
-    return Result(stage.evaluate(options, reporter), show_evaluation.evaluation, documents.evaluation)
+    return Result(stage.evaluate(options, reporter), show_evaluation.evaluation, json_documents.evaluation)
 
 
 def score(options: ScoreOptions, reporter: Reporter) -> Result:

@@ -8,7 +8,7 @@ from functools import partial
 import typer
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents
+from spkv_nas.cli import json_documents
 from spkv_nas.cli import show as tables
 from spkv_nas.cli.console import out, say
 from spkv_nas.cli.options import command
@@ -23,7 +23,7 @@ def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
     """Print the grids: G global, L local, and the number of global heads of every layer. With --probe, coverage too."""
     from spkv_nas.stages import layout as stage
 
-    return Result(stage.show(options), tables.grids, documents.layouts)
+    return Result(stage.show(options), tables.grids, json_documents.layouts)
 
 
 @command(app)
@@ -36,7 +36,9 @@ def diff(options: DiffOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import layout as stage
 
     compared = stage.diff(options)
-    return Result(compared, partial(tables.difference, options), documents.difference, exit_code=int(not compared.same))
+    return Result(
+        compared, partial(tables.difference, options), json_documents.difference, exit_code=int(not compared.same)
+    )
 
 
 @command(app)

@@ -9,7 +9,7 @@ from typing import Any
 
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents, show
+from spkv_nas.cli import json_documents, show
 from spkv_nas.cli.result import Result
 from spkv_nas.cli.train import train_hybrid
 from spkv_nas.stages.options import (
@@ -41,7 +41,7 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
 
     table = stage.probe(options, reporter)
     return Result(
-        table, show.probe, partial(documents.probe, folder=options.place.probe_dir(table.name)),
+        table, show.probe, partial(json_documents.probe, folder=options.place.probe_dir(table.name)),
         next=after_probe(options, table),
     )  # fmt: skip
 
@@ -55,9 +55,9 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import propose as stage
 
     if stage.is_for_several(options):
-        return Result(stage.propose_several(options, reporter), show.budgets, documents.budgets)
+        return Result(stage.propose_several(options, reporter), show.budgets, json_documents.budgets)
     result = stage.propose(options, reporter)
-    return Result(result, show.proposal, documents.proposal, next=result.next)
+    return Result(result, show.proposal, json_documents.proposal, next=result.next)
 
 
 def compare(options: CompareOptions, reporter: Reporter) -> Result:
@@ -82,7 +82,7 @@ def report(options: ReportOptions, reporter: Reporter) -> Result:
         from spkv_nas.stages.watch import watch
 
         watch(options, reporter)
-    return Result(stage.report(options, reporter), show.report, documents.report)
+    return Result(stage.report(options, reporter), show.report, json_documents.report)
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents
+from spkv_nas.cli import json_documents
 from spkv_nas.cli import show_search as show
 from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import SearchOptions
@@ -20,4 +20,4 @@ def search(options: SearchOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import search as stage
 
-    return Result(stage.search(options, reporter), show.search, documents.search)
+    return Result(stage.search(options, reporter), show.search, json_documents.search)

@@ -15,7 +15,7 @@ from spkv_nas.cli.console import caution, err, out, say, say_where
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from spkv_nas.artifacts.density import DensityTable
+    from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.model.generation import Generation
     from spkv_nas.stages.baselines import BaselinesResult
@@ -53,7 +53,7 @@ def about_errors(num_documents: int, effective: float) -> None:
         caution(f"warning: of so few documents, a 95 % interval {so_wide} (Student's t): measure on more text")
 
 
-def probe(table: DensityTable) -> None:
+def probe(table: HeadScores) -> None:
     """A probe's mean and its highest head; what it cautions against."""
     from spkv_nas.artifacts.domains import about_small_domains
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.units import format_bytes, format_flops, format_seconds
-from spkv_nas.cli import documents
+from spkv_nas.cli import json_documents
 from spkv_nas.cli.console import caution, out, say, say_where
 from spkv_nas.cli.result import Result
 
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.options import Trains
-    from spkv_nas.training.plan import Plan
+    from spkv_nas.training.run_plan import Plan
 
 
 def dry_run(options: Trains, reporter: Reporter) -> Result:
     """What the command of these options would train."""
     from spkv_nas.stages.plan import plan_of
-    from spkv_nas.training.plan import Plan
+    from spkv_nas.training.run_plan import Plan
 
     found = plan_of(options, reporter)
     return (
-        Result(found, plan, documents.plan) if isinstance(found, Plan) else Result(found, forecast, documents.forecast)
+        Result(found, plan, json_documents.plan)
+        if isinstance(found, Plan)
+        else Result(found, forecast, json_documents.forecast)
     )
 
 

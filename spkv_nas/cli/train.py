@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import documents, show, show_plan
+from spkv_nas.cli import json_documents, show, show_plan
 from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import AblateOptions, InitOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 
@@ -16,7 +16,7 @@ def init(options: InitOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import init as stage
 
     recipe = stage.init(options, reporter)
-    return Result(recipe, show_plan.first_recipe, documents.first_recipe, next=recipe.next)
+    return Result(recipe, show_plan.first_recipe, json_documents.first_recipe, next=recipe.next)
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:
@@ -38,7 +38,10 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
 
     comparison = stage.train_hybrid(options, reporter)
     return Result(
-        comparison, show.comparison, documents.comparison, next=after_training_hybrids(options, comparison.folder.name)
+        comparison,
+        show.comparison,
+        json_documents.comparison,
+        next=after_training_hybrids(options, comparison.folder.name),
     )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spkv_nas.base.distributed import num_connected, own_share
-from spkv_nas.base.memory import Result, Together
+from spkv_nas.base.memory import AdaptiveBatchSize, Result
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.blocks import TokenBlocks
 
@@ -50,7 +50,7 @@ def run_own_batches(
     size, share = _shared(blocks.num_blocks, batch_size)
     own = num_own_blocks(blocks.num_blocks, batch_size)
     first = share.start * size
-    start, stop, together = first, first + own, Together(size)
+    start, stop, together = first, first + own, AdaptiveBatchSize(size)
     while start < stop:
 
         def attempt(number: int, start: int = start) -> tuple[int, Result]:

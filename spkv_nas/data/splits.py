@@ -15,9 +15,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.data.block_cache import BlockCache, ContentKey
 from spkv_nas.data.block_files import BlockWriter, check_blocks, is_written, map_blocks, read_notes
 from spkv_nas.data.blocks import TokenBlocks, tokenised
-from spkv_nas.data.cache import BlockCache, ContentKey
 from spkv_nas.data.config import DataConfig, SourceConfig
 from spkv_nas.data.heldout import RULE, heldout_share
 from spkv_nas.data.pieces import piece_size
@@ -64,7 +64,7 @@ def cache_split(
     *,
     stretch: int | None = None,
 ) -> Path:
-    """Tokenise both sets of blocks, unless they are cached, and return their folder under ``cache``.
+    """Tokenise both sets of blocks, unless they are cached, and return their folder under ``paged_cache``.
 
     Args:
         stretch: tokens of text of one document that held-out blocks keep together (``spread.SpreadSample``), a multiple
@@ -128,7 +128,7 @@ def load_text(
     max_tokens: int | None = None,
     reporter: Reporter = SILENT,
 ) -> TokenBlocks:
-    """The blocks of a text that is not parted, cached under ``cache`` too.
+    """The blocks of a text that is not parted, cached under ``paged_cache`` too.
 
     Args:
         max_tokens: take so many tokens at least (all of a shorter text), spread over the documents: of each a block

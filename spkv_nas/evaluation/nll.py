@@ -18,7 +18,7 @@ from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
-from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import evaluation_mode
 
@@ -60,7 +60,7 @@ def document_nll(
     blocks: TokenBlocks,
     *,
     batch_size: int = 8,
-    watch: DensityWatch | None = None,
+    watch: DensityTracker | None = None,
     progress: Progress | None = None,
 ) -> DocumentNLL:
     """NLL of ``blocks`` under ``model``, in evaluation mode, by document.

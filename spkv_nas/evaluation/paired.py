@@ -71,7 +71,7 @@ class PairedDifference:
 class Score(PairedDifference):
     """A layout's change of NLL without training, and the tokens of text that it rests on.
 
-    ``stopped``: it was behind on the first of the text (``evaluation.racing``), and what it has is an estimate.
+    ``stopped``: it was behind on the first of the text (``evaluation.early_stopping``), and what it has is an estimate.
     """
 
     num_tokens: int

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.result_tables import RULER
 from spkv_nas.base.distributed import gathered, own_share
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import mean_and_error
 from spkv_nas.data.ruler.sample import Sample
@@ -90,7 +90,7 @@ def answer(
     lines: list[dict[str, Any]] = []
     share = own_share(number)
     first = make(0)
-    place, together = share.start, Together(max(1, _TOGETHER // first.num_tokens) if first else 1)
+    place, together = share.start, AdaptiveBatchSize(max(1, _TOGETHER // first.num_tokens) if first else 1)
     while place < share.stop:
 
         def attempt(size: int, place: int = place) -> tuple[int, list[dict[str, Any]]]:

@@ -25,9 +25,9 @@ from spkv_nas.base.tables import Column, read_table, write_csv
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
-from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.modes import gate_mode
-from spkv_nas.model.section import gate_config
 
 COLUMNS = ("tau", "density", "nll", "delta_nll_percent", "delta_nll_standard_error")
 
@@ -67,7 +67,7 @@ def evaluate(
             raise UserError("this model has no gates, so a threshold means nothing to it: leave tau out")
         return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
     tau = gates.tau if tau is None else tau
-    watch = DensityWatch(model)
+    watch = DensityTracker(model)
     with gate_mode(model, "hard", tau):
         watch.start()
         try:

@@ -30,10 +30,10 @@ from spkv_nas.model.attention import (
     uninstall,
     watch_calls,
 )
-from spkv_nas.model.cache import SPKVCache
+from spkv_nas.model.config_section import remove_section, restore_section, write_section
 from spkv_nas.model.gates import FixedGates, UtilityPredictor
+from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.modes import evaluation_mode
-from spkv_nas.model.section import remove_section, restore_section, write_section
 
 
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:

@@ -28,13 +28,13 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.files import StrPath, read_json
 from spkv_nas.base.manifest import MANIFEST, WEIGHT_ENDINGS, manifest_checked, read_manifest, write_manifest
 from spkv_nas.base.memory import require
+from spkv_nas.model.config_section import saved_gates, saved_layers
+from spkv_nas.model.custom_model_type import stock_class
+from spkv_nas.model.device_map import spread
 from spkv_nas.model.gates import predictor_parameters
-from spkv_nas.model.own_type import stock_class
+from spkv_nas.model.model_shape import check_counts, check_size, config_size
 from spkv_nas.model.restore import check_attention, restoring_class
-from spkv_nas.model.section import saved_gates, saved_layers
-from spkv_nas.model.shape import check_counts, check_size, config_size
 from spkv_nas.model.source import at_revision, commit_of, config_place, model_folder, pinned, resolve
-from spkv_nas.model.spread import spread
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
@@ -267,7 +267,7 @@ def load_on(
 
     Args:
         dtype: asked for, "float32", "bfloat16" or "float16"; None chooses.
-        spreads: over all devices of that kind (``model.spread``).
+        spreads: over all devices of that kind (``model.device_map``).
 
     Raises:
         UserError: as ``load``; an unknown dtype; too little memory on the device.

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from spkv_nas.model.cache import SPKVCache
 from spkv_nas.model.generation import OnlyFinite, fitting_cache, generation_config
+from spkv_nas.model.generation_cache import SPKVCache
 from spkv_nas.model.modes import evaluation_mode
 
 

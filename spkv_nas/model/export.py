@@ -19,12 +19,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import check_new, new_folder
-from spkv_nas.model import fresh
+from spkv_nas.model import verify_export
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import WrittenWeights, load, save_as_files, weight_files
-from spkv_nas.model.own_type import OWN_TYPE, set_own_type
-from spkv_nas.model.section import checkpoint_layout
-from spkv_nas.model.stock import NoStockForm, stock_config, write_stock_config
+from spkv_nas.model.config_section import checkpoint_layout
+from spkv_nas.model.custom_model_type import OWN_TYPE, set_own_type
+from spkv_nas.model.native_config import UnsupportedLayoutError, stock_config, write_stock_config
 from spkv_nas.model.windows import apply_layout
 
 
@@ -34,8 +34,9 @@ def export(
     """Write the checkpoint's weights with ``layout`` to the folder ``out``; says in a sentence what was written.
 
     A layer-wise layout becomes a stock architecture where there is one that computes the same, which a fresh process
-    with plain ``transformers`` has shown (``fresh.py``). Any other hybrid gets the model type ``spkv``, which
-    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``own_type.py``). Gates of the checkpoint are left out.
+    with plain ``transformers`` has shown (``verify_export.py``). Any other hybrid gets the model type ``spkv``, which
+    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``custom_model_type.py``). Gates of the checkpoint are
+    left out.
 
     Args:
         layout: None takes the one that the checkpoint has, a hybrid as it was retrained.
@@ -61,7 +62,7 @@ def export(
         with new_folder(target) as folder:
             done = _write_stock(model, tokenizer, layout, write, folder)
         return f"{out}: {done}"
-    except (NoStockForm, fresh.Differs) as error:
+    except (UnsupportedLayoutError, verify_export.LogitMismatch) as error:
         reason = str(error)
     apply_layout(model, layout)
     if allow_dense:
@@ -107,16 +108,16 @@ def _write_stock(
     """Write a hybrid as a stock architecture, and have a fresh process confirm it; says what was written.
 
     Raises:
-        NoStockForm, fresh.Differs: it has no such form. The hooks may be off the model then.
+        UnsupportedLayoutError, verify_export.LogitMismatch: it has no such form. The hooks may be off the model then.
     """
     config = stock_config(model.config, layout)
-    hybrid = fresh.expected(model, tokenizer, layout.window)
+    hybrid = verify_export.expected(model, tokenizer, layout.window)
     detach(model)
     if model.generation_config is not None:
         model.generation_config.use_cache = True  # what a checkpoint of hooks says is for them
     weights = write(folder)
     write_stock_config(config, folder)
-    difference = fresh.check(folder, hybrid)
+    difference = verify_export.check(folder, hybrid)
     write_manifest(folder, weights.hashes)
     return (
         f"a stock {config.model_type} checkpoint, which plain transformers loads without this package; over "

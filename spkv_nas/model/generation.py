@@ -26,10 +26,10 @@ from transformers.cache_utils import Cache
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Announce
 from spkv_nas.model.attention import attention_layers
-from spkv_nas.model.cache import SPKVCache
+from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.generation_cache import SPKVCache
+from spkv_nas.model.model_shape import check_tokens
 from spkv_nas.model.modes import evaluation_mode, gate_mode
-from spkv_nas.model.section import gate_config
-from spkv_nas.model.shape import check_tokens
 
 NOT_FINITE = (  # the error for logits that are not
     "the model's logits are not finite, so no token can be chosen\nits weights are damaged or diverged, or its "

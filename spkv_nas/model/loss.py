@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from spkv_nas.base.memory import chunk_tokens
-from spkv_nas.model.shape import vocabulary_size
+from spkv_nas.model.model_shape import vocabulary_size
 
 NO_TARGET = -100  # a label that is not predicted
 

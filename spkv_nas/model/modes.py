@@ -14,8 +14,8 @@ from torch import nn
 
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GateSettings, layer_states
+from spkv_nas.model.config_section import write_tau
 from spkv_nas.model.gates import MODES, predictors
-from spkv_nas.model.section import write_tau
 
 
 def gate_settings(model: nn.Module) -> GateSettings:

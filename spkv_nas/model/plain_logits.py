@@ -2,9 +2,9 @@
 
     python plain_logits.py REQUESTS.json ANSWERS.json
 
-``fresh.py`` runs it, and says what requests and answers hold. Every model runs in float32 on the CPU, without the
-network and without code of the folder's. Its weights stay in their files, from which they are mapped, and are float32
-only while a layer uses them.
+``verify_export.py`` runs it, and says what requests and answers hold. Every model runs in float32 on the CPU, without
+the network and without code of the folder's. Its weights stay in their files, from which they are mapped, and are
+float32 only while a layer uses them.
 """
 
 import json

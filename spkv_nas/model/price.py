@@ -8,9 +8,9 @@ that helps a little as for one that the model lives by: density then counts keys
 saves, its benefit, is more: density then tells need (reports/LOG.md).
 
 The price that keeps a share of the keys is near the benefit of a key in the head at that quantile, which the gradient
-of one step tells (``BenefitWatch``). From there a controller goes on, on a scale of ratios, so that it settles alike in
-models in which benefits differ a hundredfold. As the learning rate decays gates answer ever less to a price, and the
-controller moves it ever more, so that a density that drifts away in the end is still caught (reports/LOG.md).
+of one step tells (``KeyBenefitEstimator``). From there a controller goes on, on a scale of ratios, so that it settles
+alike in models in which benefits differ a hundredfold. As the learning rate decays gates answer ever less to a price,
+and the controller moves it ever more, so that a density that drifts away in the end is still caught (reports/LOG.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from spkv_nas.model.attention import layer_states
 from spkv_nas.model.gates import predictors
-from spkv_nas.model.watch import watch_logits
+from spkv_nas.model.hooks import watch_logits
 
 PROPORTIONAL, INTEGRAL = 6.0, 0.15  # of the controller, per unit of density and, of the second, per step
 _LEAST_RATE = 0.1  # share of the largest learning rate from which on gains grow no more
@@ -80,7 +80,7 @@ class Price:
         self._largest_rate = state["largest_rate"]
 
 
-class BenefitWatch:
+class KeyBenefitEstimator:
     """What a key saves, by KV head, from the gradient of the next steps: -d NLL / d u, in units of the price.
 
     The mean over keys, times the number of gates, so that a key whose benefit is the price neither gains nor loses.

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_hooks, dry_run, gate_rows, install_gates, prepare
 from spkv_nas.model.attention import GateSettings, LayerState, install, layer_states
-from spkv_nas.model.section import checkpoint_layout, saved_gates, saved_layers
+from spkv_nas.model.config_section import checkpoint_layout, saved_gates, saved_layers
 from spkv_nas.model.weights import check_loaded, quiet_report
 from spkv_nas.model.windows import layout_windows
 

@@ -14,8 +14,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import allow_cache, check_heads, detach, detached, hook_layers
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState, attention_layers, layer_states
+from spkv_nas.model.config_section import checkpoint_layout, gate_config, write_section
 from spkv_nas.model.modes import evaluation_mode, gate_mode
-from spkv_nas.model.section import checkpoint_layout, gate_config, write_section
 
 
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -35,7 +35,7 @@ def attention_mass(
     name: str = "attention-mass",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> DensityTable:
+) -> HeadScores:
     """The mass of every KV head, by domain, over the queries that have a key outside the window. Collective.
 
     Args:

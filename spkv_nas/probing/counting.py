@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.documents import group_documents
+from spkv_nas.artifacts.document_counts import group_documents
 from spkv_nas.artifacts.grid import Grid
 from spkv_nas.base.distributed import gathered, sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.gates import keeps
-from spkv_nas.model.watch import not_finite
+from spkv_nas.model.hooks import not_finite
 
 NUM_POSITION_BUCKETS = 16
 _FIRST_BUCKET = 128  # tokens: the most that the first bucket has; in longer blocks the others are wider, the last most

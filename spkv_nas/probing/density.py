@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.base.device import dtype_name
 from spkv_nas.base.errors import UserError
@@ -27,10 +27,10 @@ from spkv_nas.base.statistics import clustered_error
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.model.attention import LayerState, layer_states
+from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.hooks import watch_logits
+from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.modes import evaluation_mode, gate_mode
-from spkv_nas.model.section import gate_config
-from spkv_nas.model.shape import config_shape
-from spkv_nas.model.watch import watch_logits
 from spkv_nas.probing.counting import GateCounter
 
 
@@ -45,7 +45,7 @@ def probe(
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> DensityTable:
+) -> HeadScores:
     """Density of every KV head of ``model`` on ``blocks``, with hard gates at ``tau`` as at inference.
 
     Collective: each process of torchrun runs its share of the blocks, and all have the whole table.
@@ -82,7 +82,7 @@ def probe(
             run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
     counts = counter.finish()
     present = [i for i, number in enumerate(counts.tokens) if number]
-    table = DensityTable(
+    table = HeadScores(
         name=name,
         rows=_rows(counter, blocks.domains, present),
         tau=tau,
@@ -109,7 +109,7 @@ def _price(config: GateConfig) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def _with_reached(table: DensityTable, config: GateConfig, states: Sequence[LayerState]) -> DensityTable:
+def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[LayerState]) -> HeadScores:
     """Record the density that gates reach at their own threshold, to be held against the target of their price."""
     with_gates = [state.gate_window is not None for state in states]  # layers that are local by design have none
     reached = float(table.at_tau(config.tau).density[with_gates].mean())

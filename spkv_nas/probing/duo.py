@@ -31,10 +31,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import DUO_STEPS
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
@@ -89,7 +89,7 @@ def duo(
     name: str = "duo",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> DensityTable:
+) -> HeadScores:
     """Alpha of every KV head, learned on ``blocks``. The model is left as it was. Collective.
 
     Args:
@@ -113,7 +113,7 @@ def duo(
         optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
         error = 0.0
-        together = Together(batch_size)
+        together = AdaptiveBatchSize(batch_size)
         for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
             mine = own_share(len(chosen))
             own = blocks.tokens[chosen[mine.start : mine.stop]].astype(np.int64)
@@ -135,7 +135,7 @@ def duo(
 
 
 def _add_gradients(
-    model: PreTrainedModel, mixtures: list[Mixture], own: Tensor, regularisation: float, together: Together
+    model: PreTrainedModel, mixtures: list[Mixture], own: Tensor, regularisation: float, together: AdaptiveBatchSize
 ) -> float:
     """The distillation loss of a step, of whose tokens ``own`` [B, T] are this process's, and alphas' gradients.
 

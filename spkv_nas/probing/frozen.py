@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.cost.memory import PassMemory, fitting_pass
-from spkv_nas.model.shape import model_size
-from spkv_nas.model.spread import check_placed, room_for_passes
+from spkv_nas.model.device_map import check_placed, room_for_passes
+from spkv_nas.model.model_shape import model_size
 
 ROOM = 0.5  # share of the free memory that a pass may take
 

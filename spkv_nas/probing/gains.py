@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
@@ -52,12 +52,12 @@ def num_passes(grid: Grid) -> float:
     return 1.0 + (num_layers + 1) / 2 * num_heads
 
 
-def opening(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> DensityTable:
+def opening(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
     """What each KV head's global attention saves where all others are local; the options are those of ``gains``."""
     return gains("opening", model, blocks, window, opens=True, **options)
 
 
-def closing(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> DensityTable:
+def closing(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
     """What each KV head's being local costs where all others are global; the options are those of ``gains``."""
     return gains("closing", model, blocks, window, opens=False, **options)
 
@@ -72,7 +72,7 @@ def gains(
     name: str | None = None,
     metadata: dict[str, Any] | None = None,
     **options: Any,
-) -> DensityTable:
+) -> HeadScores:
     """The gain of every KV head, by domain. The model is left as it was.
 
     Args:

@@ -35,16 +35,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import own_share, sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attention import GLOBAL_WINDOW, LayerState
 from spkv_nas.model.loss import mean_divergence
-from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.windows import default_window, full_attention
 from spkv_nas.probing.frozen import frozen, passes, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
@@ -92,7 +92,7 @@ def head_gates(
     name: str = "head-gates",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> DensityTable:
+) -> HeadScores:
     """The gate of every KV head, learned on ``blocks``. The model is left as it was. Collective.
 
     Args:
@@ -110,7 +110,7 @@ def head_gates(
     check_window(blocks, window)
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     fitting, recomputes = passes(model, blocks.block_size, size, mixes=True)
-    together = Together(fitting)
+    together = AdaptiveBatchSize(fitting)
     with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
         grid, divergence = (len(states), states[0].num_kv_heads), math.nan
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
@@ -138,7 +138,11 @@ def head_gates(
 
 
 def _slope(
-    model: PreTrainedModel, states: Sequence[LayerState], gates: Tensor, blocks: NDArray[np.int32], together: Together
+    model: PreTrainedModel,
+    states: Sequence[LayerState],
+    gates: Tensor,
+    blocks: NDArray[np.int32],
+    together: AdaptiveBatchSize,
 ) -> tuple[float, Tensor]:
     """The divergence of a step's ``blocks`` [B, T], and its gradient by ``gates`` [layers, KV heads]. Collective.
 

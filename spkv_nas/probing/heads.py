@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.density_rows import COLUMNS, NATS
+from spkv_nas.artifacts.head_score_rows import COLUMNS, NATS
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.blocks import TokenBlocks
-from spkv_nas.model.watch import not_finite
+from spkv_nas.model.hooks import not_finite
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # of one chunk's attention weights: near the processor's cache; at least rows
 
@@ -135,7 +135,7 @@ def signal_table(
     tokens: int,
     name: str,
     metadata: Mapping[str, Any],
-) -> DensityTable:
+) -> HeadScores:
     """A signal in place of densities; ``metadata`` says what it is, and what its layouts give as their source.
 
     Args:
@@ -159,4 +159,4 @@ def signal_table(
         parts.append(pd.DataFrame(dict(zip(COLUMNS, (*columns, error), strict=True))))
     rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
     facts = {"signal": signal, "source": metadata.get("model"), "passes": round(passes, 2), "tokens": tokens}
-    return DensityTable(name, rows, window=window, metadata={**facts, **metadata})
+    return HeadScores(name, rows, window=window, metadata={**facts, **metadata})

@@ -32,20 +32,20 @@ from spkv_nas.artifacts.diagnosis import FROZEN
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.base.distributed import on_main, own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.cost.ladder import predictor_learning_rate
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.attach import attach_gates
-from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.density_tracker import DensityTracker
+from spkv_nas.model.device_map import check_placed
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import mean_nll
+from spkv_nas.model.model_shape import model_size
 from spkv_nas.model.modes import evaluation_mode, set_price
-from spkv_nas.model.price import BenefitWatch, Price
-from spkv_nas.model.recompute import recomputed
-from spkv_nas.model.shape import model_size
-from spkv_nas.model.spread import check_placed
+from spkv_nas.model.price import KeyBenefitEstimator, Price
 from spkv_nas.probing.frozen import frozen, passes
 from spkv_nas.probing.gate_state import GateState
 
@@ -116,7 +116,7 @@ def learn_gates(
     learning = _Learning(model, config, rate, steps)
     with frozen(model, predictor_parameters(model)), evaluation_mode(model):
         fitting, recomputes = passes(model, blocks.block_size, size, config)
-        together = Together(fitting)
+        together = AdaptiveBatchSize(fitting)
         first = learning.restore(state)
         batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
         with recomputed(model) if recomputes else nullcontext():
@@ -154,10 +154,10 @@ class _Learning:
         self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
         self._rates = [learning_rate * _cosine(step, steps) for step in range(steps)]
         self._price = None if config.target_density is None else Price(config.target_density)
-        self._watch = DensityWatch(model)
+        self._watch = DensityTracker(model)
         self.density = self.last_price = math.nan
 
-    def step(self, number: int, tokens: Tensor, num_blocks: int, together: Together) -> None:
+    def step(self, number: int, tokens: Tensor, num_blocks: int, together: AdaptiveBatchSize) -> None:
         """Update ``number``, from 0, from int64 [B, T] tokens: ``num_blocks`` of all processes. Collective."""
         moved = self._price
         self.last_price = self._config.price if moved is None else moved.value
@@ -187,7 +187,7 @@ class _Learning:
     def _add_gradients(self, parts: tuple[Tensor, ...], num_blocks: int) -> tuple[Tensor, NDArray[np.float64] | None]:
         """The loss of a step's tokens, and the benefits of keys until the first price is known; from the beginning."""
         measures = self._price is not None and not self._price.is_measured
-        benefits = BenefitWatch(self._model) if measures else None
+        benefits = KeyBenefitEstimator(self._model) if measures else None
         self._optimizer.zero_grad()
         self._watch.start()
         total = torch.zeros((), device=self._model.device)

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import REGRESSION_LAYOUTS
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.density_rows import NATS
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
@@ -58,7 +58,7 @@ def regression(
     name: str = "regression",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> DensityTable:
+) -> HeadScores:
     """The gain of every KV head among layouts of a budget, by domain. The model is left as it was.
 
     Args:

@@ -23,14 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attention import LayerState
-from spkv_nas.model.shape import config_shape
+from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadSums, attention_weights, signal_table
 
@@ -50,7 +50,7 @@ def retrieval(
     name: str = "retrieval",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-) -> DensityTable:
+) -> HeadScores:
     """The retrieval score of every KV head, by domain: one needle per block of text. Collective.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import (
     ATTENTION_MASS,
     CLOSING,
@@ -35,7 +35,7 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.probing.retrieval import retrieval
 
-_MEASURES: dict[str, Callable[..., DensityTable]] = {
+_MEASURES: dict[str, Callable[..., HeadScores]] = {
     HEAD_GATES: head_gates,
     OPENING: opening,
     CLOSING: closing,
@@ -58,7 +58,7 @@ def probe(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
     **options: Any,
-) -> DensityTable:
+) -> HeadScores:
     """Measure a signal that says which KV heads of ``model`` need global attention; the model is left as it was.
 
     Args:
@@ -101,7 +101,7 @@ def measure_signal(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
     **own: Any,
-) -> DensityTable:
+) -> HeadScores:
     """A signal other than density.
 
     Args:

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import scipy  # whose statistics are imported when they are used
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import is_file
 from spkv_nas.base.limits import MOST_SHOWN
@@ -39,8 +39,8 @@ PARTS = ("domain", "half")
 
 
 def parse_probe(
-    text: str, find: Callable[[str], DensityTable], by: str | None = None
-) -> Iterator[tuple[str, DensityTable]]:
+    text: str, find: Callable[[str], HeadScores], by: str | None = None
+) -> Iterator[tuple[str, HeadScores]]:
     """Labelled tables from a probe's name or file, as ``find`` knows it, with ``@TAU`` for another threshold.
 
     Args:
@@ -68,7 +68,7 @@ def parse_probe(
         yield f"{label}:{part}" if part else label, values
 
 
-def agreement(tables: Mapping[str, DensityTable], budget: int) -> pd.DataFrame:
+def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
     """One row per pair of tables.
 
     Columns: first, second, budget; jaccard (chosen by both / chosen by either, of the ``budget`` densest heads) and
@@ -164,14 +164,14 @@ def read_agreement(path: Path) -> pd.DataFrame:
     return read_table(path, "agreement", _COLUMNS).reset_index(drop=True)
 
 
-def _domains(table: DensityTable) -> Iterator[tuple[str, DensityTable]]:
+def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     if len(table.domains) == 1:
         raise UserError(f"the probe '{table.name}' has one domain alone, '{table.domains[0]}': nothing to compare")
     for domain in table.domains:
         yield domain, replace(table, rows=table.rows[table.rows["domain"] == domain], documents=None, histogram=None)
 
 
-def _halves(table: DensityTable) -> Iterator[tuple[str, DensityTable]]:
+def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
     """The even and the odd documents of every domain that has two; other domains are left out."""
     documents = table.documents
     if documents is None:

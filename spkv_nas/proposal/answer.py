@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.locks import locked
@@ -39,7 +39,7 @@ class Answer:
         certainty: how sure the choice is; None where it cannot be told (``stability.caution`` says why).
     """
 
-    table: DensityTable
+    table: HeadScores
     layouts: dict[str, Layout]
     rows: pd.DataFrame
     certainty: Certainty | None
@@ -54,7 +54,7 @@ class RandomSpread:
 
 
 def propose_for(
-    table: DensityTable,
+    table: HeadScores,
     requirements: Requirements | None = None,
     budget: int | str | None = None,
     *,
@@ -62,7 +62,7 @@ def propose_for(
     window: int | None = None,
     seed: int = 0,
     num_random: int = 3,
-    others: Sequence[DensityTable] = (),
+    others: Sequence[HeadScores] = (),
     progress: Progress | None = None,
 ) -> Answer:
     """Propose layouts by every strategy for a budget, and the one that meets the requirements, if there are any.
@@ -100,14 +100,14 @@ def propose_for(
     return Answer(table, layouts, coverage_table(table, layouts, heads, resampled), certainty)
 
 
-def _chosen_by(scores: DensityTable, window: int, heads: int) -> Layout:
+def _chosen_by(scores: HeadScores, window: int, heads: int) -> Layout:
     """Make the ``heads`` heads of the highest scores global, under the name of the signal."""
     layout = Layout.from_mask(densest(scores.values, heads), window=window, strategy=scores.signal)
     return Layout(layout.heads, window, scores.signal, provenance(scores, layout, heads, None))
 
 
 def coverage_table(
-    table: DensityTable, layouts: Mapping[str, Layout], heads: int, resampled: Bootstrap | None = None
+    table: HeadScores, layouts: Mapping[str, Layout], heads: int, resampled: Bootstrap | None = None
 ) -> pd.DataFrame:
     """One row per layout, best coverage first, those above the budget last.
 

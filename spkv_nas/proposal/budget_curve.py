@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.locks import locked
 from spkv_nas.base.names import check_name
@@ -45,14 +45,14 @@ class BudgetCurve:
         knee: of the curve.
     """
 
-    table: DensityTable
+    table: HeadScores
     rows: pd.DataFrame
     layouts: dict[str, Layout]
     knee: Knee
 
 
 def curve_for(
-    table: DensityTable,
+    table: HeadScores,
     requirements: Requirements | None,
     budget: str,
     *,
@@ -81,7 +81,7 @@ def curve_for(
 
 
 def budget_curve(
-    table: DensityTable,
+    table: HeadScores,
     requirements: Requirements,
     budgets: Sequence[int],
     *,
@@ -113,7 +113,7 @@ def budget_curve(
     return BudgetCurve(table, curve, layouts, find_knee(table, requirements, curve))
 
 
-def find_knee(table: DensityTable, requirements: Requirements, rows: pd.DataFrame) -> Knee:
+def find_knee(table: HeadScores, requirements: Requirements, rows: pd.DataFrame) -> Knee:
     """The knee of ``BudgetCurve.rows``.
 
     Of the densest heads it is ``stability.knee``, in the range or not; of solved layouts the budget of the range at
@@ -143,7 +143,7 @@ def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT)
 
 
 def _layouts(
-    table: DensityTable, requirements: Requirements, budgets: Sequence[int], window: int | None
+    table: HeadScores, requirements: Requirements, budgets: Sequence[int], window: int | None
 ) -> Iterator[tuple[int, Layout]]:
     for budget in budgets:
         if requirements.is_solved:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
@@ -92,7 +92,7 @@ def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def read_weights(path: Path, table: DensityTable) -> Float:
+def read_weights(path: Path, table: HeadScores) -> Float:
     """[L, Hkv], what one global head weighs (in bytes, seconds, ...), from a CSV file: layer, kv_head, weight.
 
     Raises:
@@ -115,7 +115,7 @@ def read_weights(path: Path, table: DensityTable) -> Float:
 
 
 def solve(
-    table: DensityTable,
+    table: HeadScores,
     budget: float,
     constraints: Constraints | None = None,
     weights: Float | None = None,

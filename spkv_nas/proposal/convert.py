@@ -18,7 +18,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_atomic, write_json
 from spkv_nas.base.replace import new_folder, replacing
 from spkv_nas.base.version import __version__
-from spkv_nas.proposal.foreign_formats import CONFIG_NAME, TSV_NAME, HeadScores, read_scores
+from spkv_nas.proposal.foreign_formats import CONFIG_NAME, TSV_NAME, ForeignScores, read_scores
 
 _CREATED_BY = f"spkv-nas {__version__}"
 
@@ -36,7 +36,7 @@ def convert(
 
     The target's name decides its form: ``.yaml`` a layout, ``.tsv`` a PruLong mask, ``full_attention_heads.tsv`` or a
     folder DuoAttention's two files. Scores stay scores from one project to DuoAttention unless an option of
-    ``HeadScores.choose`` cuts them. ``window`` replaces that of the source.
+    ``ForeignScores.choose`` cuts them. ``window`` replaces that of the source.
 
     Raises:
         UserError: a form is unknown or damaged, the target exists, or the options do not fit the source.
@@ -54,7 +54,7 @@ def convert(
     else:
         layout, notes = replace(layout, window=window or layout.window), []
         mask = layout.global_mask.astype(np.float64)
-        scores = HeadScores(mask, layout.strategy, f"{layout.strategy} {layout.hash}", layout.window, sink_size=0)
+        scores = ForeignScores(mask, layout.strategy, f"{layout.strategy} {layout.hash}", layout.window, sink_size=0)
     duo = files[0].name == TSV_NAME
     if layout is None and (chosen or not duo):
         layout, ties = _chosen_layout(scores, chosen)
@@ -65,7 +65,7 @@ def convert(
     return notes + (_write_layout if _is_layout(target) else _write_prulong)(target, layout, scores.sink_size or 0)
 
 
-def _with_sizes(scores: HeadScores, window: int | None) -> tuple[HeadScores, list[str]]:
+def _with_sizes(scores: ForeignScores, window: int | None) -> tuple[ForeignScores, list[str]]:
     """The scores with a window (the one given, their own, or the default) and sinks, and a sentence on a guess."""
     window = window or scores.window
     guesses = []
@@ -77,7 +77,7 @@ def _with_sizes(scores: HeadScores, window: int | None) -> tuple[HeadScores, lis
     return replace(scores, window=window or DEFAULT_WINDOW, sink_size=scores.sink_size or 0), notes
 
 
-def _chosen_layout(scores: HeadScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
+def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
     """The layout of the chosen heads, and a sentence if the cut falls among equal scores."""
     assert scores.window is not None
     mask = scores.choose(**chosen)
@@ -108,7 +108,7 @@ def _target_files(target: Path) -> list[Path]:
     return files
 
 
-def _write_duo_attention(files: Sequence[Path], scores: HeadScores) -> str:
+def _write_duo_attention(files: Sequence[Path], scores: ForeignScores) -> str:
     sizes = {"sink_size": scores.sink_size, "recent_size": scores.window}
     config = {**sizes, "source": scores.source, "created_by": _CREATED_BY}
     folder = files[0].parent

@@ -13,8 +13,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
@@ -22,7 +22,7 @@ from spkv_nas.base.version import __version__
 from spkv_nas.proposal.strategies import densest_first
 
 
-def coverage(table: DensityTable, layout: Layout) -> float:
+def coverage(table: HeadScores, layout: Layout) -> float:
     """Sum of density over the layout's global heads / sum over all heads, in [0, 1], at the table's threshold.
 
     The layout's provenance plays no part: ``Proposal.table`` gives the table at the threshold that layouts in files
@@ -35,7 +35,7 @@ def coverage(table: DensityTable, layout: Layout) -> float:
     return _covered(table, layout.global_mask)
 
 
-def densest_coverage(table: DensityTable) -> list[float]:
+def densest_coverage(table: HeadScores) -> list[float]:
     """``coverage`` of the 1, 2, ... densest heads. Raises ``UserError`` if no head keeps anything."""
     mask, covered = np.zeros(table.num_heads, dtype=np.bool_), []
     for head in densest_first(table.values):
@@ -44,7 +44,7 @@ def densest_coverage(table: DensityTable) -> list[float]:
     return covered
 
 
-def domain_coverage(table: DensityTable, layout: Layout) -> dict[str, float]:
+def domain_coverage(table: HeadScores, layout: Layout) -> dict[str, float]:
     """Coverage by domain; NaN for a domain in which no head keeps anything."""
     covered = {}
     for domain in table.domains:
@@ -54,7 +54,7 @@ def domain_coverage(table: DensityTable, layout: Layout) -> dict[str, float]:
     return covered
 
 
-def coverage_curve(table: DensityTable) -> pd.DataFrame:
+def coverage_curve(table: HeadScores) -> pd.DataFrame:
     """Best possible and expected random coverage for every budget: columns budget, densest, random.
 
     Raises:
@@ -67,11 +67,11 @@ def coverage_curve(table: DensityTable) -> pd.DataFrame:
     )
 
 
-def _covered(table: DensityTable, mask: NDArray[np.bool_]) -> float:
+def _covered(table: HeadScores, mask: NDArray[np.bool_]) -> float:
     return float(table.density[mask].sum() / _total(table))
 
 
-def _total(table: DensityTable) -> float:
+def _total(table: HeadScores) -> float:
     total = float(table.density.sum())
     if total == 0.0:
         raise UserError(
@@ -81,7 +81,7 @@ def _total(table: DensityTable) -> float:
     return total
 
 
-def provenance(table: DensityTable, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
+def provenance(table: HeadScores, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
     """What a layout file says about where the layout comes from."""
     origin = {
         "probe": table.name,

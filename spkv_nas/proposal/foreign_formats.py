@@ -39,9 +39,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.density_rows import COLUMNS
 from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.head_score_rows import COLUMNS
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import is_file, is_folder, read_json, read_text
 from spkv_nas.base.limits import MOST_WINDOW
@@ -56,7 +56,7 @@ _OVERSHOOT = 0.01  # outside [0, 1] by at most this is clipped: the last step, a
 
 
 @dataclass(frozen=True, eq=False)
-class HeadScores:
+class ForeignScores:
     """A score per KV head, higher for heads that need global attention.
 
     Attributes:
@@ -78,14 +78,14 @@ class HeadScores:
         """Whether every value is 0 or 1: the heads have been chosen."""
         return bool(np.isin(self.values, (0.0, 1.0)).all())
 
-    def table(self, name: str) -> DensityTable:
+    def table(self, name: str) -> HeadScores:
         """The scores in place of densities, for ``propose``; ``metadata`` records what they are and their file."""
         layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
         rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": self.values.ravel()}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
         )
         metadata = {"signal": self.origin, "source": self.source, "sink_size": self.sink_size}
-        return DensityTable(name, rows[list(COLUMNS)], window=self.window, metadata=metadata)
+        return HeadScores(name, rows[list(COLUMNS)], window=self.window, metadata=metadata)
 
     def choose(
         self, *, budget: int | str | None = None, sparsity: float | None = None, threshold: float | None = None
@@ -126,7 +126,7 @@ def num_local(sparsity: float, num_heads: int) -> int:
     return math.ceil(sparsity * (num_heads - 1) - 1e-9)  # a quantile that falls on a score keeps its head global
 
 
-def read_scores(path: Path) -> HeadScores:
+def read_scores(path: Path) -> ForeignScores:
     """Scores from a DuoAttention folder, a ``.tsv`` of either project, or a density table (``.csv``).
 
     Window and sinks come from the ``config.json`` beside a ``.tsv``. A file is DuoAttention's if that config has
@@ -136,8 +136,8 @@ def read_scores(path: Path) -> HeadScores:
         UserError: naming the file, and line and column where there are; also for another grid than the config's.
     """
     if path.suffix == ".csv":
-        table = DensityTable.read(path)
-        return HeadScores(table.density, "density", str(path), table.window, sink_size=0)
+        table = HeadScores.read(path)
+        return ForeignScores(table.density, "density", str(path), table.window, sink_size=0)
     file = path / TSV_NAME if is_folder(path) else path
     if file.suffix != ".tsv":
         raise UserError(f"{path} is none of: a layout (.yaml), head scores (.tsv, .csv), a folder with {TSV_NAME}")
@@ -149,10 +149,10 @@ def read_scores(path: Path) -> HeadScores:
     check_grid(f"the file of head scores {file}", grid, f"{CONFIG_NAME} beside it", expected, remedy)
     duo = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))
-    return HeadScores(values, DUO_ATTENTION if duo else PRULONG, str(path), window, config.get("sink_size"))
+    return ForeignScores(values, DUO_ATTENTION if duo else PRULONG, str(path), window, config.get("sink_size"))
 
 
-def read_score_table(path: Path) -> DensityTable:
+def read_score_table(path: Path) -> HeadScores:
     """A ``.tsv`` as a density table, called after the file, or its folder where that is ``full_attention_heads``."""
     folder = path.stem.startswith("full_attention_heads")
     return read_scores(path).table(path.resolve().parent.name if folder else path.stem)

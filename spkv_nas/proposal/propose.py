@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
@@ -20,7 +20,7 @@ _TIED = 1.5  # mean density over the budget's share from which the densest heads
 
 
 def propose(
-    table: DensityTable,
+    table: HeadScores,
     budget: int | str | None = None,
     *,
     window: int | None = None,
@@ -60,7 +60,7 @@ def propose(
     return layouts
 
 
-def resolve_tau(table: DensityTable, tau: str | None, budget: int | str | None) -> DensityTable:
+def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) -> HeadScores:
     """The table at ``tau``: a number in [0, 1], or "match-budget" (mean density = budget / heads, or the nearest to it
     that a threshold gives; of a table that knows one threshold, that one). None: as it is.
 
@@ -82,7 +82,7 @@ def resolve_tau(table: DensityTable, tau: str | None, budget: int | str | None) 
         raise UserError(f"tau '{tau}' is not a number in [0, 1] nor '{MATCH_BUDGET}'") from error
 
 
-def unmatched(table: DensityTable, budget: int | str | None) -> str | None:
+def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
     """Says that no threshold has the mean density of the budget, if ``table``, at the nearest one, is far from it."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
     if abs(table.mean - share) <= _MATCHED:
@@ -94,7 +94,7 @@ def unmatched(table: DensityTable, budget: int | str | None) -> str | None:
     )
 
 
-def layer_advice(table: DensityTable, granularity: str) -> str | None:
+def layer_advice(table: HeadScores, granularity: str) -> str | None:
     """Says that the heads of a layer tie, where whole layers were measured and single heads are chosen."""
     measured = table.metadata.get("granularity")
     if measured not in ("layer", "mixed") or granularity == "layer":
@@ -104,7 +104,7 @@ def layer_advice(table: DensityTable, granularity: str) -> str | None:
     return f"'{table.name}' was measured by whole layers, whose heads tie: choose whole ones by --granularity layer"
 
 
-def price_advice(table: DensityTable, budget: int | str | None) -> str | None:
+def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Says when the table was learned for quite another budget: its values then tell of another choice."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
     priced, learned_for = table.priced_at, table.metadata.get("budget")
@@ -121,7 +121,7 @@ def price_advice(table: DensityTable, budget: int | str | None) -> str | None:
     return None
 
 
-def tie_advice(table: DensityTable, budget: int) -> str | None:
+def tie_advice(table: HeadScores, budget: int) -> str | None:
     """Says when the budget cuts through heads of equal values, of which the earlier ones are taken."""
     values = table.values.ravel()
     order = strategies.densest_first(table.values)
@@ -135,14 +135,14 @@ def tie_advice(table: DensityTable, budget: int) -> str | None:
     )
 
 
-def default_window(table: DensityTable, window: int | None) -> str | None:
+def default_window(table: HeadScores, window: int | None) -> str | None:
     """Says which window layouts have of which neither the table nor the caller says one."""
     if window is not None or table.window is not None:
         return None
     return f"window {DEFAULT_WINDOW}: '{table.name}' does not say one; give --window W if the layouts are for another"
 
 
-def tau_advice(table: DensityTable, budget: int | str | None) -> str | None:
+def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
     """Says when the densest heads tie: the reference keeps far more than the budget allows, so tau cuts too low."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
     if table.histogram is None or table.mean < _TIED * share:

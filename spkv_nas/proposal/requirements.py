@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
@@ -66,7 +66,7 @@ class Requirements:
             raise UserError(f"several budgets count global heads, so they do not go with {option}: give one")
         return True
 
-    def cache_cost(self, table: DensityTable, window: int | None) -> CacheCost | None:
+    def cache_cost(self, table: HeadScores, window: int | None) -> CacheCost | None:
         """Bytes of a head at ``context``; None without one.
 
         Raises:
@@ -82,7 +82,7 @@ class Requirements:
             own[fact] = value
         return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **own)
 
-    def limit(self, table: DensityTable, budget: int | str | None, window: int | None) -> Limit:
+    def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
         """The budget in what it counts: heads, or the unit of the weights.
 
         Raises:
@@ -100,11 +100,11 @@ class Requirements:
         weights = read_weights(self.weights, table)
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
-    def solve(self, table: DensityTable, limit: Limit, window: int | None) -> Layout:
+    def solve(self, table: HeadScores, limit: Limit, window: int | None) -> Layout:
         """The best layout that meets the constraints within the limit. Raises ``UserError`` as ``solve``."""
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
 
-    def memory(self, table: DensityTable, num_global: int, window: int | None) -> str | None:
+    def memory(self, table: HeadScores, num_global: int, window: int | None) -> str | None:
         """Says what the caches take with ``num_global`` global heads, beside all and none; None without a context."""
         cost = self.cache_cost(table, window)
         if cost is None:
@@ -137,7 +137,7 @@ class Limit:
     budget: float
     weights: Float | None = None
 
-    def heads(self, table: DensityTable) -> int:
+    def heads(self, table: HeadScores) -> int:
         """The budget in heads: as many as weigh so much on average, at least 1."""
         share = self.budget / (table.num_heads if self.weights is None else float(self.weights.sum()))
         return max(1, round(share * table.num_heads))

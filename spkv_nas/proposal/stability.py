@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS
@@ -37,7 +37,7 @@ class Bootstrap:
         domain_density: [R, P, L, Hkv].
     """
 
-    table: DensityTable
+    table: HeadScores
     domain_density: Float
 
     @cached_property
@@ -87,7 +87,7 @@ class Bootstrap:
         return np.asarray(taken / max(1, len(samples)))
 
 
-def bootstrap(table: DensityTable, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Bootstrap | None:
+def bootstrap(table: HeadScores, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Bootstrap | None:
     """Resample a table's documents, stratified by domain; the same every time.
 
     None if the table has no counts by document, no domain with two documents, or no head that keeps anything.
@@ -107,7 +107,7 @@ def bootstrap(table: DensityTable, *, num_resamples: int = NUM_RESAMPLES, seed: 
     return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage of nothing is undefined
 
 
-def knee(table: DensityTable) -> int:
+def knee(table: HeadScores) -> int:
     """The budget beyond which every further head is at most as dense as the average head.
 
     There the coverage of the densest heads lies farthest above that of as many random ones: the curve's slope, the next
@@ -126,7 +126,7 @@ def beyond_doubt(probability: Float) -> tuple[int, int, int]:
     return chosen, left_out, probability.size - chosen - left_out
 
 
-def caution(table: DensityTable) -> str | None:
+def caution(table: HeadScores) -> str | None:
     """A sentence on what the intervals of a table do not show, or why there are none; None if nothing is to be said."""
     documents = table.documents
     if documents is None:
@@ -181,7 +181,7 @@ class Certainty:
             resampled.knee_interval(),
         )
 
-    def heads(self, table: DensityTable) -> pd.DataFrame:
+    def heads(self, table: HeadScores) -> pd.DataFrame:
         """One row per head: layer, kv_head, density, and its probability by strategy."""
         layer, head = (axis.ravel() for axis in np.indices(table.density.shape))
         columns = {name: probability.ravel() for name, probability in self.probability.items()}

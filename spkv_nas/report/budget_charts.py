@@ -9,21 +9,21 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import name_axis, round_axis
 from spkv_nas.report.chart import SERIES, Axis, Band, Chart, Heatmap, Line, Mark, Panels, Points, Rule, numbers, thinned
+from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import coverage_by_budget
-from spkv_nas.report.words import short
 
 _BUDGET = "Budget, global KV heads"
 _UNSEEN = 0.1  # of 100 percent: a quarter of a line's width
 
 
 def coverage_budget_chart(
-    table: DensityTable, layouts: Mapping[str, Layout], covered: Mapping[str, float], certainty: Certainty | None
+    table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float], certainty: Certainty | None
 ) -> Chart | None:
     """Coverage against the budget by strategy, and where the layouts are; None where no head keeps anything.
 

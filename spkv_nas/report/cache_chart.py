@@ -12,10 +12,10 @@ from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.cache_size import CONTEXT, cache_share, full_bytes
 from spkv_nas.report.chart import Axis, Chart, Points, Rule, numbers
 from spkv_nas.report.evidence import COMPARISON, Evidence
+from spkv_nas.report.formatting import BASELINES, change, short, signed
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
-from spkv_nas.report.words import BASELINES, change, short, signed
 
 _WIDE = 10.0  # ratio of the largest change to the smallest from which on the axis is logarithmic
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.formulas import head_bytes, visible_keys
@@ -10,7 +10,7 @@ from spkv_nas.cost.formulas import head_bytes, visible_keys
 CONTEXT = 131_072  # tokens of the sequence that sizes on the page are of, unless the reader chooses another
 
 
-def token_bytes(table: DensityTable) -> float | None:
+def token_bytes(table: HeadScores) -> float | None:
     """Return the bytes of one token in the cache of one KV head; None where the probe does not record them."""
     head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
     if head_dim is None or dtype not in ITEM_BYTES:
@@ -18,7 +18,7 @@ def token_bytes(table: DensityTable) -> float | None:
     return head_bytes(1, int(head_dim), ITEM_BYTES[dtype])
 
 
-def cache_share(table: DensityTable, density: float) -> float:
+def cache_share(table: HeadScores, density: float) -> float:
     """Return the cache of one sequence of ``CONTEXT`` tokens as a share of full attention's.
 
     Args:
@@ -28,7 +28,7 @@ def cache_share(table: DensityTable, density: float) -> float:
     return visible_keys(CONTEXT, density=density, window=table.window or DEFAULT_WINDOW) / CONTEXT
 
 
-def full_bytes(table: DensityTable) -> float | None:
+def full_bytes(table: HeadScores) -> float | None:
     """Return the bytes of the cache of full attention for one sequence of ``CONTEXT`` tokens; None: not known."""
     token = token_bytes(table)
     return None if token is None else token * table.num_heads * CONTEXT

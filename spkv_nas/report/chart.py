@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from spkv_nas.artifacts.measure import PERCENT, Scale
+from spkv_nas.artifacts.score_kind import PERCENT, Scale
 
 Tone = Literal["accent", "muted", "second", "third", "ink"]
 Dash = Literal["solid", "dashed", "dashdot", "dotted"]

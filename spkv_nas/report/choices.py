@@ -11,8 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
-from spkv_nas.artifacts.measure import Measure
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import densest_coverage
 from spkv_nas.proposal.strategies import densest_first
 from spkv_nas.report.codes import Code, zigzag
@@ -22,7 +22,7 @@ _DIGITS = 4  # of a coverage in a layout's provenance
 _SHARES = 10_000  # of all tokens, in which those of a domain are counted
 
 
-def coded(tables: list[DensityTable]) -> str:
+def coded(tables: list[HeadScores]) -> str:
     """For every threshold the levels of the heads, their order as of ``densest``, and the coverage of the first ones.
 
     Levels by domain are coded by their steps from one threshold to the next; levels over all text, the order and the
@@ -47,7 +47,7 @@ def coded(tables: list[DensityTable]) -> str:
     return code.text
 
 
-def shares(table: DensityTable) -> list[int]:
+def shares(table: HeadScores) -> list[int]:
     """Of all tokens, each domain's; none where there is but one domain."""
     if len(table.domains) < 2:
         return []

@@ -7,22 +7,22 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.domains import about_small_domains, small_domains
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.measure import PERCENT, Scale
+from spkv_nas.artifacts.score_kind import PERCENT, Scale
 from spkv_nas.proposal.stability import Certainty
 from spkv_nas.report.axes import decades_axis, name_axis, round_axis
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels, Points, Rule, numbers
+from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import domain_profile, position_profile
-from spkv_nas.report.words import short
 
 _DENSITY = "density"  # the chart whose cells those of layouts show again
 _MOST_POINTED = 500  # dots of heads by domain, of which each can be pointed at: more would be most of the page
 _UNEVEN = 2.0  # ratio of the widest part of a block to the narrowest from which on positions are logarithmic
 
 
-def density_chart(table: DensityTable) -> Chart:
+def density_chart(table: HeadScores) -> Chart:
     """The density of every KV head, or what else the table holds."""
     measure, scale = table.measure, table.measure.scale
     cells = Heatmap(_rows(table.values), scale=scale, legend=measure.noun)
@@ -32,7 +32,7 @@ def density_chart(table: DensityTable) -> Chart:
     return Chart(_DENSITY, title, about, *_head_axes(table.grid), (cells,), heading=heading)
 
 
-def layout_chart(table: DensityTable, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
+def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
     """The same values with a layout's global heads marked; ``covered`` is its coverage in [0, 1]."""
     chosen = tuple((int(head), int(layer)) for head, layer in np.argwhere(layout.global_mask.T))
     taken = [
@@ -67,7 +67,7 @@ def grid_chart(layout: Layout) -> Chart:
     return Chart("layout", title, "Columns are layers, rows are KV heads.", *axes, (cells,), heading=title)
 
 
-def layout_charts(table: DensityTable, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
+def layout_charts(table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
     """One chart per layout, in their order; None without layouts."""
     if not layouts:
         return None
@@ -88,7 +88,7 @@ def stability_chart(certainty: Certainty) -> Chart:
     return Chart("stability", title, about, *_head_axes(probability.shape), (cells,), heading=heading)
 
 
-def domain_chart(table: DensityTable) -> Chart:
+def domain_chart(table: HeadScores) -> Chart:
     """One row per domain with enough text: every KV head a dot, the mean a bar; the note names the other domains."""
     profile, measure, small = domain_profile(table), table.measure, about_small_domains(table)
     profile = profile[~profile["domain"].isin(list(small_domains(table)))]
@@ -121,7 +121,7 @@ def domain_chart(table: DensityTable) -> Chart:
     )
 
 
-def position_chart(table: DensityTable) -> Chart | None:
+def position_chart(table: HeadScores) -> Chart | None:
     """Mean density by token position, with the middle 80 % of KV heads as a band; None where it is not known."""
     profile = position_profile(table)
     if profile is None:
@@ -155,7 +155,7 @@ def position_chart(table: DensityTable) -> Chart | None:
     )
 
 
-def histogram_chart(table: DensityTable) -> Chart:
+def histogram_chart(table: HeadScores) -> Chart:
     """How many KV heads have which density, or what else the table holds, in 20 bins."""
     measure, scale = table.measure, table.measure.scale
     counts, edges = np.histogram(table.values, bins=20, range=(scale.low, scale.high))
@@ -195,7 +195,7 @@ def _rows(values: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
     return tuple(numbers(row) for row in values.T)
 
 
-def _value_axis(table: DensityTable) -> Axis:
+def _value_axis(table: HeadScores) -> Axis:
     """From the lowest to the highest value, of all domains."""
     measure = table.measure
     low, high = measure.scale.low, measure.scale.high

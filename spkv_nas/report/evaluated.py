@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.base.statistics import critical_errors
+from spkv_nas.report.formatting import change, number, standard_errors
 from spkv_nas.report.section import Row, Section
-from spkv_nas.report.words import change, number, standard_errors
 
 _HEADER = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %", "Against", "Δ NLL, %")
 

@@ -13,8 +13,8 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_
 from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.evaluation.ranking import FEWEST
 from spkv_nas.report.evidence import COMPARISON, all_evidence
+from spkv_nas.report.formatting import BASELINES, change, signed, standard_errors, versus
 from spkv_nas.report.inputs import Inputs
-from spkv_nas.report.words import BASELINES, change, signed, standard_errors, versus
 
 _Pair = tuple["pd.Series[Any]", "pd.Series[Any]"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from spkv_nas.artifacts.comparison import DENSE, SP_KV, counted_from
+from spkv_nas.report.formatting import BASELINES
 from spkv_nas.report.inputs import Inputs
-from spkv_nas.report.words import BASELINES
 
 
 def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:

@@ -13,7 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import BASELINES, complete
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.statistics import critical_errors
 from spkv_nas.cost.calibration import Calibration
@@ -49,7 +49,7 @@ class Inputs:
     layouts by each probe in its workspace, by the probe's name.
     """
 
-    table: DensityTable
+    table: HeadScores
     layouts: Mapping[str, Layout]
     covered: Mapping[str, float]
     comparison: pd.DataFrame | None
@@ -58,7 +58,7 @@ class Inputs:
     search: pd.DataFrame | None
     trust: Trust | None
     search_record: Mapping[str, Any]
-    probes: tuple[DensityTable, ...]
+    probes: tuple[HeadScores, ...]
     calibration: Calibration | None = None
     predict: Predict | None = None
     judged: tuple[Section, ...] = ()
@@ -89,7 +89,7 @@ class Inputs:
     @classmethod
     def check(
         cls,
-        table: DensityTable,
+        table: HeadScores,
         layouts: Mapping[str, Layout],
         *,
         comparison: pd.DataFrame | None = None,
@@ -98,7 +98,7 @@ class Inputs:
         search: pd.DataFrame | None = None,
         trust: Trust | None = None,
         search_record: Mapping[str, Any] | None = None,
-        probes: Sequence[DensityTable] = (),
+        probes: Sequence[HeadScores] = (),
         calibration: Calibration | None = None,
         predict: Predict | None = None,
         judged: Sequence[Section] = (),

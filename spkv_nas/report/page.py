@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
@@ -41,7 +41,7 @@ from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.glossary import glossary
 from spkv_nas.report.html import compact, render
 from spkv_nas.report.inputs import Inputs, PairError, Predict, no_pair_error
-from spkv_nas.report.instrument import instrument, layout_places
+from spkv_nas.report.layout_explorer import instrument, layout_places
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
@@ -56,7 +56,7 @@ Groups = dict[str, list[Chart | Panels]]
 def write_report(
     folder: Path,
     *,
-    table: DensityTable,
+    table: HeadScores,
     layouts: Mapping[str, Layout],
     comparison: pd.DataFrame | None = None,
     record: Mapping[str, Any] | None = None,
@@ -64,7 +64,7 @@ def write_report(
     search: pd.DataFrame | None = None,
     trust: Trust | None = None,
     search_record: Mapping[str, Any] | None = None,
-    probes: Sequence[DensityTable] = (),
+    probes: Sequence[HeadScores] = (),
     calibration: Calibration | None = None,
     predict: Predict | None = None,
     judged: Sequence[Section] = (),
@@ -90,7 +90,7 @@ def write_report(
         probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
         calibration: times of the model's attention; None where they were not measured.
         predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
-        judged: sections of further tables (``report.judged``).
+        judged: sections of further tables (``report.benchmark_sections``).
         under_way: the section of what other commands have not finished, if there is anything.
         pair_error: standard error of the difference of two rows of the comparison; by default none is known.
         advise: returns the commands to recommend, by the verdict of the page; None recommends none.

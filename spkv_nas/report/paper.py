@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.proposal.coverage import coverage
@@ -28,7 +28,7 @@ _WIDTHS = {  # of the text: paper, figures of the search for layouts, of the gat
 
 def write_paper_figures(
     folder: Path,
-    table: DensityTable,
+    table: HeadScores,
     layouts: Mapping[str, Layout],
     *,
     comparison: pd.DataFrame | None = None,

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.proposal.coverage import coverage_curve
 from spkv_nas.proposal.strategies import interleaved_first, interleaved_last
 
 
-def domain_profile(table: DensityTable) -> pd.DataFrame:
+def domain_profile(table: HeadScores) -> pd.DataFrame:
     """One row per domain: mean and standard deviation over heads, tokens, documents, and agreement.
 
     ``agreement`` is Spearman's rank correlation of the domain's head densities with those over all domains: near 1
@@ -37,7 +37,7 @@ def domain_profile(table: DensityTable) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def position_profile(table: DensityTable) -> pd.DataFrame | None:
+def position_profile(table: HeadScores) -> pd.DataFrame | None:
     """Density over heads by token position: columns start, end, mean, low, high (10th and 90th percentile of heads)."""
     if table.positions is None or table.positions.empty:
         return None
@@ -47,7 +47,7 @@ def position_profile(table: DensityTable) -> pd.DataFrame | None:
     return profile.reset_index()
 
 
-def coverage_by_budget(table: DensityTable) -> pd.DataFrame | None:
+def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
     """Coverage in [0, 1] by budget: columns budget, densest, random, and the two layer patterns.
 
     The patterns spend whole layers, so they are NaN at other budgets. None where no head keeps anything.

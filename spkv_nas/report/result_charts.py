@@ -7,10 +7,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
-from spkv_nas.artifacts.measure import DENSITY
+from spkv_nas.artifacts.score_kind import DENSITY
 from spkv_nas.report.axes import percent_axis, round_axis
 from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
-from spkv_nas.report.words import BASELINES, change, short, signed, versus
+from spkv_nas.report.formatting import BASELINES, change, short, signed, versus
 
 SHAPES: dict[str, tuple[Shape, Tone, str]] = {
     SP_KV: ("diamond", "ink", "SP-KV"),

@@ -11,7 +11,7 @@ from spkv_nas.artifacts.search_table import BASELINE
 from spkv_nas.evaluation.guidance import best_so_far
 from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.chart import SERIES, Chart, Line, Mark, Numbers, Panels, Points, Rule, Shape, Tone, numbers
-from spkv_nas.report.words import change, short, signed
+from spkv_nas.report.formatting import change, short, signed
 
 _SHAPES: tuple[Shape, ...] = ("circle", "diamond", "triangle", "circle")
 _CHANGE = "Zero-shot ΔNLL, %"

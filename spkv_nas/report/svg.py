@@ -15,7 +15,7 @@ from xml.etree.ElementTree import Element
 
 from markupsafe import Markup
 
-from spkv_nas.artifacts.measure import Measure
+from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.report.chart import Axis, Band, Bars, Chart, Line, Points, Rule, legend_marks
 from spkv_nas.report.colours import scale_stops
 from spkv_nas.report.elements import add, along, markup, px, svg

@@ -12,14 +12,14 @@ from typing import Any
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_from
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.evidence import COMPARISON, SEARCH
+from spkv_nas.report.formatting import BASELINES, change, number, signed
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.verdict import Verdict
-from spkv_nas.report.words import BASELINES, change, number, signed
 
 _MOST_MISSED = 5
 _GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # of rows; layouts come first
@@ -136,7 +136,7 @@ def _has_dense(inputs: Inputs) -> bool:
     return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
 
 
-def domain_rows(table: DensityTable) -> list[tuple[str, ...]]:
+def domain_rows(table: HeadScores) -> list[tuple[str, ...]]:
     """Domain, tokens, documents, mean, spread and agreement of each domain."""
     return [
         (

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import numpy as np
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
-from spkv_nas.artifacts.measure import Measure
+from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result, all_evidence
+from spkv_nas.report.formatting import above, listed, number, signed, standard_errors
 from spkv_nas.report.inputs import Inputs, widest_layout
-from spkv_nas.report.words import above, listed, number, signed, standard_errors
 
 _MOST_NAMED = 4
 _RUNS = "The spread between training runs is not part of any of these errors."
@@ -207,7 +207,7 @@ def _before_training(inputs: Inputs) -> Verdict:
     return Verdict(table.num_heads, table.measure, proposed[best], None, others, *unknown, covered=inputs.covered[best])
 
 
-def _mean(table: DensityTable) -> str:
+def _mean(table: HeadScores) -> str:
     """Return a sentence on a table alone."""
     if table.is_density:
         return f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."

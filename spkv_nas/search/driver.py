@@ -2,7 +2,7 @@
 
 Each of these fidelities has studies in one storage (``search/queue.py``), so any number of processes work on them: one
 study of zero-shot scores per sampler and seed, one of short and one of full retrainings, with full attention and the
-layouts that the search started from as baselines. A judge (``search/judge.py``) scores and retrains, and keeps the
+layouts that the search started from as baselines. A judge (``search/evaluator.py``) scores and retrains, and keeps the
 results.
 """
 
@@ -27,9 +27,9 @@ from spkv_nas.artifacts.search_table import BASELINE, Fidelity, Retraining
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.paired import Score
-from spkv_nas.search.judge import Judge
+from spkv_nas.search.evaluator import Evaluator
+from spkv_nas.search.incumbents import Finished
 from spkv_nas.search.queue import Queue
-from spkv_nas.search.rivals import Finished
 from spkv_nas.search.sampler import Sampler
 from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
@@ -56,7 +56,7 @@ class Search:
 
     def __init__(
         self,
-        judge: Judge,
+        judge: Evaluator,
         space: Space,
         starts: Mapping[str, Layout],
         others: Mapping[str, Layout],

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import BASELINE, COLUMNS, FIDELITIES, Retraining
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # at run time it would need Optuna
     from spkv_nas.search.driver import Search
 
 
-def result_table(trials: Sequence[Trial], table: DensityTable) -> pd.DataFrame:
+def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
     """One row per trial, columns ``COLUMNS``; what was not measured is NaN. ``heads`` has a word per layer."""
     rows = []
     for trial in trials:

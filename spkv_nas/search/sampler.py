@@ -17,7 +17,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import DENSITY, RANDOM, SURROGATE
 from spkv_nas.search.space import Space
 from spkv_nas.search.surrogate import Surrogate
-from spkv_nas.search.tpe import wish
+from spkv_nas.search.tpe import suggest_mask
 from spkv_nas.search.trials import GENERATION, Result
 
 
@@ -64,8 +64,8 @@ class Sampler:
         noise = generator.random(self._space.grid)
         low, high = self._space.budgets
         budget = int(generator.integers(low, high + 1))
-        wished = self._wished(known, generator) if known and self._kind != RANDOM else None
-        return self._space.nearest(wished, budget, noise, by_density=self._kind == DENSITY)
+        suggested = self._wished(known, generator) if known and self._kind != RANDOM else None
+        return self._space.nearest(suggested, budget, noise, by_density=self._kind == DENSITY)
 
     def _learnt(self, first: int, known: Sequence[Result]) -> list[Layout]:
         """The layouts of the generation that begins with trial ``first``; whoever asks for one makes them all."""
@@ -78,4 +78,4 @@ class Sampler:
         """The heads that TPE would make global next, [L, Hkv]."""
         masks = np.stack([self._space.layout(result.point).global_mask.ravel() for result in known])
         values = np.array([result.values for result in known])
-        return wish(masks, values, generator).reshape(self._space.grid)
+        return suggest_mask(masks, values, generator).reshape(self._space.grid)

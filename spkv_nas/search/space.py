@@ -1,7 +1,7 @@
 """The layouts that a search may try; a study knows a layout by its point, the rows of letters as one text.
 
 Whatever heads a sampler wishes for are made a layout of the space by ``nearest``: an integer program under budget and
-constraints, in which heads that were wished for come first, and the density decides among the others. ``optimum`` is
+constraints, in which heads that were suggested for come first, and the density decides among the others. ``optimum`` is
 the layout that is worth the most by what a sampler thinks of every head.
 """
 
@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
@@ -41,11 +41,11 @@ class Space:
         signals: further tables [L, Hkv] that may tell what a head is worth.
     """
 
-    table: DensityTable
+    table: HeadScores
     budgets: tuple[int, int]
     window: int
     constraints: Constraints = field(default_factory=Constraints)
-    signals: tuple[DensityTable, ...] = ()
+    signals: tuple[HeadScores, ...] = ()
 
     def check(self) -> None:
         """Raises ``UserError`` if no layout meets the constraints at the smallest or the largest budget."""
@@ -66,18 +66,18 @@ class Space:
         """The point of a layout."""
         return " ".join(layout.heads)
 
-    def nearest(self, wished: NDArray[np.bool_] | None, budget: int, noise: Float, *, by_density: bool) -> Layout:
-        """A layout of the space that has as many of the wished global heads as it can, and ``budget`` in all.
+    def nearest(self, suggested: NDArray[np.bool_] | None, budget: int, noise: Float, *, by_density: bool) -> Layout:
+        """A layout of the space that has as many of the suggested global heads as it can, and ``budget`` in all.
 
         Args:
-            wished: [L, Hkv], true for the heads wished for; None: none is.
+            suggested: [L, Hkv], true for the heads suggested for; None: none is.
             budget: cut to ``budgets``.
             noise: [L, Hkv] in [0, 1], weighs as much as the density, or alone.
-            by_density: whether denser heads come first among heads that are equally wished for.
+            by_density: whether denser heads come first among heads that are equally suggested for.
         """
         gain = _NOISE * noise
-        if wished is not None:
-            gain = gain + _WISHED * wished
+        if suggested is not None:
+            gain = gain + _WISHED * suggested
         if by_density:
             gain = gain + _DENSITY * self._rank
         return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))

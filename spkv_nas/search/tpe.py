@@ -17,11 +17,11 @@ from spkv_nas.search.trials import first_front
 Float = NDArray[np.float64]
 
 _GOOD, _MOST_GOOD = 0.1, 25  # share of the layouts that count as good; with one objective the most of them
-_CANDIDATES = 24  # letters drawn as the good have them, of which the most telling is wished for
+_CANDIDATES = 24  # letters drawn as the good have them, of which the most telling is wanted
 _RECENT = 25  # the latest layouts weigh 1, those before the less the earlier
 
 
-def wish(masks: NDArray[np.bool_], values: Float, generator: np.random.Generator) -> NDArray[np.bool_]:
+def suggest_mask(masks: NDArray[np.bool_], values: Float, generator: np.random.Generator) -> NDArray[np.bool_]:
     """Heads [H] to make global next.
 
     Args:
@@ -34,8 +34,8 @@ def wish(masks: NDArray[np.bool_], values: Float, generator: np.random.Generator
     others = share_global(masks[~good], _weights(int((~good).sum())))
     wants = likely > others  # G has the higher ratio of densities, good to others
     seen = 1 - (1 - np.where(wants, likely, 1 - likely)) ** _CANDIDATES  # that some candidate has the letter wanted
-    wished: NDArray[np.bool_] = wants == (generator.random(wants.shape) < seen)
-    return wished
+    suggested: NDArray[np.bool_] = wants == (generator.random(wants.shape) < seen)
+    return suggested
 
 
 def good_ones(values: Float) -> NDArray[np.bool_]:

@@ -19,7 +19,8 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
 from spkv_nas.evaluation.baselines.expected_attention import Rotation
 from spkv_nas.evaluation.baselines.kvzap import fit_kvzap
-from spkv_nas.evaluation.baselines.measure import (
+from spkv_nas.evaluation.baselines.protocol import Protocol
+from spkv_nas.evaluation.baselines.run_baselines import (
     Measurement,
     Plan,
     baselines_table,
@@ -27,10 +28,9 @@ from spkv_nas.evaluation.baselines.measure import (
     measure,
     own_rows,
 )
-from spkv_nas.evaluation.baselines.protocol import Protocol
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
-from spkv_nas.model.section import gate_config
+from spkv_nas.model.config_section import gate_config
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import Measured, Subject, measured_on, quiet_transformers
 from spkv_nas.stages.options import BaselinesOptions

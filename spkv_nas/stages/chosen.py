@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
@@ -21,7 +21,7 @@ _MOST_LISTED = 8  # commands in an error
 
 def chosen_table(
     options: ProposeOptions | SearchOptions | TrainHybridOptions | ReportOptions, reporter: Reporter = SILENT
-) -> DensityTable:
+) -> HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 
     Of several probes of one model the default is that of the recommended signal, else its densities; which one was
@@ -53,7 +53,7 @@ def chosen_table(
     raise UserError("\n".join([f"which probe? there are {len(records)} in {where}; name one:", *commands, *more]))
 
 
-def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: DensityTable, embedded: str) -> Path:
+def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores, embedded: str) -> Path:
     """Return the recipe that retrains layouts: the one in options, or ``embedded`` for a probe of an embedded model.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spkv_nas.artifacts.checkpoints import run_origin
 from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
@@ -169,8 +169,8 @@ class Subject:
         """
         from spkv_nas.data.splits import load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
-        from spkv_nas.model.section import gate_config
-        from spkv_nas.model.shape import check_tokens
+        from spkv_nas.model.config_section import gate_config
+        from spkv_nas.model.model_shape import check_tokens
 
         options, recipe = self.options, self.recipe
         length, limit = self._length(), options.max_tokens
@@ -265,9 +265,9 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporte
 
     Collective: as many as every process has memory for.
     """
-    from spkv_nas.model.section import gate_config
-    from spkv_nas.model.shape import model_size
-    from spkv_nas.model.spread import room_for_passes
+    from spkv_nas.model.config_section import gate_config
+    from spkv_nas.model.device_map import room_for_passes
+    from spkv_nas.model.model_shape import model_size
 
     wanted, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
@@ -284,7 +284,7 @@ def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> 
     Raises:
         UserError: there is not so much memory.
     """
-    from spkv_nas.model.shape import vocabulary_size
+    from spkv_nas.model.model_shape import vocabulary_size
 
     tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
     hidden = tokens * int(model.config.get_text_config().hidden_size) * item
@@ -353,14 +353,14 @@ def quiet_transformers(reporter: Reporter) -> None:
     logging.disable_progress_bar()
 
 
-def find_table(workspace: Workspace, probe: str) -> DensityTable:
+def find_table(workspace: Workspace, probe: str) -> HeadScores:
     """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities.
 
     Raises:
         UserError: it is not there, or cannot be read.
     """
     if probe.endswith(".csv"):
-        return DensityTable.read(Path(probe))
+        return HeadScores.read(Path(probe))
     if probe.endswith(".tsv"):
         return read_score_table(Path(probe))
     folder = workspace.probe_dir(probe)
@@ -369,7 +369,7 @@ def find_table(workspace: Workspace, probe: str) -> DensityTable:
         raise UserError(
             f"no density table '{probe}' in {workspace.root / 'probes'}\nthere are: {names}; or give --probe FILE.csv"
         )
-    return DensityTable.read(folder)
+    return HeadScores.read(folder)
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:

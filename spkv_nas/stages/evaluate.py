@@ -21,9 +21,8 @@ from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
-from spkv_nas.model.section import gate_config
+from spkv_nas.model.config_section import gate_config
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.stages.answering import check_pair, load
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.common import (
     Measured,
@@ -36,6 +35,7 @@ from spkv_nas.stages.common import (
     quiet_transformers,
     result_name,
 )
+from spkv_nas.stages.eval_modes import check_pair, load
 from spkv_nas.stages.options import EvaluateOptions, ScoreOptions
 
 if TYPE_CHECKING:

@@ -42,8 +42,8 @@ from spkv_nas.stages.contexts import beyond_positions, choose_context
 from spkv_nas.stages.options import PlanOptions, ProbeOptions
 from spkv_nas.stages.probe import chosen_signal
 from spkv_nas.training.first_recipe import Draft
-from spkv_nas.training.plan import Planner
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.run_plan import Planner
 from spkv_nas.training.step_cost import EFFICIENCY, how_trained, matmul_speed
 from spkv_nas.training.text_size import TextSize, count_text
 

@@ -12,19 +12,19 @@ from urllib.parse import quote, urlencode
 
 import numpy as np
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.artifacts.search_table import BASELINE, FIDELITIES, Fidelity, read_search
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.density_charts import thumbnail
+from spkv_nas.report.formatting import change
 from spkv_nas.report.index import Card, write_index
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.verdict import conclude
-from spkv_nas.report.words import change
 from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.results import SEARCH, read_results
-from spkv_nas.stages.trust import neighbours
+from spkv_nas.stages.table_trust import neighbours
 
 _AFTER: dict[Fidelity, str] = {
     "zero_shot": " before retraining", "short": " retrained briefly", "full": " retrained in full"
@@ -72,7 +72,7 @@ def _probe(place: Workspace, name: str, number: int) -> Card:
     return Card(name, chart, tuple(said), page, links)
 
 
-def _elsewhere(place: Workspace, table: DensityTable, budget: int) -> tuple[str, str]:
+def _elsewhere(place: Workspace, table: HeadScores, budget: int) -> tuple[str, str]:
     """Where a probe without layouts is shown: the address, "" for nowhere, and words."""
     for other in neighbours(place, table):
         if _has_layouts(place, other.name):

@@ -31,7 +31,7 @@ from spkv_nas.stages.common import model_name, quiet_transformers
 from spkv_nas.stages.next_steps import after_init
 from spkv_nas.stages.options import InitOptions
 from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
-from spkv_nas.training.plan import ROOM, Plan, PlannedRun, Planner, together
+from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, together
 from spkv_nas.training.text_size import count_text
 from spkv_nas.training.variants import Variant
 

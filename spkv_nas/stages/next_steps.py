@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS, PRICED_STEPS
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
@@ -35,7 +35,7 @@ RECOMMENDATION = (
 _OF_DENSITIES = "densities tell which keys a cache may drop, by domain and position"
 
 
-def recommend(workspace: Workspace, table: DensityTable, budget: str | None = None) -> Suggestion | None:
+def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None) -> Suggestion | None:
     """Recommend head gates in place of densities that choose heads; None for other signals and for tables by hand.
 
     None too where the layout of head gates is among the table's layouts. The command proposes by head gates of the same
@@ -64,7 +64,7 @@ def recommend(workspace: Workspace, table: DensityTable, budget: str | None = No
     return Suggestion.of(measuring, f"{RECOMMENDATION}; measuring them takes {cost}")
 
 
-def missing_options(table: DensityTable) -> str:
+def missing_options(table: HeadScores) -> str:
     """Say what the record of a probe lacks, so that no command can be made of it."""
     return (
         f"probe.yaml of '{table.name}' does not record the model and text that it was measured on, so there is no "
@@ -93,7 +93,7 @@ def after_train(options: TrainOptions) -> list[Suggestion]:
     return [Suggestion.of(ProbeOptions(recipe=options.recipe, workspace=options.workspace))]
 
 
-def after_probe(options: ProbeOptions, table: DensityTable) -> list[Suggestion]:
+def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest to propose layouts; beside head gates, to measure densities, unless they are there."""
     workspace, identity = options.place, model_identity(table.metadata)
     chosen = table.name
@@ -110,7 +110,7 @@ def after_probe(options: ProbeOptions, table: DensityTable) -> list[Suggestion]:
     return suggestions
 
 
-def after_propose(options: ProposeOptions, table: DensityTable) -> list[Suggestion]:
+def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest head gates in place of densities; else to score the layouts, and to retrain them."""
     workspace = options.place
     if (recommended := recommend(workspace, table, options.budget)) is not None:
@@ -130,7 +130,7 @@ def after_propose(options: ProposeOptions, table: DensityTable) -> list[Suggesti
     ]
 
 
-def retraining(workspace: Workspace, table: DensityTable) -> TrainHybridOptions | None:
+def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | None:
     """Return the options that retrain the layouts of a probe; None where its record names no recipe to do it by."""
     recorded = read_options(table.metadata, workspace.root)
     if recorded is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from spkv_nas.artifacts import checkpoints
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report.verdict import Advise, Step, Verdict
 from spkv_nas.stages.commands import command_line
@@ -16,7 +16,7 @@ from spkv_nas.stages.next_steps import recommend, retraining
 from spkv_nas.stages.options import ProposeOptions
 
 
-def page_steps(place: Workspace, table: DensityTable) -> Advise:
+def page_steps(place: Workspace, table: HeadScores) -> Advise:
     """Return the function that recommends commands for the page of a probe."""
 
     def advise(verdict: Verdict) -> Sequence[Step]:
@@ -47,7 +47,7 @@ def _checkpoint(place: Workspace, report: str, strategy: str) -> Path | None:
     return next((path for path in models if path.is_dir()), None)
 
 
-def _retrain(place: Workspace, table: DensityTable, verdict: Verdict) -> list[Step]:
+def _retrain(place: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
     """Recommend to retrain layouts: all before any training, else the verdict's, of which no checkpoint is there.
 
     Nothing where it takes a recipe that the probe does not name.

@@ -37,9 +37,9 @@ from spkv_nas.stages.train import palindrome_settings
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan
-from spkv_nas.training.plan import FINISHED, Plan, PlannedRun, Planner, combined, together
 from spkv_nas.training.recipe import Recipe
-from spkv_nas.training.recipe_judge import shortened
+from spkv_nas.training.recipe_evaluator import shortened
+from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun, Planner, combined, together
 from spkv_nas.training.variants import Variant
 
 

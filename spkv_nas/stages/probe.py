@@ -11,8 +11,8 @@ from typing import Any
 
 from spkv_nas.artifacts import signals
 from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS, SCORING_TOKENS
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.gate_config import GateConfig
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
@@ -21,7 +21,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
-from spkv_nas.model.shape import check_tokens, config_shape
+from spkv_nas.model.model_shape import check_tokens, config_shape
 from spkv_nas.model.windows import default_window
 from spkv_nas.probing import density
 from spkv_nas.probing.gains import LAYER, opening_gains
@@ -45,7 +45,7 @@ _LEARNING = ("budget", "steps", "window", "seed")
 _MOST_TARGET = 0.99  # of the density that a price keeps
 
 
-def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> DensityTable:
+def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
 
     Without a signal: the density of gates, and the recommended signal, head gates, of a checkpoint without. For its
@@ -122,7 +122,7 @@ def chosen_signal(options: ProbeOptions) -> str:
     return signals.DENSITY if has_gates else RECOMMENDED
 
 
-def _with_gains(table: DensityTable, measured: Measured, options: ProbeOptions, reporter: Reporter) -> DensityTable:
+def _with_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
     """The table with the gains that it is judged by; as it is where they are not wanted, or cannot be measured."""
     model, length = measured.model, measured.whole.block_size
     tokens = GAIN_TOKENS if options.gain_tokens is None else options.gain_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.artifacts.windows import warn_of_windows
 from spkv_nas.base.errors import UserError
@@ -36,7 +36,7 @@ from spkv_nas.stages.next_steps import after_propose
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.record import read_options
 from spkv_nas.stages.requirements import read_requirements
-from spkv_nas.stages.trust import neighbours, trust, unknown_trust, window_advice
+from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
 
 _LAYER = "layer"  # the granularity of tables of whole layers
 
@@ -107,7 +107,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     )  # fmt: skip
 
 
-def _recommended(place: Workspace, table: DensityTable) -> list[DensityTable]:
+def _recommended(place: Workspace, table: HeadScores) -> list[HeadScores]:
     """Return the scores by the recommended signal of the model that densities are of, if the workspace has them."""
     if not table.is_density:
         return []
@@ -130,7 +130,7 @@ def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     return None
 
 
-def _probed_for(share: str, table: DensityTable, options: ProposeOptions) -> str:
+def _probed_for(share: str, table: HeadScores, options: ProposeOptions) -> str:
     """The command that probes anew for a budget; "" where the checkpoint has gates, or the record is incomplete."""
     recorded = read_options(table.metadata, options.place.root)
     takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
@@ -190,7 +190,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     from spkv_nas.report.budget_charts import agreement_charts
     from spkv_nas.report.figures import save_figure
 
-    tables: dict[str, DensityTable] = {}
+    tables: dict[str, HeadScores] = {}
     for probe in options.probes:
         for label, table in parse_probe(probe, lambda source: find_table(options.place, source), options.by):
             if label in tables:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts.comparison import check_layout_names
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.grid import check_grid
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.proposal import Proposal, distinct
 from spkv_nas.artifacts.samplers import SAMPLERS
@@ -96,7 +96,7 @@ def _kinds(option: str, names: str) -> list[str]:
     return kinds
 
 
-def _signals(options: SearchOptions, table: DensityTable) -> tuple[DensityTable, ...]:
+def _signals(options: SearchOptions, table: HeadScores) -> tuple[HeadScores, ...]:
     """The further tables of ``--signals``. Raises ``UserError``: one is missing, or of another grid."""
     signals = tuple(find_table(options.place, probe) for probe in options.signals or ())
     for signal in signals:
@@ -104,7 +104,7 @@ def _signals(options: SearchOptions, table: DensityTable) -> tuple[DensityTable,
     return signals
 
 
-def _budgets(options: SearchOptions, table: DensityTable) -> list[int]:
+def _budgets(options: SearchOptions, table: HeadScores) -> list[int]:
     """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
     if asks_for_several(options.budget, options.tau):
         return parse_budgets(str(options.budget), table.num_heads)

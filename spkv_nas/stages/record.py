@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from spkv_nas.artifacts.density import RECORD
+from spkv_nas.artifacts.head_scores import RECORD
 from spkv_nas.artifacts.signals import DENSITY
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError

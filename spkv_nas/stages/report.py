@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_log import read_density_log
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.progress import SILENT, Reporter
@@ -23,12 +23,12 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.common import find_proposal, find_table
+from spkv_nas.stages.in_progress import under_way
 from spkv_nas.stages.index import pages, write_workspace_index
 from spkv_nas.stages.options import ProposeOptions, ReportOptions
 from spkv_nas.stages.page_steps import page_steps
 from spkv_nas.stages.results import read_results
-from spkv_nas.stages.trust import neighbours, trust
-from spkv_nas.stages.under_way import under_way
+from spkv_nas.stages.table_trust import neighbours, trust
 
 
 def report(
@@ -61,7 +61,7 @@ def page_names(options: ReportOptions) -> list[str]:
 
 
 def _page(
-    options: ReportOptions, table: DensityTable, reporter: Reporter, written: datetime | None, *, pictures: bool
+    options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None, *, pictures: bool
 ) -> Path:
     """Write the page of a probe."""
     place = options.place
@@ -98,7 +98,7 @@ def _page(
 
 
 def _write_paper(
-    folder: Path, table: DensityTable, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
+    folder: Path, table: HeadScores, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
 ) -> Path:
     """Into ``paper/``, with what ``train`` and ``evaluate --tau-sweep`` left under the same name."""
     evolution, sweep = folder / "density-evolution.csv", folder / "tau-sweep.csv"
@@ -113,7 +113,7 @@ def _write_paper(
     )  # fmt: skip
 
 
-def _trust(options: ReportOptions, table: DensityTable, layouts: Mapping[str, Layout]) -> Trust | None:
+def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layout]) -> Trust | None:
     """Of the layout ``densest``, if there is one of the table's shape."""
     densest = layouts.get("densest")
     if densest is None or densest.grid != table.grid:
@@ -121,7 +121,7 @@ def _trust(options: ReportOptions, table: DensityTable, layouts: Mapping[str, La
     return trust(options.place, table, densest.global_mask)
 
 
-def _calibration(folder: Path, table: DensityTable, reporter: Reporter) -> Calibration | None:
+def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibration | None:
     """That of the same results, if it is of the model's heads; else a word on why it is not shown."""
     if not (folder / "calibration.yaml").is_file():
         return None
@@ -133,7 +133,7 @@ def _calibration(folder: Path, table: DensityTable, reporter: Reporter) -> Calib
     return None
 
 
-def _prediction(search: pd.DataFrame, probes: Sequence[DensityTable]) -> Prediction | None:
+def _prediction(search: pd.DataFrame, probes: Sequence[HeadScores]) -> Prediction | None:
     """Of zero-shot ΔNLL, by the scores of layouts of the probes' grid; None where they are too few to tell anything."""
     num_layers, num_kv_heads = probes[0].grid
     rows = whole_scores(search).drop_duplicates("heads").dropna(subset="zero_shot_delta_percent")

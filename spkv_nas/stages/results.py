@@ -11,7 +11,7 @@ from spkv_nas.base.files import is_file
 from spkv_nas.base.records import read_record
 from spkv_nas.evaluation.comparison_documents import FILE, pair_error, read_documents
 from spkv_nas.proposal.agreement import read_agreement
-from spkv_nas.report.judged import read_judged
+from spkv_nas.report.benchmark_sections import read_judged
 
 SEARCH = "search.csv"
 

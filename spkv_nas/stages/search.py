@@ -23,7 +23,7 @@ from spkv_nas.stages.common import quiet_transformers
 from spkv_nas.stages.cost import find_times
 from spkv_nas.stages.options import SearchOptions
 from spkv_nas.stages.question import ask
-from spkv_nas.training.recipe_judge import RecipeJudge
+from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     cost = _cache_bytes(asked.requirements, space) if asked.second == "kv-bytes" else None  # before any training
     place.check_writable()
     folder = place.report_dir(name)
-    judge = RecipeJudge.prepare(
+    judge = RecipeEvaluator.prepare(
         asked.recipe, asked.file.parent, place.run_dir(asked.recipe.name), max_tokens=options.max_tokens,
         short_steps=options.short_steps, racing=options.racing, device=options.device, reporter=reporter,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.base.errors import UserError
@@ -26,14 +26,14 @@ from spkv_nas.search.trials import LayoutCost
 def search_layouts(
     model: PreTrainedModel,
     blocks: TokenBlocks,
-    table: DensityTable,
+    table: HeadScores,
     budget: int | str | None = None,
     *,
     trials: int = 100,
     window: int | None = None,
     sampler: str = SURROGATE,
     seed: int = 0,
-    signals: Sequence[DensityTable] = (),
+    signals: Sequence[HeadScores] = (),
     starts: Mapping[str, Layout] | None = None,
     cost: LayoutCost | None = None,
     batch_size: int = 8,

@@ -19,7 +19,7 @@ from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.common import find_proposal, quiet_transformers
 from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.training import ablation, hybrids
-from spkv_nas.training.branches import Trunk
+from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.dense import dense_run, is_dense_trained
 from spkv_nas.training.palindrome import results
@@ -67,7 +67,7 @@ def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
     recipe = on_main(lambda: recipe.settled(choose_device(options.device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]
-    trunk = Trunk.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter)
+    trunk = BranchContext.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter)
     finished.append(trunk.is_trained(variant))
     reporter.reused(sum(finished), len(finished), "runs")
     reference = trunk.train(variant).checkpoint
@@ -82,7 +82,7 @@ def train_dense_model(options: TrainOptions, reporter: Reporter = SILENT) -> Pat
     join_processes(recipe, options.device)
     options.place.check_writable()
     runs = options.place.run_dir(recipe.name)
-    return Trunk.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter).dense
+    return BranchContext.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter).dense
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:

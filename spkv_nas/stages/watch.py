@@ -2,7 +2,7 @@
 
 Results are looked at by the sizes and times of their files alone, every few seconds. What another command has not
 finished writing, or has not begun, is waited for. What a search or a training leaves while it still works
-(``stages.under_way``) is read at every look; where that alone has changed, no picture is drawn again. Looking takes a
+(``stages.in_progress``) is read at every look; where that alone has changed, no picture is drawn again. Looking takes a
 tenth of a core at most, of which those who work have more need.
 """
 
@@ -20,10 +20,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.report.section import Section
 from spkv_nas.stages.checks import check
+from spkv_nas.stages.in_progress import under_way
 from spkv_nas.stages.options import ReportOptions
 from spkv_nas.stages.report import page_names, report
 from spkv_nas.stages.results import SEARCH
-from spkv_nas.stages.under_way import under_way
 
 EVERY, SELDOM = 3.0, 60.0  # seconds between two looks, at least and at most
 _SHARE = 9  # times as long as a look takes of a core is waited for the next

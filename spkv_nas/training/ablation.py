@@ -22,7 +22,7 @@ from spkv_nas.base.version import environment
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.paired import paired_difference
 from spkv_nas.training.ablation_plan import AblationPlan
-from spkv_nas.training.branches import Branch, Trunk
+from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
@@ -69,7 +69,7 @@ def ablate(
     finished: dict[str, Branch] = {}
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
-        trunk = Trunk.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
+        trunk = BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
         if trunk.is_trained(variants[name]):
             num_reused += 1
         else:

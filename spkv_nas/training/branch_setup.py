@@ -12,8 +12,8 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, saved_dtype
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.rope import extended_config
-from spkv_nas.model.shape import config_shape
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.dense import new_model

@@ -75,7 +75,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Trunk:
+class BranchContext:
     """What the branches of a recipe share: its text, and the dense checkpoint that they start from.
 
     ``runs`` is the folder of checkpoints and caches.
@@ -91,7 +91,7 @@ class Trunk:
     @classmethod
     def prepare(
         cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
-    ) -> Trunk:
+    ) -> BranchContext:
         """Tokenise the text and train the dense model, unless that is done; ``join_processes`` comes before.
 
         The recipe's precision is settled for the device, that of process 0.

@@ -16,10 +16,10 @@ from spkv_nas.base.progress import Bar, no_progress
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.sweep import evaluate
-from spkv_nas.model.density import DensityWatch
+from spkv_nas.model.density_tracker import DensityTracker
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.modes import gate_mode, set_gate_mode, set_price
-from spkv_nas.model.price import BenefitWatch, Price
+from spkv_nas.model.price import KeyBenefitEstimator, Price
 from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.extension import Extension
 from spkv_nas.training.phases import GateSchedule
@@ -83,10 +83,10 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
 
     def __init__(self, schedule: GateSchedule, options: GatesConfig) -> None:
         self._schedule, self._options = schedule, options
-        self._watch: DensityWatch | None = None
+        self._watch: DensityTracker | None = None
         self.density: NDArray[np.float64] | None = None
         self._moved = None if options.target_density is None else Price(options.target_density)
-        self._benefits: BenefitWatch | None = None
+        self._benefits: KeyBenefitEstimator | None = None
 
     @property
     def price(self) -> float:
@@ -104,7 +104,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._watch = DensityWatch(kwargs["model"])
+        self._watch = DensityTracker(kwargs["model"])
         if args.process_index:  # all were seeded alike, and the data's order is drawn; a checkpoint restores its own
             torch.manual_seed(args.seed + args.process_index)
         saved = state.stateful_callbacks.get(type(self).__name__)
@@ -121,7 +121,7 @@ class GatePhaseCallback(TrainerCallback, ExportableState):
         if self._moved is not None or (state.global_step + 1) % args.logging_steps == 0:
             self._watch.start()
         if self._moved is not None and not self._moved.is_measured and not phase.frozen:
-            self._benefits = BenefitWatch(kwargs["model"])
+            self._benefits = KeyBenefitEstimator(kwargs["model"])
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

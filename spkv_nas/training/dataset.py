@@ -14,9 +14,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, library_order, mixed_order
-from spkv_nas.data.ruler.blocks import RulerBlocks
 from spkv_nas.data.ruler.haystacks import Essays
 from spkv_nas.data.ruler.material import Material
+from spkv_nas.data.ruler.sample_blocks import RulerBlocks
 from spkv_nas.data.ruler.tasks import NO_MATERIAL, available
 from spkv_nas.model.loss import NO_TARGET
 from spkv_nas.training.corpus import Corpus

@@ -28,7 +28,7 @@ from spkv_nas.artifacts.comparison import (
     check_layout_names,
     write_comparison,
 )
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.base.distributed import on_main
@@ -42,7 +42,7 @@ from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_dif
 from spkv_nas.evaluation.ranking import rank_correlation
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.training.branches import Branch, Trunk
+from spkv_nas.training.branches import Branch, BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.harm import caution_if_worse, compare_control
 from spkv_nas.training.recipe import Recipe
@@ -84,7 +84,7 @@ class Comparison:
 def train_hybrids(
     recipe: Recipe,
     layouts: dict[str, Layout],
-    table: DensityTable,
+    table: HeadScores,
     workspace: Workspace,
     *,
     base: Path,
@@ -117,7 +117,7 @@ def train_hybrids(
     names = _distinct(layouts, reporter)
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts, reference=reference)
-    trunk = Trunk.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
+    trunk = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
     untrained = zero_shot_scores(trunk, layouts)
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
     there = {(name, seed) for name, seed in runs if trunk.is_trained(variants[name], seed)}
@@ -162,7 +162,7 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
     return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
-def zero_shot_scores(trunk: Trunk, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
+def zero_shot_scores(trunk: BranchContext, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
     """Measure the held-out NLL of the dense checkpoint as it is, and with each layout on it, before any training.
 
     Collective.
@@ -262,7 +262,7 @@ def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str
 
 
 def _write(
-    workspace: Workspace, compared: Comparison, recipe: Recipe, table: DensityTable, layouts: Mapping[str, Layout]
+    workspace: Workspace, compared: Comparison, recipe: Recipe, table: HeadScores, layouts: Mapping[str, Layout]
 ) -> None:
     """Write ``comparison.csv``, ``comparison.yaml`` (correlations, windows, recipe, versions), ``checkpoints.csv``."""
     correlations = compared.correlations

@@ -29,9 +29,9 @@ from spkv_nas.cost.formulas import attention_flops
 from spkv_nas.cost.memory import FLOAT32, Learns
 from spkv_nas.cost.optimizers import OPTIMIZERS
 from spkv_nas.cost.stage_costs import Training
+from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.loss import loss_in_chunks
-from spkv_nas.model.recompute import recomputed
-from spkv_nas.model.shape import vocabulary_size
+from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.training.branch_setup import frozen_dtype
 from spkv_nas.training.recipe import OFFLOAD, BranchConfig, DenseConfig, Recipe
 

@@ -26,10 +26,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, deferred
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.model.activation_checkpointing import recomputed
 from spkv_nas.model.compiled import compiled
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.loss import loss_in_chunks
-from spkv_nas.model.recompute import recomputed
 from spkv_nas.model.weights import is_finite
 from spkv_nas.training.callbacks import GatePhaseCallback, InterruptCallback, LogCallback, TokenProgressCallback
 from spkv_nas.training.optimizer import make_optimizer

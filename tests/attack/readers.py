@@ -14,10 +14,10 @@ from helpers import RECIPE, make_comparison, make_search
 from attack.mutants import Reader
 from spkv_nas.artifacts.checkpoints import TrainedModel, read_checkpoints, write_checkpoints
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
-from spkv_nas.artifacts.density import DensityTable
 from spkv_nas.artifacts.density_log import read_density_log
-from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -41,7 +41,7 @@ from spkv_nas.training.ablation_plan import Ablations
 from spkv_nas.training.recipe import Recipe
 
 
-def make_probe() -> DensityTable:
+def make_probe() -> HeadScores:
     """4 layers x 2 heads, 2 domains, with everything that a probe writes beside the table."""
     draw = np.random.default_rng(0)
     edges, domains = np.linspace(-6, 6, 13), ("code", "prose")
@@ -69,7 +69,7 @@ def make_probe() -> DensityTable:
     ).assign(start=lambda rows: 8 * rows["start"], end=lambda rows: rows["start"] + 8)
     metadata = {"model": "m", "data": {"sources": ["text"]}, "head_dim": 8, "dtype": "float32"}
     gains = Gains(density[0] / 100, density[1] / 500)
-    return DensityTable("p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata, gains=gains)
+    return HeadScores("p", pd.DataFrame(rows), 0.5, 8, positions, None, histogram, counted, metadata, gains=gains)
 
 
 def _write_probe(name: str) -> Callable[[Path], Path]:
@@ -85,7 +85,7 @@ def _write_probe(name: str) -> Callable[[Path], Path]:
 
 
 def _use_table(file: Path) -> None:
-    table = DensityTable.read(file.parent)
+    table = HeadScores.read(file.parent)
     for part in (table, table.at_tau(0.3)) if table.histogram is not None else (table,):
         part.diagnosis()
         assert part.density.shape == part.standard_error.shape == part.grid

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.data.sources import Document
-from spkv_nas.model.density import DensityWatch, layout_density
+from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
-from spkv_nas.model.section import gate_config
 
 _TOGETHER = 1 << 12  # tokens of the short contexts that pass at once
 
@@ -118,7 +118,7 @@ def _short_losses(evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion:
     windows = [ids[start : start + size] for start in range(0, len(ids) - short, criterion.stride)]
     whole, rest = [one for one in windows if len(one) == size], [one for one in windows if len(one) < size]
     parts: list[NDArray[np.float64]] = []
-    together, done = Together(_TOGETHER // size), 0
+    together, done = AdaptiveBatchSize(_TOGETHER // size), 0
     while done < len(whole):
 
         def attempt(number: int, done: int = done) -> NDArray[np.float64]:
@@ -139,7 +139,7 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
         UserError: the tokenizer does not know where its tokens are, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text, special=False)
-    watch = DensityWatch(model) if gate_config(model) is not None else None
+    watch = DensityTracker(model) if gate_config(model) is not None else None
     if watch is not None:
         watch.start()
     try:

@@ -34,11 +34,11 @@ from transformers import (
 
 from spkv_nas.base.distributed import gathered, own_share
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import Together
+from spkv_nas.base.memory import AdaptiveBatchSize
 from spkv_nas.base.progress import Progress
-from spkv_nas.model.density import DensityWatch, layout_density
+from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.generation import NOT_FINITE, OnlyFinite, fitting_cache, generation_config
-from spkv_nas.model.section import gate_config
 
 BATCH_SIZE = 16  # texts that pass at once, where there is memory for them
 
@@ -61,8 +61,8 @@ class CheckpointLM(HFLM):
     ) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
         self.progress: Progress = lambda done, total: None
-        self._together = Together(batch_size)
-        self._watch = DensityWatch(model) if gate_config(model) is not None else None
+        self._together = AdaptiveBatchSize(batch_size)
+        self._watch = DensityTracker(model) if gate_config(model) is not None else None
         self._keeps_some = "logits_to_keep" in inspect.signature(type(model).forward).parameters
         self._done = self._total = 0
 

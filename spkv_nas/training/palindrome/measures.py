@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.histogram import threshold_logit
 from spkv_nas.model.gates import predictors
+from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.modes import gate_mode
-from spkv_nas.model.watch import watch_logits
 from spkv_nas.training.palindrome.task import KINDS, Palindromes
 
 

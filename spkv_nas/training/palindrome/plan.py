@@ -1,4 +1,4 @@
-"""What the palindrome comparison would train, as ``training.plan`` has it of recipes."""
+"""What the palindrome comparison would train, as ``training.run_plan`` has it of recipes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.cost.stage_costs import Training
 from spkv_nas.training.palindrome.run import VARIANTS, PalindromeSettings, is_finished, new_model, variant_folder
 from spkv_nas.training.palindrome.task import Palindromes
-from spkv_nas.training.plan import FINISHED, Plan, PlannedRun
 from spkv_nas.training.run_files import newest_step
+from spkv_nas.training.run_plan import FINISHED, Plan, PlannedRun
 from spkv_nas.training.step_cost import measure
 
 

@@ -11,9 +11,9 @@ import pandas as pd
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.report.axes import round_axis
 from spkv_nas.report.chart import Chart, Line, Numbers, Points, Tone, numbers
+from spkv_nas.report.formatting import number, signed
 from spkv_nas.report.search_charts import progress_chart
 from spkv_nas.report.section import Row, Section
-from spkv_nas.report.words import number, signed
 
 _BEST = 5  # layouts of a search that are shown
 _CURVES: tuple[tuple[str, str, Tone], ...] = (

@@ -2,7 +2,7 @@
 
 SP-KV paper, "Measuring sparsity": density is the share of tokens whose utility is at least tau; the window, always
 kept, does not count. ``density.csv`` may be made by hand with the columns layer, kv_head, density alone. Scores of
-another kind take the place of densities where ``DensityTable.signal`` says so.
+another kind take the place of densities where ``HeadScores.signal`` says so.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import pandas as pd
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, field_validator
 
-from spkv_nas.artifacts.density_rows import COLUMNS, read_rows
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
-from spkv_nas.artifacts.documents import DocumentCounts
+from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.artifacts.head_score_rows import COLUMNS, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
-from spkv_nas.artifacts.measure import Measure
+from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.views import grid_html, picture
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
@@ -72,7 +72,7 @@ class _ProbeFile(Section):
 
 
 @dataclass(frozen=True, eq=False)
-class DensityTable:
+class HeadScores:
     """Density per layer, KV head and domain.
 
     A table is of one threshold; ``at_tau`` gives it at another, where the histogram is known.
@@ -212,7 +212,7 @@ class DensityTable:
         values = self._on_grid(self.rows[self.rows["domain"] == domain], "density")
         return values if signed else values.clip(0.0)
 
-    def at_tau(self, tau: float) -> DensityTable:
+    def at_tau(self, tau: float) -> HeadScores:
         """The same table at another threshold, from the histogram. Standard errors are not known there, and
         ``positions`` stays at the threshold of the probe.
 
@@ -281,7 +281,7 @@ class DensityTable:
         return picture("of_table", self)
 
     @classmethod
-    def read(cls, path: StrPath) -> DensityTable:
+    def read(cls, path: StrPath) -> HeadScores:
         """Read ``density.csv`` (or its folder) and what lies beside it: ``probe.yaml``, ``positions.csv``,
         ``histogram.npz``, ``documents.npz``, ``gains.csv``.
 
@@ -366,7 +366,7 @@ class DensityTable:
         return np.asarray(reduce(values, tokens / tokens.sum(0)))
 
 
-def _read_documents(path: Path, table: DensityTable) -> DocumentCounts | None:
+def _read_documents(path: Path, table: HeadScores) -> DocumentCounts | None:
     counts = DocumentCounts.read(path, table.domains, table.grid)
     if counts is not None:
         density = np.stack([table.domain_density(domain) for domain in table.domains])

@@ -1,6 +1,6 @@
 """Who judges the layouts of a search: whatever scores them without training, and retrains them.
 
-``spkv_nas.training.recipe_judge`` does so by a recipe; ``search`` itself trains nothing.
+``spkv_nas.training.recipe_evaluator`` does so by a recipe; ``search`` itself trains nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.evaluation.paired import PairedDifference, Score
 
 
-class Judge(Protocol):
+class Evaluator(Protocol):
     """What a search asks for: changes of NLL by layouts.
 
     Scores count from the dense model as it is, retrained layouts from the control: full attention retrained alike.

@@ -1,7 +1,7 @@
 """``density.csv``: its columns and its reader.
 
 Densities and scores such as DuoAttention's lie in [0, 1]. Scores in nats are signed: a head may do harm, or look so by
-chance. ``DensityTable.values`` has the sign, which orders heads; ``density``, of which coverage adds up shares, is 0
+chance. ``HeadScores.values`` has the sign, which orders heads; ``density``, of which coverage adds up shares, is 0
 there. It is cut after the mean over domains, because cut before, the noise of useless heads would add up to a gain.
 """
 

@@ -18,9 +18,9 @@ from spkv_nas.artifacts.baselines import NEAR_DENSITY
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.result_tables import BASELINES, EVALUATION, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.report.evaluated import evaluated_section
+from spkv_nas.report.formatting import change, listed, measured, number, signed
 from spkv_nas.report.result_charts import baselines_chart
 from spkv_nas.report.section import Row, Section
-from spkv_nas.report.words import change, listed, measured, number, signed
 
 _LEVEL, _AT_FLOOR = "level", "at the floor"
 _AVERAGE = "average of "

@@ -8,8 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
-from spkv_nas.artifacts.density import RECORD, DensityTable
 from spkv_nas.artifacts.gains import Gains
+from spkv_nas.artifacts.head_scores import RECORD, HeadScores
 from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.records import read_unchecked
@@ -20,7 +20,7 @@ from spkv_nas.stages.record import is_of, model_identity, probe_records
 _OPENING = "opening"  # the signal whose values are gains
 
 
-def trust(place: Workspace, table: DensityTable, chosen: Mask) -> Trust | None:
+def trust(place: Workspace, table: HeadScores, chosen: Mask) -> Trust | None:
     """Judge how well ``table`` orders its heads; None where nobody measured gains.
 
     Args:
@@ -36,14 +36,14 @@ def trust(place: Workspace, table: DensityTable, chosen: Mask) -> Trust | None:
     return None
 
 
-def unknown_trust(table: DensityTable) -> str | None:
+def unknown_trust(table: HeadScores) -> str | None:
     """Say of probed densities without gains that it is not known how far they can be trusted; else None."""
     if not table.is_density or "model" not in table.metadata:
         return None
     return "how well the table orders the heads was not measured"
 
 
-def window_advice(place: Workspace, table: DensityTable) -> str | None:
+def window_advice(place: Workspace, table: HeadScores) -> str | None:
     """Say that the recommended probe of the same model has another window, so that its choice is not this one's."""
     model = model_identity(table.metadata)
     if table.window is None or model is None or table.signal == RECOMMENDED:
@@ -58,14 +58,14 @@ def window_advice(place: Workspace, table: DensityTable) -> str | None:
     return None
 
 
-def _gains(table: DensityTable, judged: DensityTable) -> Gains | None:
+def _gains(table: HeadScores, judged: HeadScores) -> Gains | None:
     if table.gains is not None:
         return table.gains
     is_own = table is judged or table.signal != _OPENING or table.metadata.get("granularity", "head") != "head"
     return None if is_own else Gains(table.values, table.standard_error)
 
 
-def _num_documents(table: DensityTable) -> int | None:
+def _num_documents(table: HeadScores) -> int | None:
     """On how many documents the gains of a table were measured; None where its record does not say it."""
     if table.gains is None:
         return int(table.rows.drop_duplicates("domain")["num_documents"].sum())
@@ -74,7 +74,7 @@ def _num_documents(table: DensityTable) -> int | None:
     return documents if isinstance(documents, int) else None
 
 
-def neighbours(place: Workspace, table: DensityTable) -> Iterator[DensityTable]:
+def neighbours(place: Workspace, table: HeadScores) -> Iterator[HeadScores]:
     """The other probes of the same model with the same window and grid; warns of those that cannot be read."""
     model = model_identity(table.metadata)
     for name in place.probes() if model is not None else ():
@@ -83,7 +83,7 @@ def neighbours(place: Workspace, table: DensityTable) -> Iterator[DensityTable]:
             facts = read_unchecked(folder / RECORD, "probe")
             if name == table.name or (model_identity(facts), facts.get("window")) != (model, table.window):
                 continue
-            other = DensityTable.read(folder)
+            other = HeadScores.read(folder)
         except UserError as error:
             warnings.warn(f"a probe that cannot be read plays no part: {first_line(error)}", stacklevel=2)
             continue

@@ -50,7 +50,7 @@ def check_mode(options: EvaluateOptions) -> None:
 
 def check_pair(model: str, against: str | None) -> None:
     """Raise ``UserError`` for checkpoints of two tokenizers, before anything is read."""
-    from spkv_nas.data.cache import fingerprint
+    from spkv_nas.data.block_cache import fingerprint
     from spkv_nas.model.checkpoint import load_tokenizer
 
     if against is not None and fingerprint(load_tokenizer(against)) != fingerprint(load_tokenizer(model)):
@@ -62,7 +62,7 @@ def check_pair(model: str, against: str | None) -> None:
 def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
     """A checkpoint and its tokenizer. Joins the processes of torchrun; collective."""
     from spkv_nas.model.checkpoint import load_on
-    from spkv_nas.model.shape import check_tokens
+    from spkv_nas.model.model_shape import check_tokens
 
     reporter.announce(f"loading {source}")
     device = measuring_device(options.device)
@@ -76,7 +76,7 @@ def identity(source: str, loaded: Loaded, how: str) -> str:
     """All that answers depend on but for the questions: the checkpoint, its dtype and tokenizer, and ``how`` it
     answers, of which the hash is in the names of files of answers.
     """
-    from spkv_nas.data.cache import fingerprint
+    from spkv_nas.data.block_cache import fingerprint
     from spkv_nas.model.checkpoint import checkpoint_hash
 
     model, tokenizer = loaded
@@ -85,8 +85,8 @@ def identity(source: str, loaded: Loaded, how: str) -> str:
 
 def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
     """The model's gates hard, if it has any."""
+    from spkv_nas.model.config_section import gate_config
     from spkv_nas.model.modes import gate_mode
-    from spkv_nas.model.section import gate_config
 
     if gate_config(model) is not None:
         return gate_mode(model, "hard", tau)
@@ -97,8 +97,8 @@ def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[An
 
 def with_open_gates(model: PreTrainedModel) -> AbstractContextManager[Any]:
     """The model's gates open, if it has any."""
+    from spkv_nas.model.config_section import gate_config
     from spkv_nas.model.modes import gate_mode
-    from spkv_nas.model.section import gate_config
 
     return nullcontext() if gate_config(model) is None else gate_mode(model, "open")
 
@@ -106,7 +106,7 @@ def with_open_gates(model: PreTrainedModel) -> AbstractContextManager[Any]:
 def origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
     """Which checkpoint answered, and how."""
     from spkv_nas.model.checkpoint import model_origin
-    from spkv_nas.model.section import gate_config
+    from spkv_nas.model.config_section import gate_config
 
     gates = gate_config(model)
     own = None if gates is None else gates.tau

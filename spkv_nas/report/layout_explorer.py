@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spkv_nas.artifacts.density import DensityTable
+from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.artifacts.search_table import FIDELITIES
 from spkv_nas.base.errors import UserError
@@ -143,7 +143,7 @@ def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
     return {name: min(found) for name, found in places.items() if len(found) == 1}
 
 
-def _signal(table: DensityTable, inputs: Inputs) -> dict[str, Any] | None:
+def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
     """Of one probe, at every threshold at which it keeps anything, that of the table on the page too."""
     shown = inputs.table
     tables = [one for one in _at_thresholds(table, shown.tau) if one.density.any()]
@@ -177,11 +177,11 @@ def _signal(table: DensityTable, inputs: Inputs) -> dict[str, Any] | None:
     }
 
 
-def _nearest(tables: list[DensityTable], tau: float) -> int:
+def _nearest(tables: list[HeadScores], tau: float) -> int:
     return min(range(len(tables)), key=lambda number: abs(tables[number].tau - tau))
 
 
-def _at_thresholds(table: DensityTable, other: float) -> Iterator[DensityTable]:
+def _at_thresholds(table: HeadScores, other: float) -> Iterator[HeadScores]:
     if not table.is_density or table.histogram is None:
         yield table
         return
@@ -189,7 +189,7 @@ def _at_thresholds(table: DensityTable, other: float) -> Iterator[DensityTable]:
         yield table.at_tau(tau)
 
 
-def _file(table: DensityTable) -> dict[str, Any]:
+def _file(table: HeadScores) -> dict[str, Any]:
     """Parts of the layout file: what comes before its rows, between them and its provenance, and that one's entries.
 
     An entry that varies is "".
@@ -206,15 +206,15 @@ def _file(table: DensityTable) -> dict[str, Any]:
     }
 
 
-def _example(table: DensityTable) -> Layout:
+def _example(table: HeadScores) -> Layout:
     return propose(table, 1, num_random=0)["densest"]
 
 
-def _origin(table: DensityTable) -> Mapping[str, Any]:
+def _origin(table: HeadScores) -> Mapping[str, Any]:
     return _example(table).provenance
 
 
-def _cache(table: DensityTable) -> dict[str, Any] | None:
+def _cache(table: HeadScores) -> dict[str, Any] | None:
     """Return the bytes of a token in one KV head, and the window of a local one; None where they are not known."""
     token = token_bytes(table)
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW}
@@ -239,7 +239,7 @@ def _times(calibration: Calibration | None) -> dict[str, Any]:
     return found
 
 
-def _predicted(tables: list[DensityTable], inputs: Inputs) -> dict[str, Any] | None:
+def _predicted(tables: list[HeadScores], inputs: Inputs) -> dict[str, Any] | None:
     """Predicted ΔNLL and its deviation, in thousandths of a percent, by threshold, of the budgets that have one."""
     if inputs.predict is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spkv_nas.artifacts.density import DensityTable
+    from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages.cost import CalibrationResult, CostResult
     from spkv_nas.stages.evaluate import EvaluationResult, Pair
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from spkv_nas.stages.propose import BudgetsResult, ProposalResult
     from spkv_nas.stages.search import SearchResult
     from spkv_nas.training.hybrids import Comparison
-    from spkv_nas.training.plan import Plan
+    from spkv_nas.training.run_plan import Plan
 
 Document = dict[str, Any]
 
 
-def probe(table: DensityTable, folder: Path) -> Document:
+def probe(table: HeadScores, folder: Path) -> Document:
     """A probe, written to ``folder``: its mean over heads, and every head."""
     return {
         **_about(table),
@@ -197,7 +197,7 @@ def calibration(result: CalibrationResult) -> Document:
     }
 
 
-def _about(table: DensityTable) -> Document:
+def _about(table: HeadScores) -> Document:
     return {
         "name": table.name,
         "signal": table.signal,

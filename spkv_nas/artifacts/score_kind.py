@@ -15,7 +15,7 @@ from typing import SupportsFloat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.density_rows import NATS
+from spkv_nas.artifacts.head_score_rows import NATS
 
 _FULL_RANGE = 0.5  # highest share from which on a scale goes from 0 to 1
 _EVEN = 0.05  # of the largest value: up to about there a stretched scale is even

@@ -36,7 +36,7 @@ _Key = str | None  # of a layout its content hash; None is full attention
 
 
 @dataclass(frozen=True)
-class Course:
+class RungSchedule:
     """A text in laps.
 
     Attributes:
@@ -52,7 +52,7 @@ class Course:
     num_documents: int
 
     @classmethod
-    def of(cls, text: TokenBlocks) -> Course | None:
+    def of(cls, text: TokenBlocks) -> RungSchedule | None:
         """None: the text is too short to race on."""
         ends = [text.num_blocks // share for share in _SHARES]
         ends = [end for end in ends if end >= _FEWEST or end == ends[-1]]
@@ -132,7 +132,7 @@ class Race:
     """
 
     model: PreTrainedModel
-    course: Course
+    course: RungSchedule
     batch_size: int
     cache: Path
     lap_caches: Sequence[Path]

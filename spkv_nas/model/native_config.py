@@ -6,7 +6,7 @@ that reads them and is the same model otherwise: Llama and Mistral weights load 
 the config changes, never a tensor.
 
 In some families ``layer_types`` also chooses the position encoding, so that another type makes another model. What is
-known of that is refused here; ``fresh.py`` finds the rest.
+known of that is refused here; ``verify_export.py`` finds the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no positio
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class NoStockForm(Exception):  # noqa: N818  # not a mistake: another form is written
+class UnsupportedLayoutError(Exception):  # not a mistake: another form is written
     """Why a hybrid cannot be written as a stock architecture, to end a sentence."""
 
 
@@ -34,14 +34,16 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """The config of a stock architecture that has the layers of ``layout`` with the weights of ``config``'s model.
 
     Raises:
-        NoStockForm: there is none.
+        UnsupportedLayoutError: there is none.
     """
     if not layout.is_layerwise:
         mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
-        raise NoStockForm(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot say")
+        raise UnsupportedLayoutError(
+            f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot say"
+        )
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
-        raise NoStockForm(f"no stock architecture with layer_types is known for model type '{kind}'")
+        raise UnsupportedLayoutError(f"no stock architecture with layer_types is known for model type '{kind}'")
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
     known = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
     options: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key in known and key != "spkv"}
@@ -63,7 +65,7 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         i for i, pair in enumerate(zip(_positions(config), _positions(stock), strict=True)) if pair[0] != pair[1]
     ]
     if changed:
-        raise NoStockForm(
+        raise UnsupportedLayoutError(
             f"layer_types of '{stock.model_type}' also chooses the position encoding, which would change in layers "
             f"{_numbers(changed)}"
         )

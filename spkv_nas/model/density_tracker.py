@@ -18,8 +18,8 @@ from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.attention import GLOBAL_WINDOW, layer_states
 from spkv_nas.model.gates import keeps
+from spkv_nas.model.hooks import not_finite, watch_logits
 from spkv_nas.model.modes import gate_settings
-from spkv_nas.model.watch import not_finite, watch_logits
 
 
 class _Seen(NamedTuple):
@@ -32,7 +32,7 @@ class _Seen(NamedTuple):
         return _Seen(self.kept_and_wrong + other.kept_and_wrong, self.num_tokens + other.num_tokens)
 
 
-class DensityWatch:
+class DensityTracker:
     """Density of every KV head (share of tokens with ``u >= tau``) between ``start`` and ``stop``.
 
     Layers that gates pass by, local by design, do not count: all gates open is a density of 1.

@@ -23,18 +23,18 @@ from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.data.blocks import TokenBlocks
+from spkv_nas.evaluation.early_stopping import Race, RungSchedule
 from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, Score, paired_difference
-from spkv_nas.evaluation.racing import Course, Race
 from spkv_nas.evaluation.zero_shot import cache_folder, zero_shot
 from spkv_nas.model.checkpoint import read_shape
-from spkv_nas.training.branches import Trunk, is_finished, read_branch
+from spkv_nas.training.branches import BranchContext, is_finished, read_branch
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.harm import compare_control
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
 
-class RecipeJudge:
+class RecipeEvaluator:
     """Scores and retrains by a recipe, as a search asks for it.
 
     Args:
@@ -43,10 +43,12 @@ class RecipeJudge:
         racing: whether a layout may be stopped on a part of the text.
     """
 
-    def __init__(self, trunk: Trunk, *, max_tokens: int, short_steps: int | None = None, racing: bool = True) -> None:
+    def __init__(
+        self, trunk: BranchContext, *, max_tokens: int, short_steps: int | None = None, racing: bool = True
+    ) -> None:
         short = shortened(trunk.recipe, short_steps)
         self._trunk, self._max_tokens, self._racing = trunk, max_tokens, racing
-        self._trunks: dict[Retraining, Trunk] = {"short": replace(trunk, recipe=short), "full": trunk}
+        self._trunks: dict[Retraining, BranchContext] = {"short": replace(trunk, recipe=short), "full": trunk}
 
     @classmethod
     def prepare(
@@ -60,7 +62,7 @@ class RecipeJudge:
         racing: bool = True,
         device: str | None = None,
         reporter: Reporter = SILENT,
-    ) -> RecipeJudge:
+    ) -> RecipeEvaluator:
         """Read the text and train the dense model, unless that is done; of several workers one does so, others wait.
 
         Args:
@@ -68,7 +70,7 @@ class RecipeJudge:
             runs: folder of checkpoints and caches.
         """
         join_processes(recipe, device)
-        trunk = Trunk.prepare(recipe, base, runs, device=device, reporter=reporter)
+        trunk = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
         return cls(trunk, max_tokens=max_tokens, short_steps=short_steps, racing=racing)
 
     @cached_property
@@ -148,7 +150,7 @@ class RecipeJudge:
     @cached_property
     def _race(self) -> Race | None:
         """None: every layout is scored on the whole text."""
-        course = Course.of(self._chosen_on) if self._racing else None
+        course = RungSchedule.of(self._chosen_on) if self._racing else None
         if course is None:
             return None
         batch_size = self._trunk.recipe.evaluation.batch_size

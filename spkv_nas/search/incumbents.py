@@ -1,4 +1,4 @@
-"""Rivals: whom a layout of a search must keep up with, or else be stopped (``evaluation.racing``).
+"""Rivals: whom a layout of a search must keep up with, or else be stopped (``evaluation.early_stopping``).
 
 A rival is the best layout before the trial begins, among those that cost no more: what does worse is not on the front,
 whatever comes. It depends on nothing but trials that any worker knows by then, so any number of workers, however

@@ -32,11 +32,11 @@ from spkv_nas.evaluation.baselines.protocol import Protocol
 from spkv_nas.evaluation.baselines.rules import Rule, random_keys, reading, streaming
 from spkv_nas.evaluation.nll import DocumentSums, document_nll
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
+from spkv_nas.model.config_section import checkpoint_layout, gate_config
 from spkv_nas.model.gates import keeps
+from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import gate_mode
-from spkv_nas.model.section import checkpoint_layout, gate_config
-from spkv_nas.model.watch import watch_logits
 
 _THRESHOLD_TOKENS = 16_384  # on which the threshold of a density is found, at most
 

@@ -16,8 +16,8 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.model.attention import GLOBAL_WINDOW, attention_layers, layer_state, layer_states
-from spkv_nas.model.own_type import set_own_type
-from spkv_nas.model.shape import MOST_LAYERS
+from spkv_nas.model.custom_model_type import set_own_type
+from spkv_nas.model.model_shape import MOST_LAYERS
 
 _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
 
@@ -54,7 +54,7 @@ class _Saved(Section):
 def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
     """Write the section of a hooked model, with these gates or this layout, which is saved under our type from now on.
 
-    Under its stock type other loaders would run it dense (``own_type.py``).
+    Under its stock type other loaders would run it dense (``custom_model_type.py``).
     """
     layers = {
         name: {

@@ -93,7 +93,7 @@ class PagedKVCache(PagedState):
         if backend not in ("auto", "torch", "triton"):
             raise ValueError(f"backend: expected 'auto', 'torch' or 'triton'; found {backend!r}")
         if backend == "triton" or (backend == "auto" and k.is_cuda):
-            from spkv_kernels.triton.decode import append
+            from spkv_kernels.triton.decode_kernels import append
 
             self._make_room()
             append(self, k, v, keep)

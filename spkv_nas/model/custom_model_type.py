@@ -149,7 +149,7 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from spkv_nas.model.shape import check_counts
+    from spkv_nas.model.model_shape import check_counts
 
     section = dict(content[OWN_TYPE]) if isinstance(content.get(OWN_TYPE), dict) else {}
     kind, num_layers = section.pop("stock_type", OWN_TYPE), section.pop(_LAYERS, None)

@@ -12,10 +12,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.report.in_progress import Part, searching, section, training
 from spkv_nas.report.section import Section
-from spkv_nas.report.under_way import Part, searching, section, training
 from spkv_nas.stages.results import SEARCH
-from spkv_nas.training.progress import unfinished_trainings
+from spkv_nas.training.training_progress import unfinished_trainings
 
 
 def under_way(place: Workspace, name: str, reporter: Reporter) -> Section | None:
@@ -32,7 +32,7 @@ def _search(place: Workspace, name: str, reporter: Reporter) -> list[Part]:
     """A search at which somebody is, or that has not come to its table."""
     folder = place.run_dir(name) / "search"
     try:
-        from spkv_nas.search.progress import FILE, read_progress
+        from spkv_nas.search.search_progress import FILE, read_progress
     except ModuleNotFoundError as error:
         if (missing := missing_extra(error)) is None:
             raise

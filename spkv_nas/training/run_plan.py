@@ -23,7 +23,7 @@ from spkv_nas.base.progress import Announce, silent
 from spkv_nas.base.units import format_bytes
 from spkv_nas.data.splits import train_tokenizer
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
-from spkv_nas.model.shape import config_size
+from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branch_setup import dense_model, dress

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
+from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.plain_logits import float32, parts
-from spkv_nas.model.shape import vocabulary_size
 
 BEYOND = 64  # tokens that have keys outside the window
 TOLERANCE = 1e-5  # of the largest logit
@@ -36,12 +36,12 @@ _SLOWER = 20.0  # times what it took here is the longest that we wait
 _TEXT = "The 3 quick brown foxes' déjà-vu:\n\tfor i in range(10): x += 1.5e-3  # 你好, 🦊"
 
 
-class Differs(Exception):  # noqa: N818  # not a mistake: another form is written
+class LogitMismatch(Exception):  # noqa: N818  # not a mistake: another form is written
     """What plain transformers does otherwise, to end a sentence."""
 
 
 @dataclass(frozen=True)
-class Expected:
+class ReferenceLogits:
     """What the hybrid in this process computes.
 
     Attributes:
@@ -58,7 +58,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SubprocessResult:
     """What plain transformers said of a folder: logits float32 [keep, V] and token ids, or an error."""
 
     error: str | None
@@ -67,7 +67,7 @@ class Answer:
 
 
 @torch.no_grad()
-def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, window: int) -> Expected:
+def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, window: int) -> ReferenceLogits:
     """Run a hooked model over random tokens that reach beyond the window, or as far as the model's positions do.
 
     Raises:
@@ -85,35 +85,35 @@ def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, 
         given = tokens.to(model.device)
         logits = model(input_ids=given, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
     ids = None if tokenizer is None else tokenizer(_TEXT)["input_ids"]
-    return Expected(tokens[0].tolist(), logits, ids, time.monotonic() - began)
+    return ReferenceLogits(tokens[0].tolist(), logits, ids, time.monotonic() - began)
 
 
-def check(folder: Path, hybrid: Expected) -> float:
+def check(folder: Path, hybrid: ReferenceLogits) -> float:
     """Compare a folder in a fresh process with the hybrid; the largest difference, as a share of the largest logit.
 
     Raises:
-        Differs: plain transformers cannot load or run the folder, or computes something else.
+        LogitMismatch: plain transformers cannot load or run the folder, or computes something else.
         UserError: the process ended without an answer or took too long.
     """
     (answer,) = plain_answers({folder: hybrid})
     return compare(answer, hybrid)
 
 
-def compare(answer: Answer, hybrid: Expected) -> float:
-    """As ``check``, of an answer that is there. Raises ``Differs``."""
+def compare(answer: SubprocessResult, hybrid: ReferenceLogits) -> float:
+    """As ``check``, of an answer that is there. Raises ``LogitMismatch``."""
     if answer.error is not None or answer.logits is None:
-        raise Differs(f"plain transformers does not run it: {answer.error}")
+        raise LogitMismatch(f"plain transformers does not run it: {answer.error}")
     difference = float((answer.logits - hybrid.logits).abs().max() / hybrid.logits.abs().max())
     if not difference <= TOLERANCE:
-        raise Differs(
+        raise LogitMismatch(
             f"its logits in plain transformers differ by {difference:.2g} of the largest ({TOLERANCE:g} is allowed)"
         )
     if answer.token_ids != hybrid.token_ids:
-        raise Differs("plain transformers makes other tokens of a text")
+        raise LogitMismatch("plain transformers makes other tokens of a text")
     return difference
 
 
-def plain_answers(hybrids: dict[Path, Expected]) -> list[Answer]:
+def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult]:
     """Have one fresh process load folders and run each over its hybrid's tokens. Raises ``UserError`` as ``check``."""
     seconds = max(_LEAST_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
     try:
@@ -126,7 +126,7 @@ def plain_answers(hybrids: dict[Path, Expected]) -> list[Answer]:
         ) from error
 
 
-def _ask(hybrids: dict[Path, Expected], place: Path, seconds: float) -> list[Answer]:
+def _ask(hybrids: dict[Path, ReferenceLogits], place: Path, seconds: float) -> list[SubprocessResult]:
     """Requests and answers go through files in ``place``."""
     requests, answers = place / "requests.json", place / "answers.json"
     outputs = [place / f"{number}.safetensors" for number in range(len(hybrids))]
@@ -140,9 +140,9 @@ def _ask(hybrids: dict[Path, Expected], place: Path, seconds: float) -> list[Ans
     requests.write_text(json.dumps(asked))
     _run_program([str(requests), str(answers)], place, seconds)
     return [
-        Answer(found["error"], load_file(output)["logits"], found["token_ids"])
+        SubprocessResult(found["error"], load_file(output)["logits"], found["token_ids"])
         if found["error"] is None
-        else Answer(found["error"])
+        else SubprocessResult(found["error"])
         for found, output in zip(json.loads(answers.read_text()), outputs, strict=True)
     ]
 
