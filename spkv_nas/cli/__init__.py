@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints."""
+"""Command-line interface: parse the arguments, call the stage, print its result."""
 
 from __future__ import annotations
 

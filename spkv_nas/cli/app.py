@@ -1,4 +1,7 @@
-"""The command line: parses, calls, prints. Heavy imports wait until a command runs, so that ``--help`` is quick."""
+"""Build the command-line app and its entry point.
+
+Heavy imports wait until a command runs, so that ``--help`` is quick.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from spkv_nas.cli.result import Results
 from spkv_nas.cli.several import name_each
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
-OTHERS_WAIT = 5.0  # seconds; an error of process 0 too is printed by it, and torchrun then ends this process
+OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
 app = typer.Typer(
     name="spkv-nas",
@@ -37,12 +40,29 @@ app = typer.Typer(
     "choose the heads, train-hybrid proves them, report shows it. "
     "A plain spkv-nas probe measures the embedded reference model (21 layers x 3 KV heads).",
 )
+# In the order of --help
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
-    train.init, pipeline.probe, pipeline.propose, pipeline.compare, search.search, train.train_hybrid, pipeline.report,
-    evaluate.evaluate, evaluate.score, evaluate.baselines, evaluate.generate, train.palindrome, cost.plan, cost.scaling,
-    cost.cost, cost.calibrate,
-    train.train, train.ablate, layout.export, layout.schema,
-)  # fmt: skip
+    train.init,
+    pipeline.probe,
+    pipeline.propose,
+    pipeline.compare,
+    search.search,
+    train.train_hybrid,
+    pipeline.report,
+    evaluate.evaluate,
+    evaluate.score,
+    evaluate.baselines,
+    evaluate.generate,
+    train.palindrome,
+    cost.plan,
+    cost.scaling,
+    cost.cost,
+    cost.calibrate,
+    train.train,
+    train.ablate,
+    layout.export,
+    layout.schema,
+)
 for _function in COMMANDS:
     command(app)(_function)
 app.add_typer(layout.app)
@@ -50,6 +70,7 @@ command(app)(pipeline.demo)
 
 
 def _version(value: bool) -> None:
+    """Print the version and exit."""
     if value:
         out.print(f"spkv-nas {__version__}")
         raise typer.Exit
@@ -72,8 +93,13 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point. A user's mistake prints its message and exits 2, what nobody foresaw exits 1; ``--debug`` shows the
-    traceback of either. Ctrl-C and SIGTERM exit 130 and 143; training saves a checkpoint before.
+    """Run the command line and exit with its code.
+
+    Exit codes: 0 on success, 1 for a bug, 2 for an error that the user can fix, 130 after Ctrl-C and 143 after SIGTERM
+    (training saves a checkpoint first). Errors print their message; with ``--debug`` they print the traceback.
+
+    Args:
+        arguments: those of the command line; by default ``sys.argv[1:]``.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -87,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
         if "--debug" in arguments:
             raise
         if process_index():
-            if not is_lost_process(error):  # process 0 may be the one
+            if not is_lost_process(error):  # if it is, rank 0 itself may be gone, and this rank must report at once
                 time.sleep(OTHERS_WAIT)
             err.quiet = False
         message, code = explained(error)
@@ -101,33 +127,43 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def explained(error: Exception) -> tuple[str, int]:
-    """What an error that ended a command is to people, and the exit code: 2 for what they can mend, 1 for a bug."""
+    """Return the message for an error that ended a command, and the exit code.
+
+    Returns:
+        The message, "" if the help has been printed instead; 2 if the user can fix the error, 1 if it is a bug.
+    """
+    # Errors that the user can fix
     if isinstance(error, UserError):
         return str(error), 2
     if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error)) is not None:
         return str(missing), 2
-    if hasattr(error, "format_message"):  # a mistake in the command line, of typer's or click's own kind
-        asked, said = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
-        return said and f"{said}\n{asked} --help says what there is", 2  # without a command the help is shown already
+    if hasattr(error, "format_message"):  # a usage error raised by typer or click
+        command_path, message = getattr(getattr(error, "ctx", None), "command_path", "spkv-nas"), error.format_message()
+        # Empty where no command was named: typer has printed the help already
+        return message and f"{message}\n{command_path} --help says what there is", 2
     if is_lost_process(error):
         return "another process of this run is gone\nthe same command goes on from what is finished", 2
-    said = shortened(printable(shortened(first_line(error), 2000)), 300)
+    # Errors of the machine: memory, disk
+    message = shortened(printable(shortened(first_line(error), 2000)), 300)
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"out of memory: {said}\na smaller batch, block, text or model needs less", 2
+        return f"out of memory: {message}\na smaller batch, block, text or model needs less", 2
     if isinstance(error, OSError):
-        where = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in said else ""
-        return str(UserError(f"{said}{where}\nfree space, permissions, or another path would help")), 2
-    said = "" if said == type(error).__name__ else f": {said}"
+        path_note = f" ({error.filename})" if isinstance(error.filename, str) and error.filename not in message else ""
+        return str(UserError(f"{message}{path_note}\nfree space, permissions, or another path would help")), 2
+    # Bugs
+    message = "" if message == type(error).__name__ else f": {message}"
     return (
-        f"{type(error).__name__}{said}\nthis is a bug of spkv-nas, unless the machine ran out of disk or memory; "
+        f"{type(error).__name__}{message}\nthis is a bug of spkv-nas, unless the machine ran out of disk or memory; "
         "--debug before the command shows where it is",
         1,
     )
 
 
-def _show_warning(usual: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *at: Any) -> None:
-    """Our own warnings as their text alone, all others in Python's way."""
+def _show_warning(
+    python_showwarning: Callable[..., None], message: Warning | str, kind: type[Warning], file: str, *details: Any
+) -> None:
+    """Print this package's warnings as their text only, and all others in Python's format."""
     if kind is UserWarning and Path(file).is_relative_to(PACKAGE):
         warn(str(message))
     else:
-        usual(message, kind, file, *at)
+        python_showwarning(message, kind, file, *details)

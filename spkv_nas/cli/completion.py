@@ -1,4 +1,4 @@
-"""What a shell offers for a half-typed value: names in a workspace, choices that are few. Loads nothing heavy."""
+"""Complete option values in the shell: names of probes and short lists of choices. Loads nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from spkv_nas.stages.flags import Flag
 
 
 def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
-    """What completes an option; None leaves it to the shell, which offers files."""
+    """Return the function that completes an option's value, or None to let the shell complete file names."""
     if not flag.values and not flag.is_probe:
         return None
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
-        place = Workspace(Path(context.params.get("workspace") or "."))
-        values = place.probes() if flag.is_probe else flag.values
+        workspace = Workspace(Path(context.params.get("workspace") or "."))
+        values = workspace.probes() if flag.is_probe else flag.values
         return [value for value in values if value.startswith(incomplete)]
 
     return complete

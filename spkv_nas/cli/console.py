@@ -1,4 +1,7 @@
-"""How results reach standard output, and all else standard error; lines are not wrapped where they are piped."""
+"""Print results to standard output and everything else to standard error.
+
+Lines are wrapped only in a terminal, never in a pipe or file.
+"""
 
 from __future__ import annotations
 
@@ -13,37 +16,45 @@ from rich.text import Text
 from spkv_nas.base.distributed import process_index
 
 PACKAGE = Path(__file__).parent.parent
-_ENDLESS = 1 << 16  # columns, of what no terminal shows
+_UNLIMITED = 1 << 16  # columns, where output is not a terminal
 
 
 class Stream(Console):
-    """A console that knows whether a terminal shows it: elsewhere no line is wrapped, and no cell of a table cut.
+    """A rich console that wraps lines and cuts table cells only in a terminal.
 
     Attributes:
-        before: called before anything is printed.
+        before: callback that runs before anything is printed.
     """
 
     def __init__(self, **options: Any) -> None:
+        """Create a console that prints on rank 0 only; ``options`` are those of ``rich.console.Console``."""
         super().__init__(highlight=False, quiet=process_index() > 0, **options)
         self.before: Callable[[], None] = lambda: None
 
     @property
     def is_seen(self) -> bool:
-        """Whether a terminal shows it."""
+        """Return True if the output is a terminal that can redraw lines."""
         return bool(self.file.isatty()) and not self.is_dumb_terminal
 
     @property  # type: ignore[misc]
     def size(self) -> ConsoleDimensions:
-        """Of the terminal."""
-        return super().size if self.file.isatty() else ConsoleDimensions(_ENDLESS, 25)
+        """Return the terminal's size; elsewhere a width that wraps nothing."""
+        return super().size if self.file.isatty() else ConsoleDimensions(_UNLIMITED, 25)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich does."""
+        """Call ``before``, then print as rich does."""
         self.before()
         super().print(*objects, **options)
 
     def tell(self, text: str, style: str = "", *, head: str = "", head_style: str = "") -> None:
-        """Print text, after its head, broken between words alone: a path that does not fit can still be copied."""
+        """Print text after ``head``, wrapped between words only, so that a long path can still be copied.
+
+        Args:
+            text: lines to print, without markup.
+            style: rich style of the text.
+            head: prefix, such as ``error: ``.
+            head_style: rich style of the prefix.
+        """
         lines = [
             textwrap.fill(line, self.width, break_long_words=False, break_on_hyphens=False)
             for line in f"{head}{text}".splitlines()
@@ -53,7 +64,7 @@ class Stream(Console):
         self.print(shown, soft_wrap=True)
 
     def write(self, text: str) -> None:
-        """Print text as it is, at once and without a line break at its end."""
+        """Write text unchanged and flush it; no line break is added."""
         if self.quiet:
             return
         self.before()
@@ -66,30 +77,30 @@ err = Stream(stderr=True)
 
 
 def say(text: str) -> None:
-    """A result, as it is."""
+    """Print one line of a result to standard output."""
     out.tell(text)
 
 
 def say_where(what: str, path: Path) -> None:
-    """Where a result is; never wrapped."""
+    """Print the path of a result, never wrapped."""
     out.print(Text.assemble(f"{what}: ", (str(path), "bold")), soft_wrap=True)
 
 
 def caution(text: str) -> None:
-    """What the reader should know before trusting a result."""
+    """Print, in yellow on standard error, a caveat about a result."""
     err.tell(text, "yellow")
 
 
 def announce(line: str) -> None:
-    """What is being done."""
+    """Print, dimmed on standard error, what the command is doing."""
     err.tell(line, "dim")
 
 
 def fail(text: str) -> None:
-    """A user's mistake."""
+    """Print an error message to standard error."""
     err.tell(text, head="error: ", head_style="bold red")
 
 
 def warn(text: str) -> None:
-    """A warning of the package's own."""
+    """Print a warning of this package to standard error."""
     err.tell(text, head="warning: ", head_style="yellow")

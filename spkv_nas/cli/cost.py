@@ -1,4 +1,4 @@
-"""What the path takes, what attention costs, the times that this machine needs for it, and what compute buys."""
+"""Commands ``cost``, ``plan``, ``calibrate`` and ``scaling``: what attention and training cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is worth: its NLL, that of layouts on it, and the text that it writes."""
+"""Commands ``evaluate``, ``score``, ``baselines`` and ``generate``: measure a checkpoint."""
 
 from __future__ import annotations
 

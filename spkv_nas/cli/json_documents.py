@@ -1,7 +1,7 @@
-"""Results for programs: what ``--json`` prints of them, the numbers of the tables in ``show`` and where the files are.
+"""Build the document that ``--json`` prints for each result: the numbers of ``show`` and the paths of the files.
 
-A table is a list of rows with the columns of its CSV file. ``result.plain`` makes JSON of what these functions return,
-and of the results that need none, whose fields are what is to be known of them.
+Tables become lists of rows with the columns of their CSV files. ``result.plain`` converts these documents to JSON, and
+likewise results without a function here, whose fields it prints.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 
 def probe(table: HeadScores, folder: Path) -> Document:
-    """A probe, written to ``folder``: its mean over heads, and every head."""
+    """Return a probe's mean over heads and the scores of every head."""
     return {
         **_about(table),
         "mean": table.mean,
@@ -39,7 +39,7 @@ def probe(table: HeadScores, folder: Path) -> Document:
 
 
 def proposal(result: ProposalResult) -> Document:
-    """Layouts by coverage, and what else was asked."""
+    """Return the proposed layouts by coverage, with their confidence intervals, advice and trust."""
     answer = result.answer
     return {
         **_about(answer.table),
@@ -53,7 +53,7 @@ def proposal(result: ProposalResult) -> Document:
 
 
 def budgets(result: BudgetsResult) -> Document:
-    """A budget curve, whole, with its knee."""
+    """Return every row of a budget curve, and its knee."""
     curve = result.curve
     return {
         **_about(curve.table),
@@ -66,7 +66,7 @@ def budgets(result: BudgetsResult) -> Document:
 
 
 def comparison(result: Comparison) -> Document:
-    """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
+    """Return the retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
     return {
         "layouts": result.rows,
         "num_documents": result.heldout.num_documents,
@@ -78,23 +78,23 @@ def comparison(result: Comparison) -> Document:
 
 
 def evaluation(result: EvaluationResult) -> Document:
-    """Return held-out NLL, or a sweep of thresholds with the folder that it was written to."""
-    found = result.evaluation
+    """Return held-out NLL with, if there is one, the paired comparison or the threshold sweep."""
+    measured = result.evaluation
     return {
         "name": result.name,
-        "nll": found.nll.mean,
-        "tau": found.tau,
-        "density": found.density,
-        "num_tokens": found.nll.num_tokens.sum(),
-        "num_documents": found.nll.num_documents,
-        "effective_documents": found.nll.effective_documents,
+        "nll": measured.nll.mean,
+        "tau": measured.tau,
+        "density": measured.density,
+        "num_tokens": measured.nll.num_tokens.sum(),
+        "num_documents": measured.nll.num_documents,
+        "effective_documents": measured.nll.effective_documents,
         **({} if result.pair is None else {"against": _pair(result.pair), "folder": result.folder}),
         **({} if result.sweep is None else {"sweep": result.sweep, "folder": result.folder}),
     }
 
 
 def _pair(pair: Pair) -> Document:
-    """The other checkpoint, the change of NLL from its, and all rows of ``evaluation.csv``."""
+    """Return the other checkpoint's NLL, the change from it, and all rows of ``evaluation.csv``."""
     return {
         "model": pair.against,
         "nll": pair.evaluation.nll.mean,
@@ -105,7 +105,7 @@ def _pair(pair: Pair) -> Document:
 
 
 def search(result: SearchResult) -> Document:
-    """All layouts of a search, what each sampler reached, and how well cheap measures order the layouts."""
+    """Return all layouts of a search, what each sampler reached, and the rank correlations of cheap measures."""
     from spkv_nas.base.statistics import effective_number
     from spkv_nas.evaluation.guidance import correlations, guidance
 
@@ -121,12 +121,12 @@ def search(result: SearchResult) -> Document:
 
 
 def forecast(result: Forecast) -> Document:
-    """What every stage takes."""
+    """Return memory, tokens, FLOPs and time of every stage."""
     return {
-        **{one.name: getattr(result, one.name) for one in fields(result)},
+        **{field.name: getattr(result, field.name) for field in fields(result)},
         "stages": [
             {
-                **{one.name: getattr(stage, one.name) for one in fields(stage)},
+                **{field.name: getattr(stage, field.name) for field in fields(stage)},
                 "bytes": stage.memory.total,
                 "fits": stage.fits,
             }
@@ -136,33 +136,33 @@ def forecast(result: Forecast) -> Document:
 
 
 def plan(result: Plan) -> Document:
-    """What would be trained."""
+    """Return the planned runs, their total time, and whether they fit in memory."""
     return {
-        **{one.name: getattr(result, one.name) for one in fields(result)},
+        **{field.name: getattr(result, field.name) for field in fields(result)},
         "seconds": result.seconds,
         "fits": result.fits,
     }
 
 
 def first_recipe(result: FirstRecipe) -> Document:
-    """What a recipe leads to, and where it is."""
+    """Return the recipe's path and the plan of its runs."""
     return {"recipe": result.file, "plan": plan(result.plan)}
 
 
 def report(page: Path) -> Document:
-    """Where the page is."""
+    """Return the path of the page."""
     return {"report": page}
 
 
 def layouts(shown: list[ShownLayout]) -> Document:
-    """Grids and their coverage."""
+    """Return the layouts' heads and coverage."""
     return {
-        "layouts": [{"file": one.file, **_layout(one.layout), "coverage": one.coverage} for one in shown],
+        "layouts": [{"file": entry.file, **_layout(entry.layout), "coverage": entry.coverage} for entry in shown],
     }
 
 
 def difference(compared: ComparedLayouts) -> Document:
-    """How two layouts differ."""
+    """Return how two layouts differ."""
     return {
         "same": compared.same,
         "layouts": [_layout(compared.one), _layout(compared.other)],
@@ -173,7 +173,7 @@ def difference(compared: ComparedLayouts) -> Document:
 
 
 def cost(result: CostResult) -> Document:
-    """KV bytes, FLOPs and times of full attention, of layouts and of a density."""
+    """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
     return {
         "name": result.name,
         "shape": result.shape,
@@ -185,19 +185,20 @@ def cost(result: CostResult) -> Document:
 
 
 def calibration(result: CalibrationResult) -> Document:
-    """Times by number of global heads."""
-    found = result.calibration
+    """Return the measured times by number of global heads."""
+    measured = result.calibration
     return {
         "name": result.name,
-        "case": found.case,
-        "source": found.source,
-        "times": found.timings,
-        "is_disturbed": found.is_disturbed,
+        "case": measured.case,
+        "source": measured.source,
+        "times": measured.timings,
+        "is_disturbed": measured.is_disturbed,
         "folder": result.folder,
     }
 
 
 def _about(table: HeadScores) -> Document:
+    """Return what identifies a table of head scores."""
     return {
         "name": table.name,
         "signal": table.signal,
@@ -208,6 +209,7 @@ def _about(table: HeadScores) -> Document:
 
 
 def _layout(layout: Layout) -> Document:
+    """Return a layout's heads, counts and provenance."""
     return {
         "heads": layout.heads,
         "num_global": layout.num_global,

@@ -1,4 +1,4 @@
-"""Layout files: show, compare, convert, export, and their schema."""
+"""Commands for layout files: show, diff, convert, export, and print their JSON Schema."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def export(options: ExportOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import layout as stage
 
-    return Result(stage.export(options, reporter), say, lambda said: {"folder": options.out, "form": said})
+    return Result(stage.export(options, reporter), say, lambda form: {"folder": options.out, "form": form})
 
 
 def _say_all(lines: list[str]) -> None:
+    """Print each line."""
     for line in lines:
         say(line)
 

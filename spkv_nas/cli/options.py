@@ -1,7 +1,7 @@
-"""Make a command of a function that takes one dataclass of ``stages.options``: its fields become the command line.
+"""Turn a function of one options dataclass (``stages.options``) into a command: each field becomes an option.
 
-What holds for every command, how much it says and in which form, is declared here once, and taken before the command
-and after it. The plan of ``--dry-run`` takes the place of whatever trains.
+The options that every command shares (``--quiet``, ``--verbose``, ``--debug``, ``--json``) are declared here once and
+handled here. With ``--dry-run`` a training command prints its plan instead of training.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ from spkv_nas.stages.flags import Flag
 from spkv_nas.stages.options import NOTE, SHOWN, OnDevice, Trains
 
 Options = TypeVar("Options")
-_LAST = ("workspace", "device", "dtype")  # in the help
-_FEW = 3  # options that need no panel of their own
-_SAYING = "What is said"
+_LAST = ("workspace", "device", "dtype")  # shown last in the help
+_FEW = 3  # up to so many options get no help panel of their own
+_OUTPUT_PANEL = "What is said"
 
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors alone.", rich_help_panel=_SAYING)
+    bool, typer.Option("--quiet", "-q", help="Print results, warnings and errors alone.", rich_help_panel=_OUTPUT_PANEL)
 ]
 Verbose = Annotated[
     bool,
-    typer.Option("--verbose", "-v", help="Say details too, and what libraries say.", rich_help_panel=_SAYING),
+    typer.Option("--verbose", "-v", help="Say details too, and what libraries say.", rich_help_panel=_OUTPUT_PANEL),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_SAYING)]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_SAYING)]
-_OF_ALL = {"quiet": Quiet, "verbose": Verbose, "debug": Debug}  # main reads --debug, which errors before a command need
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=_OUTPUT_PANEL)]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as one JSON document.", rich_help_panel=_OUTPUT_PANEL)
+]
+_SHARED = {"quiet": Quiet, "verbose": Verbose, "debug": Debug}  # --debug is read by main, also before a command runs
 
 
 @dataclass(frozen=True)
 class Voice:
-    """How much is said, as the options before the command have it."""
+    """Verbosity set by the options before the command's name."""
 
     quiet: bool = False
     verbose: bool = False
@@ -50,37 +52,46 @@ class Voice:
 def command(
     app: typer.Typer,
 ) -> Callable[[Callable[[Options, Reporter], Results | None]], Callable[..., None]]:
-    """Add a function of an options dataclass and a reporter to ``app``; its docstring is the help.
+    """Return a decorator that adds a function to ``app`` as a command.
 
-    What it returns is printed, as JSON where that is asked for; a function that returns nothing prints by itself.
+    The function takes an options dataclass and a reporter; its docstring is the help. Its result is printed, with
+    ``--json`` as one JSON document. A function that is declared to return None prints by itself and has no ``--json``.
+
+    Args:
+        app: the app to extend.
     """
 
     def register(function: Callable[[Options, Reporter], Results | None]) -> Callable[..., None]:
+        # Read the options class from the annotations
         hints = get_type_hints(function)
         returns = hints.pop("return", None)
-        taken: type[Options] = next(iter(hints.values()))
+        options_class: type[Options] = next(iter(hints.values()))
         name = function.__name__.replace("_", "-")
 
         def run(invocation: typer.Context, **values: Any) -> None:
             from spkv_nas.stages.checks import check  # pandas takes too long for --help
 
-            said = invocation.obj or Voice()
-            quiet, verbose = (values.pop(key) or getattr(said, key) for key in ("quiet", "verbose"))
+            voice = invocation.obj or Voice()
+            # Take the shared options out of the values
+            quiet, verbose = (values.pop(key) or getattr(voice, key) for key in ("quiet", "verbose"))
             as_json = values.pop("json", False)
             del values["debug"]
-            given = taken(**values)
-            check(given)
-            with working(name, quiet=quiet, verbose=verbose, takes_long=isinstance(given, OnDevice)) as reporter:
-                if isinstance(given, Trains) and given.dry_run:
-                    found: Results | None = show_plan.dry_run(given, reporter)
+            # Build and check the options
+            options = options_class(**values)
+            check(options)
+            # Run the command and print its result
+            with working(name, quiet=quiet, verbose=verbose, takes_long=isinstance(options, OnDevice)) as reporter:
+                if isinstance(options, Trains) and options.dry_run:
+                    results: Results | None = show_plan.dry_run(options, reporter)
                 else:
-                    found = function(given, reporter)
-                code = 0 if found is None else present(found, as_json=as_json)
+                    results = function(options, reporter)
+                code = 0 if results is None else present(results, as_json=as_json)
             raise typer.Exit(code)
 
+        # Give typer the signature that it reads the options from
         run.__doc__, run.__name__ = function.__doc__, function.__name__
-        common = _OF_ALL if returns is type(None) else {"json": Json, **_OF_ALL}
-        parameters = [_context(), *_parameters(taken), *(_common(*one) for one in common.items())]
+        common = _SHARED if returns is type(None) else {"json": Json, **_SHARED}
+        parameters = [_context(), *_parameters(options_class), *(_common(*item) for item in common.items())]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         app.command()(run)
@@ -90,36 +101,40 @@ def command(
 
 
 def _context() -> inspect.Parameter:
+    """Return the parameter through which typer passes its context."""
     return inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
 def _common(name: str, annotation: Any) -> inspect.Parameter:
+    """Return the parameter of a shared option, False by default."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
 
-def _parameters(taken: type) -> list[inspect.Parameter]:
-    """Arguments first, then options, in the order of the fields."""
-    hints = get_type_hints(taken, include_extras=True)
-    declared = [(one, *_declaration(hints[one.name])) for one in fields(taken)]
+def _parameters(options_class: type) -> list[inspect.Parameter]:
+    """Return a command's parameters: arguments first, then options, in the order of the fields."""
+    hints = get_type_hints(options_class, include_extras=True)
+    declared = [(field, *_declaration(hints[field.name])) for field in fields(options_class)]
     panels = Counter(flag.panel for _, _, flag in declared)
     declared = [
-        (one, kind, flag if panels[flag.panel] > _FEW else replace(flag, panel=None)) for one, kind, flag in declared
+        (field, kind, flag if panels[flag.panel] > _FEW else replace(flag, panel=None))
+        for field, kind, flag in declared
     ]
     declared.sort(key=lambda row: (not row[2].argument, row[0].name in _LAST, row[0].default is not MISSING))
     return [_parameter(*row) for row in declared]
 
 
 def _declaration(hint: Any) -> tuple[Any, Flag]:
-    """The type of an annotated field, and its flag."""
+    """Return an annotated field's type and its flag."""
     kind, flag = hint.__origin__, hint.__metadata__[0]
     assert isinstance(flag, Flag)
     return kind, flag
 
 
-def _parameter(one: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
-    shown = one.metadata.get(SHOWN)
-    words: dict[str, Any] = {
-        "help": f"{flag.help} {one.metadata.get(NOTE, '')}".rstrip(),
+def _parameter(field: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
+    """Return the parameter of one field, with the help, limits and completion of its flag."""
+    shown = field.metadata.get(SHOWN)
+    settings: dict[str, Any] = {
+        "help": f"{flag.help} {field.metadata.get(NOTE, '')}".rstrip(),
         "metavar": flag.metavar,
         "min": flag.low,
         "max": flag.high,
@@ -127,10 +142,10 @@ def _parameter(one: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
         "show_default": True if shown is None else shown,
         "autocompletion": completion(flag),
     }
-    info = typer.Argument(**words) if flag.argument else typer.Option(*flag.names, **words)
+    info = typer.Argument(**settings) if flag.argument else typer.Option(*flag.names, **settings)
     return inspect.Parameter(
-        one.name,
+        field.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if one.default is MISSING else one.default,
+        default=inspect.Parameter.empty if field.default is MISSING else field.default,
         annotation=Annotated[kind, info],
     )

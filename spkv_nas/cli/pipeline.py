@@ -1,4 +1,4 @@
-"""The path itself: probe, propose, compare, report, and the demo of all of it."""
+"""Commands of the workflow: ``probe``, ``propose``, ``compare``, ``report``, and ``demo``, which runs all of it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from spkv_nas.stages.options import (
 )
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
-DEMO_STEPS = 25  # of head gates; the study's models get the same heads from 25 steps as from 100, but for one
+DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
 DEMO_LAYOUTS = (HEAD_GATES, "densest", "interleaved-last", "random-0")
-DEMO_TOKENS = 65_536  # a fifth of the held-out text; on a tenth the 18 densest heads lack a needed one: reports/LOG.md
+DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
 
 
 def probe(options: ProbeOptions, reporter: Reporter) -> Result:
@@ -41,9 +41,11 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
 
     table = stage.probe(options, reporter)
     return Result(
-        table, show.probe, partial(json_documents.probe, folder=options.place.probe_dir(table.name)),
+        table,
+        show.probe,
+        partial(json_documents.probe, folder=options.place.probe_dir(table.name)),
         next=after_probe(options, table),
-    )  # fmt: skip
+    )
 
 
 def propose(options: ProposeOptions, reporter: Reporter) -> Result:
@@ -61,7 +63,7 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
 
 
 def compare(options: CompareOptions, reporter: Reporter) -> Result:
-    """Do probes agree on the heads? Of other domains, halves, thresholds, lengths, seeds or checkpoints of one grid.
+    """Compare how probes rank the heads: other domains, halves, thresholds, lengths, seeds or checkpoints of one grid.
 
     Writes reports/NAME/agreement.csv and its figure.
     """
@@ -86,18 +88,20 @@ def report(options: ReportOptions, reporter: Reporter) -> Result:
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
-    """The whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores).
+    """Run the whole path on the embedded reference: probe, propose, train-hybrid, report (a few minutes on two cores).
 
     It writes to a workspace of its own, the folder demo/.
     """
     start = time.perf_counter()
-    where: dict[str, Any] = {"workspace": options.workspace}
-    how: dict[str, Any] = {**where, "device": options.device, "dtype": options.dtype}
-    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **how), reporter)
-    yield probe(ProbeOptions(signal=HEAD_GATES, budget=options.budget, steps=DEMO_STEPS, **how), reporter)
-    yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **where), reporter)
+    workspace: dict[str, Any] = {"workspace": options.workspace}
+    device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}
+    yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **device_options), reporter)
+    yield probe(ProbeOptions(signal=HEAD_GATES, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
+    yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
     folder = options.place.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
-    yield train_hybrid(TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **how), reporter)
-    yield report(ReportOptions(probe=DEFAULT_PROBE, **where), reporter)
+    yield train_hybrid(
+        TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options), reporter
+    )
+    yield report(ReportOptions(probe=DEFAULT_PROBE, **workspace), reporter)
     reporter.announce(f"{time.perf_counter() - start:.0f} s in all")

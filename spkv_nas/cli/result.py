@@ -1,4 +1,4 @@
-"""What a command found, for people and, with ``--json``, for programs."""
+"""Print what a command returns: text for people or, with ``--json``, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found.
+    """What a command returns, and how it is printed.
 
     Attributes:
-        value: as the stage gives it.
-        show: prints it for people.
-        document: makes of it what ``--json`` prints by ``plain``; all of it by default.
-        exit_code: of the command.
+        value: the stage's return value.
+        show: prints the value for people.
+        document: converts the value to what ``--json`` prints (by ``plain``); by default the value itself.
+        exit_code: the command's exit code.
         next: commands to run next, the recommended one first.
     """
 
@@ -36,12 +36,20 @@ class Result:
     next: Sequence[Suggestion] = ()
 
 
-Results = Result | Iterator[Result]  # of a command; several come as they are found
+Results = Result | Iterator[Result]  # one result, or several that are printed as they arrive
 
 
 def present(found: Results, *, as_json: bool) -> int:
-    """Print what a command found, each result as it comes or all as one JSON document; the command's exit code."""
-    # Several results are the steps of one path, which needs no suggestions in between
+    """Print a command's results and return its exit code.
+
+    Args:
+        found: one result, or an iterator of them, each printed as soon as it arrives.
+        as_json: print all of them as one JSON document instead.
+
+    Returns:
+        The highest exit code of the results.
+    """
+    # Several results are the steps of one workflow: drop the suggestions in between
     results = iter((found,)) if isinstance(found, Result) else (replace(result, next=()) for result in found)
     documents: list[Any] = []
     code = 0
@@ -59,33 +67,36 @@ def present(found: Results, *, as_json: bool) -> int:
 
 
 def _document(result: Result) -> Any:
-    """The JSON of a result; commands to run next, if there are any, are its key ``next``."""
+    """Return a result's JSON document; commands to run next, if any, are under the key ``next``."""
     document = plain(result.document(result.value))
-    commands = [one.command for one in result.next if one.command]
+    commands = [suggestion.command for suggestion in result.next if suggestion.command]
     return {**document, "next": commands} if commands else document
 
 
 def _suggest(suggestions: Sequence[Suggestion]) -> None:
-    """Print each suggestion: its reason, then its command on one line that is never wrapped."""
-    for one in suggestions:
-        if one.reason:
-            say(one.reason)
-        if one.command:
-            out.print(Text(one.line), soft_wrap=True)
+    """Print each suggestion: its reason, then its command on one unwrapped line."""
+    for suggestion in suggestions:
+        if suggestion.reason:
+            say(suggestion.reason)
+        if suggestion.command:
+            out.print(Text(suggestion.line), soft_wrap=True)
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: numbers unrounded, NaN and infinity as null, tables as lists of rows, paths as text."""
+    """Return a value in types that JSON has.
+
+    Numbers stay unrounded, NaN and infinity become null, tables become lists of rows, and paths become text.
+    """
     if is_dataclass(value):
-        value = {one.name: getattr(value, one.name) for one in fields(value)}
-    elif hasattr(value, "to_dict"):  # a table
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif hasattr(value, "to_dict"):  # a pandas table
         value = value.to_dict("records")
-    elif hasattr(value, "tolist"):  # an array, or a number of one
+    elif hasattr(value, "tolist"):  # an array or a NumPy scalar
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value) if isinstance(value, Path) else value

@@ -1,7 +1,7 @@
-"""What is being done, while it is done: rows at the foot of a terminal, or in a pipe a line now and then.
+"""Show a command's progress: live rows at the bottom of a terminal, or a log line every 30 seconds elsewhere.
 
-There is a row from the moment a command starts, before torch is loaded, until its result is printed, so no step of it
-is silent, whatever it is; a step that knows how far it is has a row of its own, with a bar and the time left.
+In a terminal a row is visible from the start of the command, before torch is loaded, until its result is printed, so
+that no step is silent. A step that knows its progress gets a row of its own with a bar and the time left.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ from rich.text import Text
 from spkv_nas.base.progress import Bar, Reporter
 from spkv_nas.cli.console import announce, caution, err, out
 
-EVERY = 30.0  # seconds between two lines of a step in a pipe
-_FRAMES = 5  # a second, of half a millisecond each
+EVERY = 30.0  # seconds between progress lines outside a terminal
+_FRAMES = 5  # per second; drawing one takes half a millisecond
 
 
 @contextmanager
 def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_long: bool = True) -> Iterator[Reporter]:
-    """Show what the block does, as it tells the reporter that this yields; the rows are gone once it prints a result.
+    """Show progress while the block runs; the rows disappear when it prints a result.
 
     Args:
-        title: of the command.
-        quiet: show nothing but what the reader should know before trusting a result.
-        takes_long: whether to say in a pipe too that the command has begun, before it has something to tell.
+        title: the command's name.
+        quiet: show only warnings about results.
+        verbose: also show details.
+        takes_long: outside a terminal, announce that the command has started.
+
+    Yields:
+        The reporter that the block sends its progress to.
     """
     if quiet:
         yield Reporter(caution=caution)
@@ -45,7 +49,7 @@ def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_lon
 
 
 class _Rows:
-    """The rows at the foot of the terminal: of the command, or of the steps that know how far they are."""
+    """Rows at the bottom of the terminal: one for the command, or one per step that knows its progress."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -53,7 +57,7 @@ class _Rows:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the rows while the block runs, but for the time from a printed result to the next announcement."""
+        """Show the rows while the block runs, hidden from each printed result to the next announcement."""
         before, out.before = out.before, self._hide
         try:
             self._show(f"{self._title}: starting")
@@ -63,29 +67,39 @@ class _Rows:
             self._hide()
 
     def _show(self, title: str) -> Progress:
+        """Start the display if it is hidden, and set the command's row to ``title``."""
         if self._shown is None:
             self._shown = Progress(
-                SpinnerColumn(), _Title(), _Bar(), _Count(), _Note(), _Time(),
-                console=err, transient=True, redirect_stdout=False, refresh_per_second=_FRAMES,
-            )  # fmt: skip
+                SpinnerColumn(),
+                _Title(),
+                _Bar(),
+                _Count(),
+                _Note(),
+                _Time(),
+                console=err,
+                transient=True,
+                redirect_stdout=False,
+                refresh_per_second=_FRAMES,
+            )
             self._shown.add_task(title, total=None, note="")
             self._shown.start()
         self._shown.update(TaskID(0), description=title)
         return self._shown
 
     def _hide(self) -> None:
+        """Stop the display."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
 
     def announce(self, line: str) -> None:
-        """Say what starts, above the rows."""
+        """Print a line above the rows."""
         self._show(self._title)
         announce(line)
 
     @contextmanager
     def bar(self, title: str) -> Iterator[Bar]:
-        """A row of its own while the block runs, in place of the command's."""
+        """Show a progress row for one step in place of the command's row while the block runs."""
         rows = self._show(self._title)
         rows.update(TaskID(0), visible=False)
         task = rows.add_task(title, total=None, note="")
@@ -97,42 +111,42 @@ class _Rows:
 
 
 class _Title(ProgressColumn):
-    """What is done; the one column that is cut where the terminal is narrow."""
+    """The name of the step; the only column that is truncated in a narrow terminal."""
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
-class _Whole(ProgressColumn):
-    """A column that is not cut."""
+class _FixedColumn(ProgressColumn):
+    """A column that is never truncated."""
 
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=True))
 
 
-class _Bar(_Whole):
-    """A bar; nothing where nobody knows how far it is."""
+class _Bar(_FixedColumn):
+    """The progress bar; empty where the total is unknown."""
 
     def render(self, task: Task) -> RenderableType:
         return "" if task.total is None else ProgressBar(total=task.total, completed=task.completed, width=12)
 
 
-class _Count(_Whole):
-    """How much of how much."""
+class _Count(_FixedColumn):
+    """Steps done of the total, such as ``3/10``."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{int(task.completed)}/{int(task.total)}")
 
 
-class _Note(_Whole):
-    """Such as the loss."""
+class _Note(_FixedColumn):
+    """A note of the step, such as the loss."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["note"], style="dim")
 
 
-class _Time(_Whole):
-    """The time left if that is known, else the time since the start."""
+class _Time(_FixedColumn):
+    """The time left if it can be estimated, else the time since the start."""
 
     def render(self, task: Task) -> Text:
         if task.total is None or task.time_remaining is None:
@@ -142,14 +156,14 @@ class _Time(_Whole):
 
 @contextmanager
 def _lines(title: str) -> Iterator[Bar]:
-    """A step in a pipe: a line every ``EVERY`` seconds."""
+    """Report a step outside a terminal: one line every ``EVERY`` seconds."""
     last = time.monotonic()
-    begin: tuple[float, int] | None = None
+    start: tuple[float, int] | None = None  # (time, steps done) of the first call
 
     def tell(done: int, total: int, note: str = "") -> None:
-        nonlocal begin, last
+        nonlocal start, last
         now = time.monotonic()
-        since, first = begin = begin or (now, done)
+        since, first = start = start or (now, done)
         if now - last >= EVERY and done > first:
             last = now
             left = _clock((now - since) * (total - done) / (done - first))
@@ -159,6 +173,7 @@ def _lines(title: str) -> Iterator[Bar]:
 
 
 def _clock(seconds: float) -> str:
+    """Format seconds as ``m:ss`` or ``h:mm:ss``."""
     minutes, whole = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"

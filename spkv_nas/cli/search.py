@@ -1,4 +1,4 @@
-"""The search for layouts."""
+"""Command ``search``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results for people: tables and sentences of the path, of training and evaluation, and of layouts."""
+"""Print results for people: tables and sentences of the workflow, of training, of evaluation and of layouts."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ if TYPE_CHECKING:
     from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
     from spkv_nas.training.hybrids import Comparison
 
-_WIDEST = 100  # standard errors to either side, beyond which an interval says nothing
-_CURVE_ROWS = 16  # of a budget curve, printed
+_WIDEST = 100  # standard errors; a wider confidence interval is not printed
+_CURVE_ROWS = 16  # about so many rows of a budget curve are printed
 _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
 
 
 def change(percent: float, error: float | None = None) -> str:
-    """A change of NLL such as ``+0.894 ± 0.082``; a dash for NaN, which the error of a single document is."""
+    """Format a change of NLL, such as ``+0.894 ± 0.082``; NaN, such as the error of a single document, is a dash."""
     if math.isnan(percent):
         return "-"
     return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
 
 
 def about_errors(num_documents: int, effective: float) -> None:
-    """Say what ± is, and how wide a 95 % interval is where documents are few."""
+    """Print what ± means and, for few documents, a warning with the width of a 95 % confidence interval."""
     from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
 
     number = f"{num_documents} held-out documents (effective number {effective:.1f})"
     out.print(f"±: one standard error, paired by {number}")
     if effective < FEW_DOCUMENTS:
         width = critical_errors(effective)
-        so_wide = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
-        caution(f"warning: of so few documents, a 95 % interval {so_wide} (Student's t): measure on more text")
+        interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
+        caution(f"warning: of so few documents, a 95 % interval {interval} (Student's t): measure on more text")
 
 
 def probe(table: HeadScores) -> None:
-    """A probe's mean and its highest head; what it cautions against."""
+    """Print a probe's mean score, its highest head, its cost, and its warnings."""
     from spkv_nas.artifacts.domains import about_small_domains
 
     densest = max((table.density[i, j], i, j) for i in range(table.num_layers) for j in range(table.num_kv_heads))
     measure = f"tau {table.tau:g}: density" if table.is_density else table.signal
-    exact = ".3f" if table.is_density else ".3g"
+    digits = ".3f" if table.is_density else ".3g"
     out.print(
         f"[bold]{escape(table.name)}[/bold]: {table.num_layers} layers x {table.num_kv_heads} KV heads, "
-        f"{measure} mean {table.mean:{exact}}, std {table.std:{exact}}; "
-        f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else exact}})"
+        f"{measure} mean {table.mean:{digits}}, std {table.std:{digits}}; "
+        f"highest is layer {densest[1]}, head {densest[2]} ({densest[0]:{'.2f' if table.is_density else digits}})"
     )
     if "passes" in table.metadata:
         reused = f"; scores reused: {number}" if (number := table.metadata.get("reused_scores")) else ""
         say(f"it took {table.metadata['passes']:,g} forward passes over {table.metadata['tokens']:,} tokens{reused}")
-    if (small := about_small_domains(table)) is not None:
-        say(small)
+    if (domain_warning := about_small_domains(table)) is not None:
+        say(domain_warning)
     for line in table.diagnosis():
         caution(line)
 
 
 def proposal(result: ProposalResult) -> None:
-    """Layouts by coverage, and what else was asked."""
+    """Print proposed layouts by coverage, then the answers to the other options and the advice."""
     layouts(result)
     for sentence in result.sentences:
         say(sentence)
@@ -84,18 +84,18 @@ def proposal(result: ProposalResult) -> None:
 
 
 def layouts(result: ProposalResult) -> None:
-    """Layouts by coverage."""
+    """Print proposed layouts by coverage, and the spread of random ones."""
     from spkv_nas.proposal.answer import random_spread
 
     answer = result.answer
     table, spread = answer.table, random_spread(answer.rows)
     measure = f"density coverage at tau {table.tau:g}" if table.is_density else f"coverage of {table.signal}"
-    shown = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
+    grid = Table("strategy", "global heads", "density %", "coverage %", "note", title=measure)
     for row in answer.rows.itertuples():
-        shown.add_row(
+        grid.add_row(
             row.strategy, str(row.num_global), f"{row.density_percent:.1f}", f"{100 * row.coverage:.2f}", row.note
         )
-    out.print(shown)
+    out.print(grid)
     if spread is not None and spread.standard_deviation > 0:
         out.print(
             f"random layouts: coverage {100 * spread.mean:.2f} % on average, "
@@ -105,16 +105,18 @@ def layouts(result: ProposalResult) -> None:
 
 
 def budgets(result: BudgetsResult) -> None:
-    """A budget curve, thinned, with its knee."""
+    """Print about ``_CURVE_ROWS`` rows of a budget curve, and its knee."""
     from spkv_nas.base.units import format_bytes
     from spkv_nas.proposal.stability import LEVEL
 
     table, rows, knee = result.curve.table, result.curve.rows, result.curve.knee
-    is_known, has_memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
+    has_intervals, has_memory = rows["coverage_low"].notna().all(), rows["kv_bytes"].notna().all()
+    # Choose the columns that have data
     columns = ["budget", *(["heads"] if (rows["num_global"] != rows["budget"]).any() else []), "coverage %"]
-    columns += [*(["from", "to"] if is_known else []), "worst domain %", *(["memory"] if has_memory else [])]
-    interval = f"; from, to: {100 * LEVEL:.0f} % interval" if is_known else ""
-    shown = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval}")
+    columns += [*(["from", "to"] if has_intervals else []), "worst domain %", *(["memory"] if has_memory else [])]
+    interval_note = f"; from, to: {100 * LEVEL:.0f} % interval" if has_intervals else ""
+    grid = Table(*columns, title=f"{escape(table.name)} at tau {table.tau:g}{interval_note}")
+    # Print every step-th row, the knee and the last row
     step = -(-len(rows) // _CURVE_ROWS)
     for row in rows.itertuples():
         if row.Index % step and row.budget != knee.budget and row.Index != len(rows) - 1:
@@ -128,8 +130,9 @@ def budgets(result: BudgetsResult) -> None:
             "worst domain %": f"{100 * row.worst_domain:.2f}",
             "memory": format_bytes(int(row.kv_bytes)) if has_memory else "",
         }
-        shown.add_row(*(cells[column] for column in columns))
-    out.print(shown)
+        grid.add_row(*(cells[column] for column in columns))
+    out.print(grid)
+    # Knee, caution, files
     out.print(f"knee: {knee.budget} global heads: {knee.meaning}")
     if result.caution is not None:
         say(result.caution)
@@ -138,95 +141,99 @@ def budgets(result: BudgetsResult) -> None:
 
 
 def agreement(result: AgreementResult) -> None:
-    """How far probes agree, pair by pair."""
+    """Print how far probes agree, pair by pair."""
     from spkv_nas.proposal.agreement import short_labels
 
     rows = result.rows
     first, labels = rows.iloc[0], short_labels(rows)
-    shown = Table(
+    grid = Table(
         Column(overflow="fold"), Column(overflow="fold"), "Jaccard", "Spearman", "transfer %", "mean |Δ|",
         title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
     )  # fmt: skip
     for row in rows.itertuples():
-        shown.add_row(
+        grid.add_row(
             escape(labels[row.first]), escape(labels[row.second]), f"{row.jaccard:.2f}", f"{row.spearman:.3f}",
             f"{100 * row.transfer:.1f}", f"{row.mean_difference:.3f}",
         )  # fmt: skip
-    out.print(shown)
+    out.print(grid)
     out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
     say_where("agreement", result.figure or result.folder / "agreement.csv")
 
 
 def comparison(result: Comparison) -> None:
-    """Retrained layouts, how well cheaper measures order them, and where their checkpoints are."""
+    """Print retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
     from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
     from spkv_nas.evaluation.ranking import format_rank_correlation
 
     baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
     extended = "extended_nll" in result.rows
-    shown = Table(
+    # Table of layouts
+    grid = Table(
         "", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %", "against the\ncontrol %",
         *(["longer\nblocks NLL", "against the\ncontrol %"] if extended else []),
         title="retrained from one dense checkpoint; ΔNLL counts from that checkpoint as it is",
     )  # fmt: skip
     for row in result.rows.itertuples():
-        longer = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
-        shown.add_row(
+        long_nll = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
+        grid.add_row(
             baselines.get(row.strategy, escape(row.strategy)), f"{row.density_percent:.1f}",
             f"{row.coverage_percent:.2f}", change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
             change(row.delta_control_percent, row.delta_control_standard_error),
-            *(["-" if math.isnan(longer[0]) else f"{longer[0]:.4f}", change(*longer[1:])] if extended else []),
+            *(["-" if math.isnan(long_nll[0]) else f"{long_nll[0]:.4f}", change(*long_nll[1:])] if extended else []),
         )  # fmt: skip
-    out.print(shown)
+    out.print(grid)
+    # Notes and errors
     for row in result.rows[result.rows["note"] != ""].itertuples():
         say(f"{row.strategy}: {row.note}")
     about_errors(result.heldout.num_documents, result.heldout.effective_documents)
-    for measure, found in result.correlations.items():
-        if found is not None:
+    # Rank correlations
+    for measure, correlation in result.correlations.items():
+        if correlation is not None:
             perfect = "-1" if measure == "coverage" else "+1"
-            out.print(f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(found)}; perfect: {perfect}")
+            out.print(
+                f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(correlation)}; perfect: {perfect}"
+            )
+    # Checkpoints
     out.print("checkpoints, for export, evaluate and generate:")
     for model in result.models:
         out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
 
 
 def scores(result: ScoreResult) -> None:
-    """Zero-shot scores."""
+    """Print zero-shot scores of layouts."""
     title = f"{escape(result.name)}: without training"
-    shown = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
+    grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
-        covered = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
-        shown.add_row(
-            escape(row.strategy), str(row.num_global), covered, f"{row.nll:.4f}",
+        coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        grid.add_row(
+            escape(row.strategy), str(row.num_global), coverage, f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
         )  # fmt: skip
-    out.print(shown)
+    out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("scores", result.folder / "zero-shot.csv")
 
 
 def baselines(result: BaselinesResult) -> None:
-    """Pruning after the fact, and SP-KV beside it."""
-    shown = Table(
-        "method", "sinks", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: pruned after the fact"
-    )
+    """Print training-free KV-cache pruning at each density, with SP-KV beside it."""
+    grid = Table("method", "sinks", "density %", "NLL", "ΔNLL %", title=f"{escape(result.name)}: pruned after the fact")
     for row in result.rows.itertuples():
         method = f"{row.method}, tau {row.tau:g}" if row.tau == row.tau else row.method
-        moved = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        difference = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
         sinks = "-" if row.sinks != row.sinks else f"{row.sinks:g}"
-        shown.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", moved)
-    out.print(shown)
+        grid.add_row(method, sinks, f"{100 * row.density:.1f}", f"{row.nll:.4f}", difference)
+    out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("figure", result.folder / "baselines.png")
 
 
 def ruler(result: RulerResult) -> None:
-    """RULER's scores by task and length, with the floor and, if there is one, the other checkpoint."""
+    """Print RULER scores by length and task, with the floor and, if there is one, the other checkpoint."""
     against = result.rows["against"].notna().any()
     columns = ["length", "task", "score", "floor", "density %", *(["against", "difference"] if against else [])]
     title = f"{escape(result.name)}: share of answers found; floor: every head local"
-    shown = Table(*columns, title=title)
+    grid = Table(*columns, title=title)
     for row in result.rows.itertuples():
         cells = [
             str(row.length),
@@ -235,18 +242,18 @@ def ruler(result: RulerResult) -> None:
             _share(row.floor),
             _percent(row.density),
         ]
-        pair = [_share(row.against), change(row.difference, row.difference_standard_error)] if against else []
-        shown.add_row(*cells, *pair, end_section=row.task.startswith("average"))
-    out.print(shown)
+        pair_cells = [_share(row.against), change(row.difference, row.difference_standard_error)] if against else []
+        grid.add_row(*cells, *pair_cells, end_section=row.task.startswith("average"))
+    out.print(grid)
     say_where("scores", result.folder / "ruler.csv")
     say_where("answers", result.samples)
 
 
 def tasks(result: TasksResult) -> None:
-    """Downstream tasks by metric, and the other checkpoint, if there is one."""
+    """Print downstream tasks by metric, with the other checkpoint if there is one."""
     against = result.rows["against"].notna().any()
-    pair = ["against", "density %", "difference"] if against else []
-    shown = Table("task", "metric", "shots", "value", "density %", *pair, title=escape(result.name))
+    pair_columns = ["against", "density %", "difference"] if against else []
+    grid = Table("task", "metric", "shots", "value", "density %", *pair_columns, title=escape(result.name))
     for row in result.rows.itertuples():
         shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
         cells = [
@@ -257,29 +264,29 @@ def tasks(result: TasksResult) -> None:
             _percent(row.density),
         ]
         if against:
-            moved = change(row.difference, row.difference_standard_error)
-            cells += [_share(row.against), _percent(row.against_density), moved]
-        shown.add_row(*cells)
-    out.print(shown)
+            difference = change(row.difference, row.difference_standard_error)
+            cells += [_share(row.against), _percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
     say_where("values", result.folder / "tasks.csv")
     say_where("samples", result.samples)
 
 
 def longppl(result: LongPPLResult) -> None:
-    """LongPPL by domain, and the other checkpoint, if there is one."""
+    """Print LongPPL by domain, with the other checkpoint if there is one."""
     against = result.rows["against_ppl"].notna().any()
-    pair = ["against", "density %", "difference %"] if against else []
-    shown = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair, title=escape(result.name))
+    pair_columns = ["against", "density %", "difference %"] if against else []
+    grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
     for row in result.rows.itertuples():
         cells = [
             escape(row.domain), f"{row.num_keys:,} of {row.num_tokens:,}", _share(row.longppl, row.standard_error),
             f"{row.ppl:.3f}", _percent(row.density),
         ]  # fmt: skip
         if against:
-            moved = change(row.difference_percent, row.difference_standard_error)
-            cells += [_share(row.against), _percent(row.against_density), moved]
-        shown.add_row(*cells)
-    out.print(shown)
+            difference = change(row.difference_percent, row.difference_standard_error)
+            cells += [_share(row.against), _percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
     for domain, reason in result.withheld.items():
         say(f"{domain}: {reason}")
     say_where("values", result.folder / "longppl.csv")
@@ -287,12 +294,12 @@ def longppl(result: LongPPLResult) -> None:
 
 
 def _percent(share: float) -> str:
-    """A share such as ``28.3``, in percent."""
+    """Format a share in percent, such as ``28.3``; a dash for NaN."""
     return "-" if math.isnan(share) else f"{100 * share:.1f}"
 
 
 def _share(value: float, error: float | None = None) -> str:
-    """Write a share, with its error if there is one (``share_text``); a dash for NaN."""
+    """Format a share with its error, if there is one (``share_text``); a dash for NaN."""
     from spkv_nas.base.statistics import share_text
 
     if math.isnan(value):
@@ -301,7 +308,7 @@ def _share(value: float, error: float | None = None) -> str:
 
 
 def generation(result: Generation) -> None:
-    """Speed and cache of a generation, on standard error."""
+    """Print a generation's speed and cache size to standard error."""
     share = result.cache_bytes / result.full_attention_bytes
     reason = " (pages and windows that so short a text does not fill)" if share > 1 else ""
     err.print(
@@ -311,76 +318,78 @@ def generation(result: Generation) -> None:
         f"{100 * share:.0f} %{reason}"
     )
     if result.density is not None:
-        kept = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
-        err.print(f"{kept} at tau {result.tau:g}" if result.tau is not None else kept)
+        density = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
+        err.print(f"{density} at tau {result.tau:g}" if result.tau is not None else density)
 
 
 def trained(result: Trained) -> None:
-    """Where the checkpoints of a recipe are."""
+    """Print the paths of a recipe's checkpoints."""
     say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")
 
 
 def report(page: Path) -> None:
-    """Where the page is."""
+    """Print the path of the page."""
     say_where("report", page)
 
 
 def palindrome(result: PalindromeResult) -> None:
-    """The palindrome comparison."""
-    shown = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
+    """Print the palindrome comparison."""
+    grid = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
     for row in result.rows.itertuples():
-        gated = row.hard_nll == row.hard_nll  # not NaN
-        figures = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if gated else ("-", "-")
-        shown.add_row(row.variant, f"{row.nll:.4f}", *figures, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
-    out.print(shown)
+        has_gates = row.hard_nll == row.hard_nll  # not NaN
+        gate_cells = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if has_gates else ("-", "-")
+        grid.add_row(row.variant, f"{row.nll:.4f}", *gate_cells, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
+    out.print(grid)
     say_where("figure", result.folder / "palindrome.png")
 
 
 def ablations(result: AblationResult) -> None:
-    """Variants of one recipe against the first."""
+    """Print the variants of one recipe against the first."""
     title = f"{escape(result.name)}: Δ counts from the first row, trained like the others"
-    shown = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
+    grid = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
     for row in result.rows.itertuples():
-        error = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
-        moved = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
-        shown.add_row(escape(row.name), f"{row.density_percent:.1f}", moved, f"{row.nll:.4f}", error)
-    out.print(shown)
+        nll_change = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
+        density_change = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
+        grid.add_row(escape(row.name), f"{row.density_percent:.1f}", density_change, f"{row.nll:.4f}", nll_change)
+    out.print(grid)
     say_where("table", result.folder / "ablations.csv")
 
 
 def grids(shown: list[ShownLayout]) -> None:
-    """Layouts' grids, with the number of global heads of every layer."""
-    for one in shown:
-        _layout(one)
+    """Print layouts as grids, with the number of global heads of every layer."""
+    for entry in shown:
+        _layout(entry)
 
 
 def _layout(shown: ShownLayout) -> None:
-    covered = "" if shown.coverage is None else f", coverage {100 * shown.coverage:.2f} %"
-    out.print(Text(f"{shown.file}: {_describe(shown.layout)}{covered}"), soft_wrap=True)
+    """Print a layout's summary and its grid."""
+    coverage = "" if shown.coverage is None else f", coverage {100 * shown.coverage:.2f} %"
+    out.print(Text(f"{shown.file}: {_describe(shown.layout)}{coverage}"), soft_wrap=True)
     _grid(shown.layout.heads, [str(row.count("G")) for row in shown.layout.heads])
 
 
 def difference(options: DiffOptions, compared: ComparedLayouts) -> None:
-    """How two layouts differ."""
-    one, other, differs = compared.one, compared.other, compared.difference
+    """Print how two layouts differ."""
+    first, second, delta = compared.one, compared.other, compared.difference
     if compared.same:
-        out.print(f"the same layout: {_describe(one)}", soft_wrap=True)
+        out.print(f"the same layout: {_describe(first)}", soft_wrap=True)
         return
-    out.print(Text(f"- {options.a}: {_describe(one)}\n+ {options.b}: {_describe(other)}"), soft_wrap=True)
-    out.print(f"{differs.num_heads} heads differ, Jaccard index of the global heads {differs.jaccard:.3f}")
-    if differs.num_heads:
+    out.print(Text(f"- {options.a}: {_describe(first)}\n+ {options.b}: {_describe(second)}"), soft_wrap=True)
+    out.print(f"{delta.num_heads} heads differ, Jaccard index of the global heads {delta.jaccard:.3f}")
+    if delta.num_heads:
         out.print("G global in both, . local in both, - global in the first only, + in the second only")
-        _grid(differs.marks, ["" for _ in differs.marks])
+        _grid(delta.marks, ["" for _ in delta.marks])
 
 
 def _describe(layout: Layout) -> str:
+    """Return a layout's shape, share of global heads, window and hash in one line."""
     share = f"{layout.num_global} of {layout.num_heads} global ({100 * layout.num_global / layout.num_heads:.1f} %)"
     size = f"{layout.num_layers} layers x {layout.num_kv_heads} KV heads"
     return f"{size}, {share}, window {layout.window}, hash {layout.hash}"
 
 
 def _grid(rows: Sequence[str], notes: Sequence[str]) -> None:
-    """One line per layer: its number, its marks, a note."""
+    """Print one line per layer: its index, its marks, a note."""
     for layer, (row, note) in enumerate(zip(rows, notes, strict=True)):
         marks = [(mark, _STYLES[mark]) for mark in row]
         out.print(Text.assemble(f"{layer:>4}  ", *marks, f"  {note}".rstrip()), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Results for people: what a search found, and what guidance was worth."""
+"""Print results for people: the layouts that a search found, and the benefit of its guidance."""
 
 from __future__ import annotations
 
@@ -16,31 +16,39 @@ if TYPE_CHECKING:
 
 
 def search(result: SearchResult) -> None:
-    """The best layouts, what each sampler reached, and how well cheap measures order the layouts."""
+    """Print the best layouts, what each sampler reached, and the rank correlations of cheap measures."""
     from spkv_nas.artifacts.search_table import whole_scores
     from spkv_nas.base.statistics import effective_number
     from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
     from spkv_nas.evaluation.ranking import format_rank_correlation
 
     rows, cost = result.rows, result.cost_name
+    # Table of the best layouts
     columns = ["layout", "global heads", "coverage %", *([cost] if cost else [])]
-    shown = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")
+    grid = Table(*columns, "zero-shot ΔNLL %", "short", "full ΔNLL %", title="best layouts")
     for row in best_layouts(rows).to_dict("records"):
-        shown.add_row(
-            escape(row["name"]), str(row["num_global"]), f"{row['coverage_percent']:.1f}",
-            *([f"{row['cost']:.4g}"] if cost else []), f"{row['zero_shot_delta_percent']:+.3f}",
-            change(row["short_delta_percent"]), change(row["full_delta_percent"], row["full_standard_error"]),
-        )  # fmt: skip
-    out.print(shown)
+        grid.add_row(
+            escape(row["name"]),
+            str(row["num_global"]),
+            f"{row['coverage_percent']:.1f}",
+            *([f"{row['cost']:.4g}"] if cost else []),
+            f"{row['zero_shot_delta_percent']:+.3f}",
+            change(row["short_delta_percent"]),
+            change(row["full_delta_percent"], row["full_standard_error"]),
+        )
+    out.print(grid)
+    # What the numbers mean
     if rows["full_delta_percent"].notna().any():
         about_errors(int((result.judged_on > 0).sum()), effective_number(result.judged_on))
     say("zero-shot ΔNLL counts from the dense model as it is, short and full from full attention retrained alike")
     if stopped := len(rows) - len(whole_scores(rows)):
         say(f"{stopped} of {len(rows)} layouts were clearly behind before the end of the text, and stopped")
+    # What each sampler reached
     quality = "hypervolume" if cost else "lowest zero-shot ΔNLL, %"
     for sampler, reached in guidance(rows).items():
         for sentence in _sentences(sampler, reached, quality):
             say(sentence)
+    # Rank correlations
     for pair, correlation in correlations(rows).items():
         if correlation is not None:
             out.print(f"rank correlation of {pair}: {format_rank_correlation(correlation)}")
@@ -48,15 +56,16 @@ def search(result: SearchResult) -> None:
 
 
 def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
-    said = []
+    """Return what a sampler reached by number of trials, and its best retrained layout, in sentences."""
+    sentences = []
     if reached.after_trials:
         steps = ", ".join(f"{value:.3f} after {count}" for count, value in reached.after_trials.items())
         number, error = len(reached.by_seed), reached.standard_error
         spread = f" (± {error:.3f} over {number} seeds)" if error is not None else ""
-        said.append(f"{sampler}: {quality}: {steps}{spread}")
+        sentences.append(f"{sampler}: {quality}: {steps}{spread}")
     if (best := reached.retrained) is not None:
-        said.append(
+        sentences.append(
             f"{sampler}: retrained in full, the best of the short retraining, {best.layout}: ΔNLL "
             f"{change(best.delta_nll_percent, best.standard_error)} %"
         )
-    return said
+    return sentences

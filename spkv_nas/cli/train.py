@@ -1,4 +1,4 @@
-"""The commands that train: a recipe, its layouts, its ablations, and the paper's toy task."""
+"""Commands that train: ``init``, ``train``, ``train-hybrid``, ``ablate`` and ``palindrome``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ablate(options: AblateOptions, reporter: Reporter) -> Result:
 
 
 def palindrome(options: PalindromeOptions, reporter: Reporter) -> Result:
-    """The paper's toy task: reverse a list from beyond the window. Writes reports/NAME/palindrome.csv and its figure.
+    """Run the paper's toy task: reverse a list from beyond the window. Writes reports/NAME/palindrome.csv and a figure.
 
     Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. A finished
     one is not trained again, an interrupted one resumes: repeat the same command.
