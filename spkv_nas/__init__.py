@@ -1,6 +1,7 @@
-"""spkv-nas: which attention heads need global attention, measured by Self-Pruned KV attention (SP-KV).
+"""Measure which attention heads need global attention, and design hybrid local-global layouts.
 
-The public functions (see ``__init__.pyi``) are imported on first use, so that ``import spkv_nas`` stays cheap::
+The measurements use the gates of Self-Pruned KV attention (SP-KV). The public functions are listed in
+``__init__.pyi`` and imported on first use, so that ``import spkv_nas`` stays cheap::
 
     import spkv_nas
 
@@ -10,18 +11,18 @@ The public functions (see ``__init__.pyi``) are imported on first use, so that `
     layouts = spkv_nas.propose(table, budget="25%")
     spkv_nas.apply_layout(model, layouts["densest"])
 
-Import it before torch where you can: it lets OpenMP's threads sleep soon while they wait, which makes attention on busy
-CPUs several times faster, and which OpenMP reads once, when torch is loaded (``spkv_kernels/threads.py``).
-``GOMP_SPINCOUNT`` and ``OMP_WAIT_POLICY`` of the environment come first.
+Import spkv_nas before torch if possible: it shortens how long idle OpenMP threads spin before they sleep, which makes
+attention several times faster on busy CPUs. OpenMP reads that setting once, when torch is loaded
+(``spkv_kernels/threads.py``). ``GOMP_SPINCOUNT`` and ``OMP_WAIT_POLICY`` in the environment take precedence.
 
-After ``import spkv_nas``, before or after transformers, its Auto classes load exports with the model type ``spkv``
-(``model/custom_model_type.py``).
+Once spkv_nas is imported, before or after transformers, the Auto classes of transformers load exports with the model
+type ``spkv`` (``model/custom_model_type.py``).
 """
 
 from typing import Any
 
 import lazy_loader
-import spkv_kernels  # noqa: F401  # sets how threads wait, before anything imports torch
+import spkv_kernels  # noqa: F401  # sets OpenMP's wait policy before torch is imported
 
 from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.on_import import when_imported
@@ -30,7 +31,11 @@ _attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported. Raises ``UserError`` where it needs a package that is not installed."""
+    """Import a public name on first access.
+
+    Raises:
+        UserError: the name needs a package that is not installed.
+    """
     try:
         return _attribute(name)
     except ModuleNotFoundError as error:
@@ -44,7 +49,7 @@ def _register() -> None:
 
 
 def _restoring_class(stock: Any) -> Any:
-    from spkv_nas.model.restore import restoring_class  # torch, and all that a model needs: when one is loaded
+    from spkv_nas.model.restore import restoring_class  # imports torch: only once a model is loaded
 
     return restoring_class(stock)
 

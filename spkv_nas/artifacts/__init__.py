@@ -1,1 +1,1 @@
-"""What the stages hand each other: layouts, density tables, comparisons, gate configurations. Needs no torch."""
+"""Files that the pipeline stages exchange: layouts, head scores, comparisons, gate configurations. Needs no torch."""

@@ -1,4 +1,4 @@
-"""Names of what ``baselines`` measures. Imports nothing: every help reads it."""
+"""Names of the pruning methods and protocols of ``baselines``. Imports nothing, because every ``--help`` loads it."""
 
 STREAMING, RANDOM, KVZAP, H2O, EXPECTED = "streaming", "random", "kvzap", "h2o", "expected-attention"
 METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
@@ -6,4 +6,4 @@ METHODS = (STREAMING, RANDOM, KVZAP, H2O, EXPECTED)
 EXACT, KVPRESS = "exact", "kvpress"
 PROTOCOLS = (EXACT, KVPRESS)
 
-NEAR_DENSITY = 0.01  # SP-KV competes with the rules at a target density that it keeps within this
+NEAR_DENSITY = 0.01  # SP-KV is compared at a target density if its own density is within this distance of it

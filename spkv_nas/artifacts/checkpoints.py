@@ -1,7 +1,7 @@
-"""``checkpoints.csv``: where the models of a comparison are, beside ``comparison.csv``; one row per variant and seed.
+"""Table of trained checkpoints, ``checkpoints.csv``, stored beside ``comparison.csv``: one row per variant and seed.
 
-A path starts from the workspace's root and has forward slashes, so that the table holds where the workspace is moved
-or mounted elsewhere. ``hash`` is that of a hybrid's layout, and empty for full attention and SP-KV.
+Paths are relative to the workspace root and use forward slashes, so the table stays valid when the workspace is moved
+or mounted elsewhere. ``hash`` is the layout hash of a hybrid, and empty for full attention and SP-KV.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """One row: a variant by its name in the comparison, its seed, its layout's hash or "", and its folder."""
+    """One row of the table: a trained checkpoint.
+
+    Attributes:
+        strategy: name of the variant in the comparison.
+        seed: seed of its training.
+        hash: hash of its layout; "" for full attention and SP-KV.
+        checkpoint: its folder.
+    """
 
     strategy: str
     seed: int
@@ -38,16 +45,16 @@ class TrainedModel:
 
 
 def write_checkpoints(folder: Path, models: Iterable[TrainedModel], root: Path) -> None:
-    """Write the table to ``folder``; ``root`` is the workspace's, in which all checkpoints are."""
+    """Write the table of checkpoints to ``folder``, with paths relative to the workspace ``root``."""
     rows = [asdict(model) | {"checkpoint": model.checkpoint.relative_to(root).as_posix()} for model in models]
     write_csv(folder / FILE, pd.DataFrame(rows, columns=[column.name for column in _COLUMNS]))
 
 
 def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
-    """What ``write_checkpoints`` wrote, with the paths from ``root``.
+    """Read the table of checkpoints in ``folder``, resolving its paths against the workspace ``root``.
 
     Raises:
-        UserError: naming file and line; also for a path that leads out of ``root``.
+        UserError: the table is invalid, naming file and line; also if a path leads out of ``root``.
     """
     rows = read_table(folder / FILE, "table of checkpoints", _COLUMNS)
     for line, path in rows["checkpoint"].items():
@@ -63,10 +70,10 @@ def read_checkpoints(folder: Path, root: Path) -> list[TrainedModel]:
 
 @dataclass(frozen=True)
 class RunOrigin:
-    """Where a trained checkpoint comes from.
+    """Recipe and variant that produced a checkpoint.
 
     Attributes:
-        recipe: name of the recipe, which is that of its results.
+        recipe: name of the recipe, which is also the name of its results.
         variant: what the run trained: a baseline or the strategy of a layout; "" for a dense model.
     """
 
@@ -75,12 +82,12 @@ class RunOrigin:
 
 
 def run_origin(checkpoint: Path) -> RunOrigin | None:
-    """Tell which recipe's run left a checkpoint; None of any other.
+    """Return the recipe and variant that produced a checkpoint, or None if no recipe's run did.
 
-    A branch has a record; a dense model lies in ``runs/<recipe>/<run>/final``.
+    A branch has a run record; a dense model is in ``runs/<recipe>/<run>/final``.
 
     Raises:
-        UserError: the record is damaged.
+        UserError: the run record is damaged.
     """
     if is_file(file := checkpoint / RUN_RECORD):
         record = read_json(file, "run record")

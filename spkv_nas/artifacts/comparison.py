@@ -1,8 +1,9 @@
-"""``comparison.csv``: the dense model as it is, then one row per retrained variant of it; the names of the baselines.
+"""Comparison table, ``comparison.csv``: the untouched dense model, then one row per retrained variant.
 
-Changes of NLL count from the dense model as it is, which a user would deploy without a layout. The control, full
-attention retrained like the layouts, has its own columns: it says how much of a change is the retraining's. Files of
-older versions have no row ``dense``; their changes count from the control (``counted_from``).
+Changes of NLL are relative to the untouched dense model, which is what a user would deploy without a layout. The
+control, full attention retrained like the layouts, has columns of its own: they show how much of a change is due to
+the retraining alone. Files of older versions have no ``dense`` row; their changes are relative to the control
+(``counted_from``).
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_SHOWN
 from spkv_nas.base.tables import Column, read_table, write_csv
 
-DENSE = "dense"  # the dense model as it is: not retrained
+DENSE = "dense"  # the dense model as given, not retrained
 FULL_ATTENTION = "full-attention"  # the control: full attention retrained like the layouts
 SP_KV = "sp-kv"
-BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are no layouts
+BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are not layouts
 
 
 def _number(name: str, low: float = 0.0) -> Column:
@@ -32,7 +33,7 @@ _COLUMNS = (
     _number("density_percent"),
     _number("coverage_percent"),
     _number("nll"),  # nats per token
-    _number("delta_nll_percent", low=-100.0),  # against the dense model as it is, paired by document
+    _number("delta_nll_percent", low=-100.0),  # against the untouched dense model, paired by document
     _number("delta_nll_standard_error"),  # in percentage points
     _number("delta_control_percent", low=-100.0),  # against the control, paired by document
     _number("delta_control_standard_error"),
@@ -44,27 +45,31 @@ _COLUMNS = (
     Column("note", default=""),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
-# Where blocks grew longer; against the control, since the dense model as it is has not learned their positions.
+# Only where training extended the block size; against the control, as the dense model never saw those positions.
 EXTENDED = ("extended_nll", "extended_delta_percent", "extended_delta_standard_error")
 
 
 def write_comparison(path: Path, rows: pd.DataFrame) -> None:
-    """Write the table, numbers to six significant digits."""
+    """Write the table, with numbers to six significant digits."""
     write_csv(path, rows)
 
 
 def read_comparison(path: Path) -> pd.DataFrame:
-    """The table in a file, as ``complete`` gives it; empty where nothing has been trained yet.
+    """Read a comparison and normalise it with ``complete``; the table is empty if nothing has been trained yet.
 
     Raises:
-        UserError: naming file, line and column.
+        UserError: the table is invalid, naming file, line and column.
     """
     rows = read_table(path, "comparison", _COLUMNS, others=True, empty=True)
     return pd.DataFrame(columns=list(COLUMNS)) if rows.empty else complete(rows)
 
 
 def check_layout_names(names: Iterable[str]) -> None:
-    """Raises ``UserError`` for a layout that has the name of a baseline that it is compared with."""
+    """Check that no layout has the name of a baseline.
+
+    Raises:
+        UserError: a layout is named like one of ``BASELINES``.
+    """
     for name in names:
         if name in BASELINES:
             raise UserError(
@@ -74,13 +79,14 @@ def check_layout_names(names: Iterable[str]) -> None:
 
 
 def complete(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table with every column there, numbers as floats (NaN where missing), texts as str.
+    """Return the table with all columns present: numbers as floats (NaN where missing), text as str.
 
-    A baseline's change against itself is 0. In a file without the row ``dense`` changes count from the control, so the
-    columns against the control repeat them.
+    The change of a baseline against itself is 0. Without a ``dense`` row, changes are relative to the control, so they
+    are copied to the columns against the control.
 
     Raises:
-        UserError: naming line and column; no strategies, a strategy without a name, what should be a number and is not.
+        UserError: the column ``strategy`` is missing, a strategy has no name, or a number is invalid, naming line and
+            column.
     """
     if "strategy" not in rows:
         raise UserError(f"comparison.csv: the column 'strategy' is missing; found {', '.join(map(str, rows.columns))}")
@@ -88,6 +94,7 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
     nameless = (checked["strategy"].isna() | (checked["strategy"] == "")).to_numpy()
     if nameless.any():
         raise UserError(f"comparison.csv line {int(nameless.argmax()) + 2}: the strategy has no name")
+    # Fill in missing columns and cells
     for column in _COLUMNS:
         if column.kind == "text":
             texts = checked[column.name] if column.name in checked else pd.Series(column.default, checked.index)
@@ -96,22 +103,28 @@ def complete(rows: pd.DataFrame) -> pd.DataFrame:
             checked[column.name] = math.nan
         else:
             checked[column.name] = _floats(checked[column.name])
+    # Copy changes to the columns against the control in files of older versions
     if counted_from(checked) == FULL_ATTENTION:
         for kind in ("percent", "standard_error"):
             checked[f"delta_control_{kind}"] = checked[f"delta_nll_{kind}"]
+    # Set the change of each baseline against itself to 0
     for baseline, change in ((counted_from(checked), "delta_nll_percent"), (FULL_ATTENTION, "delta_control_percent")):
-        itself = checked["strategy"] == baseline
-        checked.loc[itself, change] = checked.loc[itself, change].fillna(0.0)
+        is_baseline = checked["strategy"] == baseline
+        checked.loc[is_baseline, change] = checked.loc[is_baseline, change].fillna(0.0)
     return checked
 
 
 def counted_from(rows: pd.DataFrame) -> str:
-    """Return the row that ``delta_nll_percent`` counts from: ``DENSE``, or ``FULL_ATTENTION`` in an older file."""
+    """Return the baseline of ``delta_nll_percent``: ``DENSE``, or ``FULL_ATTENTION`` in an older file."""
     return DENSE if (rows["strategy"] == DENSE).any() else FULL_ATTENTION
 
 
 def _floats(cells: pd.Series) -> pd.Series[float]:
-    """A column of numbers, infinite ones as NaN. Raises ``UserError`` for what is no number."""
+    """Convert a column to floats, infinite values to NaN.
+
+    Raises:
+        UserError: a cell is not a number.
+    """
     numbers = pd.to_numeric(cells, errors="coerce").astype(float)
     unreadable = (numbers.isna() & cells.notna()).to_numpy()
     if unreadable.any():

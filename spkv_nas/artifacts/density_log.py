@@ -1,4 +1,4 @@
-"""``density-log.csv`` of a run: the density of every head as gates learn; one row per logged step and head."""
+"""Density log of a run, ``density-log.csv``: density of every head during gate training, one row per step and head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _COLUMNS = (
 
 
 def read_density_log(path: Path) -> pd.DataFrame:
-    """The table in a file. Raises ``UserError`` naming file, line and column; also for a head that is there twice."""
+    """Read the density log of a run.
+
+    Raises:
+        UserError: the table is invalid or lists a head twice at one step, naming file, line and column.
+    """
     rows = read_table(path, "density log", _COLUMNS)
     repeated = rows.duplicated(["step", "layer", "kv_head"])
     if repeated.any():

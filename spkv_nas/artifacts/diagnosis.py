@@ -1,26 +1,26 @@
-"""Check densities before heads are chosen by them: did gates reach what their price asked for, and do heads differ?"""
+"""Check measured densities before they rank heads: did the gates reach their target density, and do heads differ?"""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST, MOST = 0.7, 1.4  # reached density over its target: outside, heads are ordered for quite another budget
-FROZEN = "frozen-model"  # in a probe's record, of gates that learned while no weight of the model did
-_NEARLY_OPEN = 0.9  # density above which a head kept nearly everything; below 1 - 0.9 it kept nearly nothing
-_STANDING_OUT = 0.1  # share of the heads that keep more than half
-_UNDIFFERENTIATED = 0.5  # more than this share of the heads on one side: the gates have not differentiated
+LEAST, MOST = 0.7, 1.4  # bounds of reached / target density: outside, the ranking is for a very different budget
+FROZEN = "frozen-model"  # "training" in a probe's record if gates were trained with the weights frozen
+_NEARLY_OPEN = 0.9  # above this density a head keeps nearly everything; below 1 - 0.9, nearly nothing
+_STANDING_OUT = 0.1  # share of heads above density 0.5 from which on some heads stand out
+_UNDIFFERENTIATED = 0.5  # share of heads on one side above which gates have not differentiated
 
 
 def missed_price(target: float | None, reached: float | None, *, weights_learned: bool = True) -> str | None:
-    """Say that gates miss their target density by far, and what helps; None where they reach it or have none.
+    """Describe how far gates missed their target density, and the remedy; None if they reached it or have none.
 
-    Where weights learn too, they adapt to closed gates, and density falls below the target the longer they do. On
-    frozen weights the price has always settled, but for a few steps (``reports/LOG.md``).
+    If the weights are trained with the gates, they adapt to closed gates, and density keeps falling below the target.
+    On frozen weights the price always settled, except with very few steps (``reports/LOG.md``).
 
     Args:
-        target: share of the keys that the price was to keep, in (0, 1).
-        reached: share that gates keep at their own threshold, in [0, 1], mean over the heads that have one.
+        target: target density of the price, in (0, 1).
+        reached: share of keys that the gates keep at their own threshold, in [0, 1]: the mean over gated heads.
         weights_learned: whether the model's weights were trained with its gates.
     """
     if target is None or reached is None or LEAST <= reached / target <= MOST:
@@ -44,10 +44,10 @@ def missed_price(target: float | None, reached: float | None, *, weights_learned
 
 
 def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[str]:
-    """Say that most heads keep nearly everything, or nearly nothing; empty where the gates have differentiated.
+    """Return warnings if most heads keep nearly everything or nearly nothing; empty if the gates have differentiated.
 
-    Of heads of which most keep nothing, those that keep much stand out: a budget takes them. Where keys have a price
-    most heads are to keep nothing.
+    If most heads keep nothing but some keep much, the latter stand out and a budget can select them, so there is no
+    warning. Nor is there one if keys had a price, which makes most heads keep nothing.
 
     Args:
         density: [L, Hkv].
@@ -60,8 +60,8 @@ def undifferentiated(density: NDArray[np.float64], *, is_priced: bool) -> list[s
         (closed & (not expected), f"nothing (density below {1 - _NEARLY_OPEN:.1f})", "a smaller tau"),
     ]
     return [
-        f"{near.mean():.0%} of the KV heads kept nearly {what}: the gates have not differentiated, so their order "
+        f"{heads.mean():.0%} of the KV heads kept nearly {amount}: the gates have not differentiated, so their order "
         f"says little. What helps: more gated training steps, a larger predictor learning rate, or {tau}."
-        for near, what, tau in sides
-        if near.mean() > _UNDIFFERENTIATED
+        for heads, amount, tau in sides
+        if heads.mean() > _UNDIFFERENTIATED
     ]

@@ -1,7 +1,7 @@
-"""Counts per document: what a probe keeps so that its uncertainty can be resampled (``probes/<name>/documents.npz``).
+"""Counts per document, ``probes/<name>/documents.npz``, from which a probe's uncertainty is resampled.
 
-Documents, not tokens, are the independent observations. Beside the tokens kept at the probe's own threshold there is a
-coarse histogram of utility logits, so that another threshold needs no second pass either.
+Documents, not tokens, are the independent observations. Besides the number of tokens kept at the probe's threshold,
+the file holds a coarse histogram of utility logits per document, so another threshold needs no second pass.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _ARRAYS = (
     Array("bins", "whole", "N L H n+2"),
     EDGES,
 )
-MAX_DOCUMENTS = 256  # of a probe; beyond it, documents are pooled into as many groups, domain by domain
+MAX_DOCUMENTS = 256  # per probe; more are pooled into this many groups, domain by domain
 
 
 @dataclass(frozen=True, eq=False)
 class DocumentCounts:
-    """Tokens that every KV head kept, by document. ``N`` documents (or groups of them), ``P`` domains.
+    """Tokens that every KV head keeps, per document: ``N`` documents (or groups of documents), ``P`` domains.
 
     Attributes:
         kept: float64 [N, L, Hkv], tokens kept at the table's threshold.
         tokens: int64 [N], at least 1.
         domain: int64 [N], index into ``domains``.
         domains: names, sorted.
-        bins: whole numbers [N, L, Hkv, n + 2], tokens by utility logit; the first and last bin hold what lies outside
-            the edges.
+        bins: integers [N, L, Hkv, n + 2], number of tokens per bin of utility logits; the first and last bin count
+            the logits outside the edges.
         edges: [n + 1] bin edges, ascending.
     """
 
@@ -56,35 +56,37 @@ class DocumentCounts:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents N."""
+        """Return the number of documents N."""
         return len(self.tokens)
 
     def density(self) -> NDArray[np.float64]:
-        """[P, L, Hkv] over all documents of a domain; NaN for one without documents."""
+        """Return the density per domain [P, L, Hkv]; NaN for a domain without documents."""
         member = self.domain == np.arange(len(self.domains))[:, None]
         with np.errstate(invalid="ignore"):
             return np.asarray(np.tensordot(member, self.kept, 1) / (member @ self.tokens)[:, None, None])
 
     def at_tau(self, tau: float, density: Callable[[float], NDArray[np.float64]]) -> DocumentCounts:
-        """The counts at another threshold. Within a bin a document's tokens are split as those of its whole domain,
-        which understates the spread between documents: with bins of 0.1 by up to 1 %, with bins of 1.0 by 11 to 33 %
-        (embedded reference, mean over heads, four thresholds).
+        """Return the counts at another threshold, interpolated within a bin.
+
+        Within the bin that contains the threshold, each document is assumed to keep the same share of tokens as its
+        domain. This underestimates the spread between documents: by up to 1 % with bins of 0.1, by 11 to 33 % with bins
+        of 1.0 (embedded reference, mean over heads, four thresholds).
 
         Args:
             tau: threshold in (0, 1).
-            density: [P, L, Hkv] at any threshold, of all documents (``LogitHistogram.density``); the counts then add
-                up to it.
+            density: function of a threshold that returns the density per domain [P, L, Hkv]
+                (``LogitHistogram.density``); the returned counts add up to it.
         """
         logit = math.log(tau / (1.0 - tau)) if 0.0 < tau < 1.0 else math.copysign(math.inf, tau - 0.5)
         index = int(np.searchsorted(self.edges, logit, side="right"))
-        reach = (-math.inf, *self.edges.tolist(), math.inf)
-        below, above = (density(sigmoid(edge)) for edge in reach[index : index + 2])
-        share = (density(tau) - above) / np.where(below > above, below - above, 1.0)  # of the bin's tokens, kept
+        bounds = (-math.inf, *self.edges.tolist(), math.inf)
+        below, above = (density(sigmoid(edge)) for edge in bounds[index : index + 2])
+        share = (density(tau) - above) / np.where(below > above, below - above, 1.0)  # of the bin's tokens
         kept = self.bins[..., index + 1 :].sum(-1) + share[self.domain] * self.bins[..., index]
         return replace(self, kept=kept)
 
     def take(self, chosen: NDArray[np.bool_]) -> DocumentCounts:
-        """The documents where bool ``chosen`` [N] is true."""
+        """Return the documents selected by the mask ``chosen``, bool [N]."""
         return replace(
             self,
             kept=self.kept[chosen],
@@ -95,7 +97,7 @@ class DocumentCounts:
 
     @classmethod
     def read(cls, path: Path, domains: tuple[str, ...], grid: Grid) -> DocumentCounts | None:
-        """The counts in a file, or None where there is none.
+        """Read the counts from a file; None if it does not exist.
 
         Raises:
             UserError: the file is damaged, or is for other ``domains`` or another ``grid``.
@@ -111,7 +113,7 @@ class DocumentCounts:
         return cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
 
     def write(self, path: Path) -> None:
-        """Write the file atomically, whole numbers in the smallest type that holds them."""
+        """Write the file atomically, with integers in the smallest type that holds them."""
         arrays = {
             "kept": _smallest(self.kept),
             "tokens": _smallest(self.tokens),
@@ -124,22 +126,29 @@ class DocumentCounts:
 
 
 def group_documents(domain: NDArray[np.int64], num_domains: int) -> tuple[NDArray[np.int64], int]:
-    """(int64 [documents], number of groups): each document its own group, up to ``MAX_DOCUMENTS`` in all.
+    """Assign documents to at most ``MAX_DOCUMENTS`` groups; each document is its own group where possible.
 
-    A domain with more documents than its share deals them out to its groups in turn.
+    A domain with more documents than its share distributes them over its groups in turn.
+
+    Args:
+        domain: int64 [documents], index of each document's domain.
+        num_domains: number of domains P.
+
+    Returns:
+        (group of each document, int64 [documents]; number of groups).
     """
     limit = max(2, MAX_DOCUMENTS // num_domains)
     group = np.empty(len(domain), dtype=np.int64)
     start = 0
     for number in range(num_domains):
-        mine = np.flatnonzero(domain == number)
-        group[mine] = start + np.arange(len(mine)) % limit
-        start += min(len(mine), limit)
+        members = np.flatnonzero(domain == number)
+        group[members] = start + np.arange(len(members)) % limit
+        start += min(len(members), limit)
     return group, start
 
 
 def _smallest(values: NDArray[Any]) -> NDArray[Any]:
-    """Whole numbers from 0 as the smallest unsigned type; others as they are."""
+    """Convert non-negative integers to the smallest unsigned type, other values to float64."""
     if not np.array_equal(values, np.rint(values)):
         return values.astype(np.float64)
     return values.astype(np.min_scalar_type(int(values.max(initial=0))))

@@ -1,4 +1,4 @@
-"""Say which domains of a density table have too few tokens to be set beside the others."""
+"""Find domains of a density table with too few tokens to compare heads by."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
-FEW_TOKENS = 1024  # of a domain, below which its densities are those of a paragraph or two
+FEW_TOKENS = 1024  # of a domain: fewer are only a paragraph or two
 
 
 def small_domains(table: HeadScores) -> dict[str, int]:
-    """Tokens of the domains with fewer than ``FEW_TOKENS``, sorted by name; empty where no domain has more."""
+    """Return the tokens of domains with fewer than ``FEW_TOKENS``, by name; empty if all domains are that small."""
     tokens = table.rows.groupby("domain")["num_tokens"].max()
     if not (tokens >= FEW_TOKENS).any():
         return {}
@@ -19,7 +19,7 @@ def small_domains(table: HeadScores) -> dict[str, int]:
 
 
 def about_small_domains(table: HeadScores) -> str | None:
-    """The sentence on ``small_domains`` for people; None where there are none."""
+    """Return a warning that lists the domains of ``small_domains``; None if there are none."""
     small = small_domains(table)
     if not small:
         return None

@@ -1,8 +1,8 @@
-"""What every head saves by itself, beside the table whose order it judges: ``probes/<name>/gains.csv``.
+"""Individual gain of every head, ``probes/<name>/gains.csv``, used to validate the ranking of the table beside it.
 
-The NLL, in nats per token, that a head's global attention saves in a model whose other heads are all local
-(``probing.gains``, opening), measured on a few thousand tokens. Such gains are noisy, and know nothing of what two
-heads do together: they judge a table as a whole, and name what it clearly misses.
+The gain of a head is the NLL, in nats per token, that its global attention saves in a model whose other heads are all
+local (signal ``opening`` of ``probing.gains``), measured on a few thousand tokens. Such gains are noisy and ignore
+interactions between heads, so they only validate a table as a whole and name the heads that it clearly misses.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _REMEDY = "probe again, or remove it: only what propose says of trust needs it"
 
 @dataclass(frozen=True, eq=False)
 class Gains:
-    """What opening each head alone saves, in nats per token.
+    """NLL that making each head global on its own saves, in nats per token.
 
     Attributes:
-        values: [L, Hkv]; below 0 where a head does harm, or looks so by chance.
-        standard_error: [L, Hkv], by document; NaN of a single document.
+        values: [L, Hkv]; negative if a head does harm, or appears to by chance.
+        standard_error: [L, Hkv], clustered by document; NaN for a single document.
     """
 
     values: NDArray[np.float64]
@@ -43,10 +43,10 @@ class Gains:
 
     @classmethod
     def read(cls, path: Path, grid: Grid) -> Gains | None:
-        """The gains in a file, None where there is none.
+        """Read the gains from a file; None if it does not exist.
 
         Raises:
-            UserError: naming file and line; not such a table, or not one row for every head of ``grid``.
+            UserError: the table is invalid, naming file and line, or does not list each head of ``grid`` once.
         """
         if not is_file(path):
             return None

@@ -1,4 +1,4 @@
-"""What the gates of a model are made of: a value without torch, in recipes and in ``config.json``."""
+"""Configuration of a model's gates, without torch: part of recipes and of ``config.json``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spkv_nas.base.limits import MOST_WINDOW
 
 _WINDOWS, _BLOCK_PER_WINDOW = (8, 128), 16
 
-GATED, GLOBAL, LOCAL = "SGL"  # letters of a grid of heads: self-pruned, or one of the two kinds without a gate
+GATED, GLOBAL, LOCAL = "SGL"  # letters in a grid of heads; global and local heads have no gate
 
 
 class GateConfig(BaseModel):
-    """What the gates of a model are made of, and what they were priced at; in ``config.json`` under ``spkv.gates``."""
+    """Configuration of a model's gates, including their price; in ``config.json`` under ``spkv.gates``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -40,13 +40,13 @@ class GateConfig(BaseModel):
     )
 
     def width(self, model_size: int) -> int:
-        """Width of the predictor's hidden layer in a model of so many channels."""
+        """Return the width of the predictor's hidden layer in a model with hidden size ``model_size``."""
         return self.hidden_size or max(1, model_size // 2)
 
     @model_validator(mode="before")
     @classmethod
     def _at_the_threshold(cls, data: Any) -> Any:
-        """Priced gates start at tau, where the price decides at once, unless a bias is given."""
+        """Default the initial bias of priced gates to the logit of tau, where the price acts at once."""
         if not isinstance(data, dict) or not (data.get("price") or data.get("target_density")):
             return data
         tau = data.get("tau", cls.model_fields["tau"].default)
@@ -73,9 +73,9 @@ class GateConfig(BaseModel):
 
 
 def suitable_window(block_size: int) -> int:
-    """Choose a window that leaves most keys of a block outside it: a sixteenth of it, at most the paper's 128.
+    """Return a window that leaves most keys of a block outside it: a sixteenth of the block, at most the paper's 128.
 
-    The embedded model has 32 of 512; with 128 of 512 it misses nothing, so its heads cannot be told apart
-    (``reports/LOG.md``).
+    The embedded model uses 32 of 512. With a window of 128 it would not miss any distant key, so its heads could not be
+    told apart (``reports/LOG.md``).
     """
     return min(_WINDOWS[1], max(_WINDOWS[0], block_size // _BLOCK_PER_WINDOW))

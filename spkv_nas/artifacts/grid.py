@@ -1,4 +1,4 @@
-"""The grid of KV heads, layers by heads: its words, and the one check that two of them agree."""
+"""The grid of KV heads (layers x heads): format it, and check that two grids agree."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ Grid = tuple[int, int]  # (layers L, KV heads per layer Hkv)
 
 
 def grid_words(grid: Grid) -> str:
-    """Such as "21 layers x 3 KV heads"."""
+    """Format a grid, such as "21 layers x 3 KV heads"."""
     return f"{grid[0]} layers x {grid[1]} KV heads"
 
 
 def check_grid(what: str, grid: Grid, other: str, expected: Grid, remedy: str = "") -> None:
-    """Raises ``UserError`` unless the two grids agree.
+    """Check that two grids agree.
 
     Args:
-        what: what has ``grid``, such as "layout 'densest'".
-        other: what has the grid ``expected``, such as "the model".
-        remedy: what to do, on a line of its own.
+        what: owner of ``grid``, such as "layout 'densest'".
+        grid: grid to check.
+        other: owner of the grid ``expected``, such as "the model".
+        expected: grid that is required.
+        remedy: what to do about a mismatch, on a line of its own.
+
+    Raises:
+        UserError: the grids differ.
     """
     if grid != expected:
         advice = f"\n{remedy}" if remedy else ""

@@ -1,8 +1,9 @@
-"""``density.csv``: its columns and its reader.
+"""Columns and reader of ``density.csv``.
 
-Densities and scores such as DuoAttention's lie in [0, 1]. Scores in nats are signed: a head may do harm, or look so by
-chance. ``HeadScores.values`` has the sign, which orders heads; ``density``, of which coverage adds up shares, is 0
-there. It is cut after the mean over domains, because cut before, the noise of useless heads would add up to a gain.
+Densities and scores such as DuoAttention's are in [0, 1]. Scores in nats are signed, because a head may do harm, or
+appear to by chance. ``HeadScores.values`` keeps the sign and ranks heads; ``HeadScores.density``, whose shares add up
+to coverage, clips negative scores to 0. Clipping happens after the mean over domains: before it, the noise of useless
+heads would add up to a gain.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import pandas as pd
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.tables import Column, read_table
 
-NATS = "nats per token"  # as the unit of a signal
-_MOST_ERROR = MOST_NATS = 1e3  # of a density, which lies in [0, 1]; of a signal in nats
+NATS = "nats per token"  # unit of a signal
+_MOST_ERROR = MOST_NATS = 1e3  # bounds of standard errors and of signals in nats
 _COLUMNS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
@@ -33,9 +34,14 @@ COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
 def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
-    """The rows of ``density.csv``, complete with default columns; values are in ``unit``, None for those in [0, 1].
+    """Read the rows of ``density.csv``, filling in default columns.
 
-    Raises ``UserError`` naming file and line.
+    Args:
+        file: CSV file.
+        unit: unit of the values, ``NATS`` or None for values in [0, 1].
+
+    Raises:
+        UserError: the table is invalid, naming file and line.
     """
     where = f"density table {file}"
     rows = read_table(file, "density table", _COLUMNS_IN_NATS if unit == NATS else _COLUMNS)
@@ -51,12 +57,12 @@ def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
 
 def _check_complete(rows: pd.DataFrame, where: str) -> None:
     layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
-    for domain, part in rows.groupby("domain"):
-        there = set(zip(part["layer"], part["kv_head"], strict=True))
-        absent = layers * heads - len(there)
-        if absent:  # one mistyped layer can make the grid huge: look for the first hole only
+    for domain, domain_rows in rows.groupby("domain"):
+        present = set(zip(domain_rows["layer"], domain_rows["kv_head"], strict=True))
+        absent = layers * heads - len(present)
+        if absent:  # one mistyped layer can make the grid huge: find the first gap only
             grid = ((layer, head) for layer in range(layers) for head in range(heads))
-            first = next(place for place in grid if place not in there)
+            first = next(head_index for head_index in grid if head_index not in present)
             raise UserError(
                 f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', the first being "
                 f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"

@@ -1,8 +1,8 @@
-"""The density table: what share of the keys each KV head keeps, per domain.
+"""Table of head scores: by default the density, the share of keys that each KV head keeps, per domain.
 
-SP-KV paper, "Measuring sparsity": density is the share of tokens whose utility is at least tau; the window, always
-kept, does not count. ``density.csv`` may be made by hand with the columns layer, kv_head, density alone. Scores of
-another kind take the place of densities where ``HeadScores.signal`` says so.
+SP-KV paper, "Measuring sparsity": density is the share of tokens whose utility is at least tau, not counting the
+window, which is always kept. ``density.csv`` may be made by hand with only the columns layer, kv_head, density. Where
+``HeadScores.signal`` names another signal, the column ``density`` holds its scores.
 """
 
 from __future__ import annotations
@@ -73,23 +73,21 @@ class _ProbeFile(Section):
 
 @dataclass(frozen=True, eq=False)
 class HeadScores:
-    """Density per layer, KV head and domain.
-
-    A table is of one threshold; ``at_tau`` gives it at another, where the histogram is known.
+    """Head scores per layer, KV head and domain, at one threshold.
 
     Attributes:
-        name: of the probe; the same in ``probes/``, ``layouts/`` and ``reports/``.
+        name: name of the probe, shared by ``probes/``, ``layouts/`` and ``reports/``.
         rows: columns ``COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and ``num_documents`` are
-            those of the domain, ``standard_error`` is that of the density, by document.
-        tau: threshold at which ``density`` was counted.
-        window: w of the gates; None when unknown (a table made by hand).
+            totals of the domain; ``standard_error`` is that of the density, clustered by document.
+        tau: threshold of the densities.
+        window: w of the gates; None if unknown (a table made by hand).
         positions: density by position in the block: layer, kv_head, start, end (tokens), density, num_tokens.
-        positions_tau: threshold at which ``positions`` was counted; None: ``tau``.
-        histogram: of the logits; None for a table made by hand.
+        positions_tau: threshold of ``positions``; None: ``tau``.
+        histogram: histogram of the utility logits; None for a table made by hand.
         documents: counts per document at ``tau``; None for a table made by hand or by an older version.
         metadata: where the table comes from (``probe.yaml``).
-        probe_hash: ``content_hash`` of the table at the probe's threshold; None: its own.
-        gains: what each head saves by itself, to judge the table by; None where that was not measured.
+        probe_hash: ``content_hash`` of the table at the probe's threshold; None: this table is at it.
+        gains: individual gain of each head, to validate the ranking; None if not measured.
     """
 
     name: str
@@ -106,67 +104,67 @@ class HeadScores:
 
     @cached_property
     def num_layers(self) -> int:
-        """Number of layers L."""
+        """Return the number of layers L."""
         return int(self.rows["layer"].max()) + 1
 
     @cached_property
     def num_kv_heads(self) -> int:
-        """Number of KV heads per layer Hkv."""
+        """Return the number of KV heads per layer Hkv."""
         return int(self.rows["kv_head"].max()) + 1
 
     @property
     def grid(self) -> Grid:
-        """(L, Hkv)."""
+        """Return (L, Hkv)."""
         return self.num_layers, self.num_kv_heads
 
     @property
     def num_heads(self) -> int:
-        """L x Hkv."""
+        """Return the number of KV heads, L * Hkv."""
         return self.num_layers * self.num_kv_heads
 
     @property
     def signal(self) -> str:
-        """What the values are: "density", or the name of what else was probed or read, such as "duo-attention"."""
+        """Return the name of the signal, "density" or another one such as "duo-attention"."""
         return str(self.metadata.get("signal", "density"))
 
     @property
     def is_density(self) -> bool:
-        """Whether the values are densities, which a threshold cuts."""
+        """Return whether the scores are densities, which depend on a threshold."""
         return self.signal == "density"
 
     @cached_property
     def measure(self) -> Measure:
-        """Name, unit and shades of the values."""
+        """Return the name, unit and colour scale of the scores."""
         return Measure.of(self.signal, self.metadata.get("unit"), self.values)
 
     @property
     def priced_at(self) -> float | None:
-        """Share of the keys that the gates' price was to keep, in (0, 1); None where there was no such target."""
+        """Return the target density of the gates' price, in (0, 1); None if there was no target."""
         target = self.metadata.get("target_density")
         return None if target is None else float(target)
 
     @property
     def missed_price(self) -> str | None:
-        """A sentence where the gates miss the density that their price was to reach; else None."""
-        reached = self.metadata.get("reached_density", self.metadata.get("mean_density"))  # the latter in older probes
+        """Return a warning if the gates missed the target density of their price; else None."""
+        reached = self.metadata.get("reached_density", self.metadata.get("mean_density"))  # in older files
         learned = self.metadata.get("training") != FROZEN
         return missed_price(self.priced_at, reached, weights_learned=learned) if self.is_density else None
 
     @property
     def is_priced(self) -> bool:
-        """Whether keys had a price while the gates learned: density then tells need, not the number of useful keys."""
+        """Return whether keys had a price in training; density then shows need, not the number of useful keys."""
         return bool(self.metadata.get("price")) or self.priced_at is not None
 
     @property
     def tau_of_positions(self) -> float:
-        """Threshold at which ``positions`` was counted."""
+        """Return the threshold of ``positions``."""
         return self.tau if self.positions_tau is None else self.positions_tau
 
     @cached_property
     def content_hash(self) -> str:
-        """8 hexadecimal digits that change with what was probed: tell one probe from another of the same name.
+        """Return 8 hexadecimal digits that distinguish this probe from another of the same name.
 
-        The same in memory as read from the files, and at every threshold.
+        The hash is the same in memory and when read from files, and the same at every threshold.
         """
         if self.probe_hash is not None:
             return self.probe_hash
@@ -177,44 +175,47 @@ class HeadScores:
 
     @cached_property
     def domains(self) -> tuple[str, ...]:
-        """Domains, sorted."""
+        """Return the names of the domains, sorted."""
         return tuple(sorted(self.rows["domain"].unique()))
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """[L, Hkv], mean over domains weighted by their tokens; those of a signal in nats may be below 0."""
+        """Return the scores [L, Hkv], the mean over domains weighted by tokens; scores in nats may be negative."""
         return self._combine("density", lambda values, share: (values * share).sum(0))
 
     @cached_property
     def density(self) -> NDArray[np.float64]:
-        """[L, Hkv], ``values``, and 0 where they are below."""
+        """Return ``values`` [L, Hkv] with negative scores clipped to 0."""
         return self.values.clip(0.0)
 
     @cached_property
     def standard_error(self) -> NDArray[np.float64]:
-        """[L, Hkv], by document; NaN where unknown."""
+        """Return the standard errors [L, Hkv], clustered by document; NaN if unknown."""
         return self._combine("standard_error", lambda values, share: np.sqrt(((values * share) ** 2).sum(0)))
 
     @property
     def mean(self) -> float:
-        """rho: mean density over all heads (paper, "Measuring sparsity")."""
+        """Return rho, the mean density over all heads (paper, "Measuring sparsity")."""
         return float(self.density.mean())
 
     @property
     def std(self) -> float:
-        """Standard deviation of density over heads."""
+        """Return the standard deviation of density over heads."""
         return float(self.density.std())
 
     def domain_density(self, domain: str, *, signed: bool = False) -> NDArray[np.float64]:
-        """[L, Hkv] of one domain, 0 where below unless ``signed``. Raises ``UserError`` for a domain not there."""
+        """Return the scores of one domain, [L, Hkv], clipped at 0 unless ``signed``.
+
+        Raises:
+            UserError: the table has no such domain.
+        """
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
         values = self._on_grid(self.rows[self.rows["domain"] == domain], "density")
         return values if signed else values.clip(0.0)
 
     def at_tau(self, tau: float) -> HeadScores:
-        """The same table at another threshold, from the histogram. Standard errors are not known there, and
-        ``positions`` stays at the threshold of the probe.
+        """Return the table at another threshold; standard errors become NaN and ``positions`` stays as probed.
 
         Raises:
             UserError: ``tau`` is outside [0, 1], or the table has no histogram.
@@ -225,6 +226,7 @@ class HeadScores:
             return self
         histogram = self._need_histogram()
         grids = dict(zip(histogram.domains, histogram.density(tau), strict=True))
+        # Recompute densities
         rows = self.rows.copy()
         rows["density"] = [
             grids[domain][layer, head]
@@ -236,12 +238,16 @@ class HeadScores:
             order = [histogram.domains.index(domain) for domain in self.documents.domains]
             documents = self.documents.at_tau(tau, lambda tau: histogram.density(tau)[order])
         return replace(
-            self, rows=rows, tau=tau, positions_tau=self.tau_of_positions, probe_hash=self.content_hash,
+            self,
+            rows=rows,
+            tau=tau,
+            positions_tau=self.tau_of_positions,
+            probe_hash=self.content_hash,
             documents=documents,
-        )  # fmt: skip
+        )
 
     def tau_for_density(self, rho: float) -> float:
-        """The threshold whose mean density is closest to ``rho`` (share of 1), of those at which anything is kept.
+        """Return the threshold whose mean density is closest to ``rho``, of those that keep any tokens.
 
         Raises:
             UserError: ``rho`` is outside [0, 1], or the table has no histogram.
@@ -256,51 +262,51 @@ class HeadScores:
             return float(np.tensordot(share, histogram.density(tau), 1).mean())
 
         low, high = histogram.logit_range
-        for _ in range(60):  # the mean density falls as tau rises
+        for _ in range(60):  # bisect: the mean density falls as tau rises
             middle = (low + high) / 2
             low, high = (middle, high) if mean(sigmoid(middle)) > rho else (low, middle)
         means = {tau: mean(tau) for tau in (sigmoid(low), sigmoid(high), 0.0)}
         return min((tau for tau in means if means[tau] > 0), key=lambda tau: abs(means[tau] - rho))
 
     def diagnosis(self) -> list[str]:
-        """Plain sentences when the gates missed their price or have not differentiated; empty for other signals."""
+        """Return warnings if the gates missed their price or have not differentiated; empty for other signals."""
         if not self.is_density:
             return []
         missed = [] if self.missed_price is None else [self.missed_price]
         return missed + undifferentiated(self.density, is_priced=self.is_priced)
 
     def _repr_html_(self) -> str:
-        """In a notebook: every KV head's density in percent, or what else the values are."""
-        scale, at = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
+        """Return an HTML table of the score of every KV head (densities in percent), for notebooks."""
+        scale, at_tau = self.measure.scale, f", at tau {self.tau:g}" if self.is_density else ""
         texts = [[scale.text(value) for value in row] for row in self.values]
-        caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at}; mean {scale.factor * self.mean:.1f}"
+        caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
         return grid_html(caption, scale.fraction(self.values), texts)
 
     def plot(self) -> Figure:
-        """The same as a matplotlib figure, as in the report. Raises ``UserError`` where matplotlib is not installed."""
+        """Plot the scores as a matplotlib figure, as in the report. Raises ``UserError`` if matplotlib is missing."""
         return picture("of_table", self)
 
     @classmethod
     def read(cls, path: StrPath) -> HeadScores:
-        """Read ``density.csv`` (or its folder) and what lies beside it: ``probe.yaml``, ``positions.csv``,
-        ``histogram.npz``, ``documents.npz``, ``gains.csv``.
+        """Read ``density.csv``, given the file or its folder, and the probe's other files beside it.
 
         Raises:
-            UserError: naming the file, and the line where there is one; a file beside the table that is damaged or not
-                the table's.
+            UserError: a file is damaged or does not belong to the table; names file and line.
 
         Warns:
-            UserWarning: a table or ``probe.yaml`` was edited after they were written.
+            UserWarning: a table or ``probe.yaml`` was edited after it was written.
         """
         path = Path(path)
+        # Read the record, which only belongs to a file of the standard name
         file = path / _TABLE if is_folder(path) else path
         folder = file.parent
         settle(folder)
         metadata: dict[str, Any] = {}
         if file.name == _TABLE and is_file(folder / RECORD):
             metadata = read_record(folder / RECORD, "probe")
-        own = bool(metadata)
+        has_record = bool(metadata)
         record = validate(_ProbeFile, metadata, f"probe {folder / RECORD}")
+        # Read the table
         rows = read_rows(file, record.unit)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
@@ -309,8 +315,9 @@ class HeadScores:
             window=record.window,
             metadata=metadata,
         )
-        if not own:
+        if not has_record:
             return table
+        # Read the files beside it
         return replace(
             table,
             positions=_read_positions(folder / _POSITIONS, table.grid),
@@ -320,12 +327,11 @@ class HeadScores:
         )
 
     def write(self, folder: StrPath) -> None:
-        """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram, counts per document, gains.
+        """Write ``density.csv``, ``probe.yaml`` and, where known, positions, histogram, counts per document and gains.
 
-        All together take the place of an earlier probe's; one that this table does not have is removed, so that an
-        earlier probe's does not pass for this one's.
+        All files of an earlier probe in the folder are replaced or removed together.
         """
-        own = {
+        record = {
             "name": self.name,
             "tau": self.tau,
             "window": self.window,
@@ -344,7 +350,7 @@ class HeadScores:
                 self.documents.write(new / _DOCUMENTS)
             if self.gains is not None:
                 self.gains.write(new / _GAINS)
-            write_record(new / RECORD, {**self.metadata, **own})
+            write_record(new / RECORD, {**self.metadata, **record})
 
     def _need_histogram(self) -> LogitHistogram:
         if self.histogram is None:
@@ -379,13 +385,13 @@ def _read_documents(path: Path, table: HeadScores) -> DocumentCounts | None:
 
 
 def _read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
-    """The table in a file, None where there is none. Raises ``UserError`` for heads that the ``grid`` has not."""
+    """Read the density by position, None without a file. Raises ``UserError`` if a head is outside ``grid``."""
     if not is_file(path):
         return None
     rows = read_table(path, "positions", _POSITION_COLUMNS)
-    wrong = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
-    if wrong.any():
-        line = rows.index[int(wrong.to_numpy().argmax())]
+    is_invalid = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
+    if is_invalid.any():
+        line = rows.index[int(is_invalid.to_numpy().argmax())]
         raise UserError(
             f"positions {path}, line {line}: expected a head of {grid_words(grid)}, and a start before the end\n"
             "probe again, or remove it: only a figure needs it"

@@ -1,13 +1,12 @@
-"""A layout: for every KV head, whether it attends globally or only within a local window.
+"""Layout: which KV heads attend globally, and which only within a local window.
 
-The layout is the hand-over between the stages: ``propose`` writes layouts, ``train-hybrid`` trains them,
-``export`` puts one on a model. It is a small YAML file whose grid of letters can be read and edited by hand.
+Layouts connect the pipeline stages: ``propose`` writes them, ``train-hybrid`` trains them and ``export`` applies one to
+a model. A layout is a small YAML file whose grid of letters can be read and edited by hand.
 
-The file carries a hash of its window and grid (``provenance: {hash: ...}``), so that an edit shows. Editing is a
-feature, so an edited layout is read as it stands: an error would punish it. But its strategy, budget and coverage
-still describe the grid before, and "densest" in a comparison would then be untrue, so reading it warns, until the
-hash is removed by hand or the layout is written again. ``check`` is the same for strategy and provenance. In memory
-both are always of what is there.
+The file contains a hash of its window and grid (``provenance: {hash: ...}``) to detect edits. Edits are allowed, so an
+edited layout is read as it is. But its strategy, budget and coverage still describe the original grid, and labels such
+as "densest" would then be wrong in a comparison. So reading it warns until the hash is removed or the layout is written
+again. ``check`` is the corresponding hash of strategy and provenance. In memory, both always match the content.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
 
 FORMAT = "spkv-nas/layout/1"
-DEFAULT_WINDOW = 128  # of local heads, where neither the probe nor the caller says one
+DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
 
 _GRID_COMMENT = "# one row per layer from layer 0, one letter per KV head: G global, L local"
 _TEMPLATE = """\
@@ -52,14 +51,18 @@ provenance: {provenance}
 
 @dataclass(frozen=True)
 class Layout:
-    """Which KV heads are global (SP-KV paper, section "Designing Stronger Hybrids").
+    """Hybrid layout: which KV heads are global (SP-KV paper, section "Designing Stronger Hybrids").
 
-    ``heads`` has one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local. ``window`` is the
-    number of recent keys a local head sees, the query's own included. ``provenance`` says where the layout comes
-    from; it changes neither the layout nor its coverage of a density table. One entry is read again: the threshold
-    ``tau`` of the densities that the layout was chosen by, by ``Proposal.read``, so that the coverage of layouts in
-    files is counted at it. Raises ``UserError`` for an empty or ragged grid, another letter, a window below 1, or a
-    strategy that cannot name a file: layouts are written and trained under it.
+    Attributes:
+        heads: one row per layer, one letter per KV head: ``"G"`` global, ``"L"`` local.
+        window: recent keys that a local head sees, including the query's own.
+        strategy: how the layout was made; also names its files and runs.
+        provenance: where the layout comes from; affects neither the layout nor its coverage. ``Proposal.read`` uses one
+            entry, ``tau``: the threshold of the densities by which the layout was chosen.
+
+    Raises:
+        UserError: the grid is empty or ragged or has another letter, the window is below 1, or the strategy cannot name
+            a file.
     """
 
     heads: tuple[str, ...]
@@ -68,6 +71,7 @@ class Layout:
     provenance: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        """Validate the grid, the window and the strategy."""
         if not self.heads or not self.heads[0]:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
@@ -86,79 +90,80 @@ class Layout:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, L."""
+        """Return the number of layers L."""
         return len(self.heads)
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of KV heads per layer, Hkv."""
+        """Return the number of KV heads per layer Hkv."""
         return len(self.heads[0])
 
     @property
     def grid(self) -> Grid:
-        """(L, Hkv)."""
+        """Return (L, Hkv)."""
         return self.num_layers, self.num_kv_heads
 
     @property
     def num_heads(self) -> int:
-        """Number of KV heads in the model, L * Hkv."""
+        """Return the number of KV heads, L * Hkv."""
         return self.num_layers * self.num_kv_heads
 
     @property
     def num_global(self) -> int:
-        """Number of global KV heads: the budget this layout spends."""
+        """Return the number of global KV heads, which is the budget of the layout."""
         return sum(row.count("G") for row in self.heads)
 
     @property
     def global_mask(self) -> npt.NDArray[np.bool_]:
-        """Bool [L, Hkv], true where the KV head is global."""
+        """Return a bool mask [L, Hkv], true where the KV head is global."""
         mask: npt.NDArray[np.bool_] = np.array(self.heads).view("U1").reshape(self.grid) == "G"
         return mask
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether every layer is all global or all local."""
+        """Return whether every layer is all global or all local."""
         return all(len(set(row)) == 1 for row in self.heads)
 
     @property
     def global_layers(self) -> tuple[int, ...]:
-        """Layers whose KV heads are all global, ascending."""
+        """Return the layers whose KV heads are all global, ascending."""
         return tuple(layer for layer, row in enumerate(self.heads) if "L" not in row)
 
     @property
     def content(self) -> str:
-        """Window and grid as text: what changes the model, nothing else."""
+        """Return window and grid as text: only what affects the model."""
         return f"{self.window}\n{'/'.join(self.heads)}"
 
     @property
     def content_hash(self) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of ``content``.
+        """Return the first 16 hexadecimal digits of the SHA-256 of ``content``.
 
-        It names finished runs, so format 1 must keep it; a later format starts the hashed text with its own name.
+        The hash names finished runs, so it must not change in format 1; a later format must prefix the hashed text with
+        its name.
         """
         return hashlib.sha256(self.content.encode()).hexdigest()[:16]
 
     @property
     def hash(self) -> str:
-        """Short id: the first 8 digits of ``content_hash``, as in the file."""
+        """Return the first 8 digits of ``content_hash``, the short id in the file."""
         return self.content_hash[:8]
 
     @property
     def check(self) -> str:
-        """8 hexadecimal digits of strategy and provenance, as ``hash`` has them of the rest; in the file beside it."""
+        """Return 8 hexadecimal digits that hash strategy and provenance; stored in the file beside ``hash``."""
         text = yaml_line({"strategy": self.strategy, "provenance": dict(self.provenance)})
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def _repr_html_(self) -> str:
-        """In a notebook: G for every global head."""
+        """Return an HTML grid with G for every global head, for notebooks."""
         caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, window {self.window}"
         return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
 
     def plot(self, table: HeadScores | None = None) -> Figure:
-        """The global heads as a matplotlib figure; with a table marked on its densities, as in the report.
+        """Plot the global heads as a matplotlib figure; with a table, marked on its scores as in the report.
 
         Raises:
-            UserError: the table is of another grid, or matplotlib is not installed.
+            UserError: the table has another grid, or matplotlib is not installed.
         """
         return picture("of_layout", self, table)
 
@@ -171,7 +176,7 @@ class Layout:
         strategy: str = "custom",
         provenance: Mapping[str, object] | None = None,
     ) -> Layout:
-        """The layout whose global heads are the true entries of ``mask``, bool [L, Hkv]."""
+        """Create a layout whose global heads are the true entries of ``mask``, bool [L, Hkv]."""
         grid = np.asarray(mask)
         if grid.ndim != 2 or grid.dtype != np.bool_:
             raise ValueError(f"mask must be bool [L, Hkv], found {grid.dtype} {list(grid.shape)}")
@@ -180,37 +185,41 @@ class Layout:
 
     @classmethod
     def read(cls, path: StrPath) -> Layout:
-        """The layout in a YAML file; its hash and check, if they are there, are checked and not part of ``provenance``.
+        """Read a layout from a YAML file and verify its hash and check, which are not part of ``provenance``.
 
         Raises:
-            UserError: naming the file, the key or layer, and what was expected.
+            UserError: the file is invalid; names the key or layer, and what was expected.
 
         Warns:
-            UserWarning: window, grid, strategy or provenance were edited after the file was written, or it was cut off.
+            UserWarning: the file was edited after it was written, or it is truncated.
         """
+        # Parse and validate
         where = f"layout {path}"
         text = read_text(Path(path), "layout")
         data = parse_yaml(text, where)
         if data.get("format") != FORMAT:
-            said = shortened(repr(data.get("format")), 40)
-            format_said = f"the format is {said}" if "format" in data else "the key 'format' is missing"
-            raise UserError(f"{where}: {format_said}; this version reads 'format: {FORMAT}'")
+            found_format = shortened(repr(data.get("format")), 40)
+            problem = f"the format is {found_format}" if "format" in data else "the key 'format' is missing"
+            raise UserError(f"{where}: {problem}; this version reads 'format: {FORMAT}'")
         content = validate(_LayoutFile, data, where)
+        # Warn if the file is truncated
         if "provenance" not in data and _GRID_COMMENT in text:
             warnings.warn(
                 f"{where} has lost its end: the last of what was written, its provenance, is not there\n"
                 "if that is meant, remove the comment behind 'heads', too",
                 stacklevel=2,
             )
+        # Build the layout without hash and check
         provenance = {key: value for key, value in content.provenance.items() if key not in ("hash", "check")}
         try:
             layout = cls(tuple(content.heads), content.window, content.strategy, provenance)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        written = content.provenance.get("hash") or layout.hash
-        if str(written) != layout.hash:
+        # Warn if the file was edited
+        recorded_hash = content.provenance.get("hash") or layout.hash
+        if str(recorded_hash) != layout.hash:
             warnings.warn(
-                f"{where} was edited after it was written (hash {written} then, {layout.hash} now): its strategy "
+                f"{where} was edited after it was written (hash {recorded_hash} then, {layout.hash} now): its strategy "
                 f"'{layout.strategy}' and its provenance are of the grid before\n"
                 "if the edit is meant, rename the strategy and remove the hash from the file, and the key 'check'",
                 stacklevel=2,
@@ -225,17 +234,17 @@ class Layout:
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
-        """JSON Schema of the YAML file, for editors and other programs; that rows are equally long it cannot say."""
+        """Return the JSON Schema of the YAML file, which cannot express that rows have equal length."""
         return _LayoutFile.model_json_schema()
 
     @property
     def rows(self) -> str:
-        """The lines of the grid in the file."""
+        """Return the lines of the grid in the file."""
         return "\n".join(f"  - {row}" for row in self.heads)
 
     @property
     def text(self) -> str:
-        """The YAML file; ``provenance`` holds plain values (text, numbers, lists, mappings) and gets hash and check."""
+        """Return the YAML file; ``provenance`` must hold plain values (text, numbers, lists, mappings)."""
         return _TEMPLATE.format(
             format=FORMAT,
             window=self.window,
@@ -252,17 +261,22 @@ class Layout:
 
 @dataclass(frozen=True)
 class Difference:
-    """How the heads of two layouts differ.
+    """Difference between the heads of two layouts.
 
-    ``marks`` has one row per layer, one character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"-"``
-    global in the first only, ``"+"`` global in the second only.
+    Attributes:
+        marks: one row per layer, one character per KV head: ``"G"`` global in both, ``"."`` local in both, ``"-"``
+            global only in the first, ``"+"`` global only in the second.
     """
 
     marks: tuple[str, ...]
 
     @classmethod
     def of(cls, first: Layout, second: Layout) -> Difference:
-        """The difference of two layouts. Raises ``UserError`` if they are for different numbers of layers or heads."""
+        """Compare two layouts.
+
+        Raises:
+            UserError: the layouts have different grids.
+        """
         check_grid("the first layout", first.grid, "the second", second.grid)
         marks = {"GG": "G", "LL": ".", "GL": "-", "LG": "+"}
         pairs = (zip(*rows, strict=True) for rows in zip(first.heads, second.heads, strict=True))
@@ -270,23 +284,23 @@ class Difference:
 
     @property
     def num_heads(self) -> int:
-        """Number of KV heads that are global in one of the layouts and local in the other."""
+        """Return the number of KV heads that are global in one layout and local in the other."""
         return sum(row.count("-") + row.count("+") for row in self.marks)
 
     @property
     def jaccard(self) -> float:
-        """Global heads in both / global heads in either, in [0, 1]; 1 where no head is global."""
+        """Return global heads in both / global heads in either, in [0, 1]; 1 if no head is global."""
         shared = sum(row.count("G") for row in self.marks)
         return shared / (shared + self.num_heads) if shared + self.num_heads else 1.0
 
 
 class _LayoutFile(Section):
-    """What the file holds; ``Layout`` checks the values, in words of its own."""
+    """Schema of the layout file; ``Layout`` checks the values and has clearer messages."""
 
     model_config = ConfigDict(
         title="spkv-nas layout",
         json_schema_extra={"description": "For every KV head of a decoder: global attention or a local window."},
-    )  # fmt: skip
+    )
 
     format: str = Field(json_schema_extra={"const": FORMAT})
     window: int = Field(

@@ -1,7 +1,8 @@
-"""The layouts that one proposal made, as later stages read them, with the threshold that their densities were cut at.
+"""Layouts of one proposal, as later stages read them, with the threshold that they were chosen at.
 
-Coverage is a share of the density, and density depends on the threshold tau; so layouts that were chosen at one
-threshold must be counted at it, whatever the probe's own. It is read once, here, from the provenance in the files.
+Coverage is a share of the density, and density depends on the threshold tau. So the coverage of a layout must be
+computed at the threshold that it was chosen at, not at the probe's. This module reads that threshold from the
+provenance in the layout files.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from spkv_nas.base.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """Layouts by name, and what their files say about the densities that they were chosen by.
+    """Layouts by name, with the thresholds at which they were chosen.
 
     Attributes:
-        layouts: by strategy, or by the name of the file where two have one strategy.
-        taus: every threshold that a file names, ascending; none where nothing was said, as for layouts made by hand.
-        files: of the layouts, by the same names.
+        layouts: by strategy, or by file name if two layouts have the same strategy.
+        taus: all thresholds named in the files, ascending; empty for layouts made by hand.
+        files: path of each layout, by the same names.
     """
 
     layouts: dict[str, Layout]
@@ -34,31 +35,34 @@ class Proposal:
 
     @property
     def tau(self) -> float | None:
-        """The one threshold of all layouts that name one; None where none does, or where they differ."""
+        """Return the threshold of all layouts that name one; None if none does or if they differ."""
         return self.taus[0] if len(self.taus) == 1 else None
 
     @property
     def windows(self) -> dict[str, int]:
-        """The local window of every layout, in keys, by name."""
+        """Return the local window of each layout, in keys, by name."""
         return {name: layout.window for name, layout in self.layouts.items()}
 
     def warn_of_windows(self, others: Mapping[str, int] | None = None) -> None:
-        """Warn of layouts that are compared, with each other or with ``others``, although their windows differ.
+        """Warn if layouts are compared, with each other or with ``others``, that have different windows.
 
         Args:
-            others: windows of what else is compared, by name.
+            others: windows of other members of the comparison, by name.
         """
         named = {f"{name} ({self.files[name]})" if name in self.files else name: x for name, x in self.windows.items()}
         warn_of_windows({**named, **(others or {})}, remedy="propose all at one --window, or compare them apart")
 
     def table(self, table: HeadScores) -> HeadScores:
-        """The densities at the threshold of the proposal, for the coverage of its layouts.
+        """Return the head scores at the threshold of the proposal, to compute the coverage of its layouts.
 
-        The table as it is where the proposal has no threshold, or the table knows no other than its own.
+        The table is returned unchanged if the proposal has no threshold, or if the table has no histogram.
+
+        Args:
+            table: head scores of the probe.
 
         Warns:
-            UserWarning: the layouts name different thresholds, so their coverage is counted at the table's own; or
-                some come from another probe of the table's name.
+            UserWarning: the layouts name different thresholds, so coverage is computed at the table's own; or some
+                layouts come from another probe of the same name.
         """
         if stale := self._of_another_probe(table):
             warnings.warn(
@@ -78,7 +82,7 @@ class Proposal:
         return table.at_tau(self.tau)
 
     def _of_another_probe(self, table: HeadScores) -> list[str]:
-        """Layouts whose files name a probe of the table's name, but with another hash."""
+        """List the layouts whose files name a probe of the same name as the table, but with another hash."""
         origins = {name: layout.provenance for name, layout in self.layouts.items()}
         return [
             name
@@ -88,10 +92,10 @@ class Proposal:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Proposal:
-        """The layouts in ``files``.
+        """Read layouts from ``files``.
 
         Raises:
-            UserError: a file is not a layout, or two have one strategy and one name.
+            UserError: a file is not a layout, or two have the same strategy and the same file name.
         """
         layouts: dict[str, Layout] = {}
         paths: dict[str, Path] = {}
@@ -111,7 +115,11 @@ class Proposal:
 
     @classmethod
     def read_folder(cls, folder: Path) -> Proposal:
-        """The layouts that ``propose`` left in ``layouts/<name>/``. Raises ``UserError`` as ``read``, or for none."""
+        """Read the layouts that ``propose`` wrote to ``layouts/<name>/``.
+
+        Raises:
+            UserError: as ``read``, or the folder has no layouts.
+        """
         files = sorted(folder.glob("*.yaml"))
         if not files:
             raise UserError(f"no layouts in {folder}\npropose some first, or name layout files")
@@ -119,8 +127,8 @@ class Proposal:
 
 
 def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
-    """The names under which each layout is there, by the first of them: window and grid count, nothing else."""
+    """Group the names of identical layouts (same window and grid) by the first name of each group."""
     names: dict[str, list[str]] = {}
     for name, layout in layouts.items():
         names.setdefault(layout.content_hash, []).append(name)
-    return {same[0]: tuple(same) for same in names.values()}
+    return {group[0]: tuple(group) for group in names.values()}

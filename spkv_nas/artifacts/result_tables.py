@@ -1,7 +1,7 @@
-"""Tables that judge a checkpoint beside the field, in ``reports/<name>/``: what ``baselines`` and ``evaluate`` write.
+"""Result tables of ``baselines`` and ``evaluate`` in ``reports/<name>/``.
 
-Each is a CSV file and a record of where it comes from, under one name. They stand here, with their columns, because the
-report shows them where the libraries that measured them are not installed.
+Each is a CSV file plus a record of its origin, under the same name. Their columns are defined here, not beside the
+measurements, because the report shows them even where the libraries that measured them are not installed.
 """
 
 from __future__ import annotations
@@ -21,27 +21,35 @@ from spkv_nas.base.tables import Column, read_table, write_csv
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table and its record: ``NAME.csv`` and ``NAME.yaml``."""
+    """A table and its record: ``NAME.csv`` and ``NAME.yaml``.
+
+    Attributes:
+        name: NAME, without ending.
+        columns: columns of the table.
+    """
 
     name: str
     columns: tuple[Column, ...]
 
     @property
     def header(self) -> list[str]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         return [column.name for column in self.columns]
 
     def write(self, folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-        """Write the table, and where it comes from."""
+        """Write the table and a record of its ``origin``."""
         with replacing(folder) as new:
             write_csv(new / f"{self.name}.csv", rows)
             write_record(new / f"{self.name}.yaml", origin)
 
     def read(self, folder: Path) -> tuple[pd.DataFrame, dict[str, Any]] | None:
-        """The table, what is missing in it as NaN, and its record, empty without one; None where there is no table.
+        """Read the table and its record; None if there is no table.
+
+        Returns:
+            (rows, with missing values as NaN; the record's content, empty if there is no record).
 
         Raises:
-            UserError: naming file, line and column.
+            UserError: the table is invalid, naming file, line and column.
         """
         table, record = folder / f"{self.name}.csv", folder / f"{self.name}.yaml"
         if not table.is_file():
@@ -55,7 +63,7 @@ def _number(name: str, low: float = 0.0, high: float = MOST_SHOWN) -> Column:
 
 
 def _paired(low: float) -> tuple[Column, ...]:
-    """Of another checkpoint, from its value, at least ``low``; empty where there is none."""
+    """Return the columns of the comparison checkpoint, whose value is at least ``low``; empty without one."""
     return (
         _number("against", low),
         _number("against_density", high=1.0),
@@ -84,7 +92,7 @@ EVALUATION = ResultTable(
     "evaluation",
     (
         Column("checkpoint"),
-        Column("variant"),  # that its run trained; empty where no run record says it
+        Column("variant"),  # trained by its run; empty without a run record
         _number("nll"),  # nats per token
         _number("density", high=1.0),
         _number("tau", high=1.0),
@@ -92,7 +100,7 @@ EVALUATION = ResultTable(
         Column("num_tokens", "whole"),
         Column("num_documents", "whole"),
         _number("effective_documents"),
-        Column("against"),  # checkpoint that the change counts from; empty for a baseline
+        Column("against"),  # checkpoint that the change is relative to; empty for a baseline
         _number("delta_nll_percent", -100.0),  # paired by document
         _number("delta_nll_standard_error"),  # in percentage points
     ),

@@ -1,9 +1,9 @@
-"""What the values of a table are: their name and unit, and how numbers are written and shaded wherever it is shown.
+"""Name, unit, number format and colour scale of the values in a table of head scores.
 
-Densities are shares, shaded from 0 to 1. Scores of another kind need not be: gains are in nats per token and signed,
-and a few of them, as of retrieval scores, are much larger than all others. These are shaded from the lowest (0 where
-none is below) to the highest, evenly near 0 and by the logarithm far from it (asinh), so that small ones can be told
-apart.
+Densities are shares, shaded from 0 to 1. Other scores may differ: gains are signed and in nats per token, and some
+scores, such as retrieval scores, have a few values much larger than all others. These are shaded from the lowest value
+(at most 0) to the highest on an asinh scale, linear near 0 and logarithmic far from it, so that small values remain
+distinguishable.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.artifacts.head_score_rows import NATS
 
-_FULL_RANGE = 0.5  # highest share from which on a scale goes from 0 to 1
-_EVEN = 0.05  # of the largest value: up to about there a stretched scale is even
-_APART = 0.2  # of a scale, from which on two ticks do not touch
-_LEAST = 1e-6  # largest value: a scale of smaller ones would show rounding
+_FULL_RANGE = 0.5  # if the highest share is at least this, the scale goes from 0 to 1
+_EVEN = 0.05  # share of the largest value up to which a stretched scale is about linear
+_APART = 0.2  # of a scale: minimum distance of two ticks that do not touch
+_LEAST = 1e-6  # smallest end of a scale: a smaller one would show rounding errors
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Shades from ``low`` to ``high``.
+    """Colour scale from ``low`` to ``high``.
 
     Attributes:
-        is_stretched: whether they give more room to values near 0.
-        factor: of values as they are written on a shade.
+        low: value of the lightest shade.
+        high: value of the darkest shade.
+        is_stretched: whether the scale is asinh instead of linear.
+        factor: multiplier of values when written on a shade.
     """
 
     low: float = 0.0
@@ -38,19 +40,19 @@ class Scale:
     factor: float = 100.0
 
     def fraction(self, value: ArrayLike) -> NDArray[np.float64]:
-        """Where values lie: 0 at ``low``, 1 at ``high``; NaN stays."""
+        """Return the position of values on the scale: 0 at ``low``, 1 at ``high``; NaN stays NaN."""
         low, high, at = (self._place(np.asarray(number, dtype=np.float64)) for number in (self.low, self.high, value))
         return np.asarray((at - low) / (high - low))
 
     def text(self, value: float) -> str:
-        """A value as it is written on its shade, in three letters or four."""
+        """Format a value for a shaded cell, in three or four characters."""
         number = self.factor * value
         text = f"{number:.{1 if self.is_stretched and abs(number) < 9.95 else 0}f}".replace("-", "\N{MINUS SIGN}")
         return "0" if float(f"{number:.1f}") == 0 else text
 
     @property
     def ticks(self) -> tuple[float, ...]:
-        """Values to mark: 0, and what is far enough from it of the ends and the middle above 0."""
+        """Return the values to mark: 0, and the ends and the positive midpoint if they are far enough from it."""
         even, zero = self.even, float(self.fraction(0.0))
         middle = even * math.sinh(math.asinh(self.high / even) / 2) if self.is_stretched else self.high / 2
         far = (value for value in (self.low, middle, self.high) if abs(self.fraction(value) - zero) > _APART)
@@ -58,12 +60,12 @@ class Scale:
 
     @property
     def largest(self) -> float:
-        """The farther end from 0."""
+        """Return the largest absolute value of the scale."""
         return max(self.high, -self.low)
 
     @property
     def even(self) -> float:
-        """Value up to about which a stretched scale is even."""
+        """Return the value up to about which a stretched scale is linear."""
         return _EVEN * self.largest
 
     def _place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -75,13 +77,14 @@ PERCENT = Scale()
 
 @dataclass(frozen=True)
 class Measure:
-    """The words and numbers of a table.
+    """Words and number formats of a table.
 
     Attributes:
         noun: such as "density" or "opening gain".
         meaning: a sentence.
-        unit: of the values.
+        unit: unit of the values.
         shown: unit of the numbers that ``scale`` writes.
+        scale: colour scale and number format of cells.
     """
 
     noun: str
@@ -92,7 +95,13 @@ class Measure:
 
     @classmethod
     def of(cls, signal: str, unit: str | None, values: NDArray[np.float64]) -> Measure:
-        """Of a signal's values [L, Hkv]; ``unit`` is None for shares in [0, 1]."""
+        """Return the measure of a signal.
+
+        Args:
+            signal: name of the signal.
+            unit: its unit; None for shares in [0, 1].
+            values: [L, Hkv], to choose the range of the scale.
+        """
         if signal == DENSITY.noun:
             return DENSITY
         low, high = min(0.0, float(values.min())), max(_LEAST, float(values.max()))
@@ -107,25 +116,25 @@ class Measure:
 
     @property
     def is_share(self) -> bool:
-        """Whether values are shares, in [0, 1]."""
+        """Return whether values are shares in [0, 1]."""
         return self.shown.startswith("%")
 
     @property
     def title(self) -> str:
-        """The noun at the start of a sentence."""
+        """Return the noun with a capital letter."""
         return self.noun[0].upper() + self.noun[1:]
 
     def exact(self, value: SupportsFloat) -> str:
-        """A value to a thousandth of the largest or so."""
+        """Format a value to about a thousandth of the largest."""
         return self._written(value, self.decimals)
 
     def rough(self, value: SupportsFloat) -> str:
-        """A value to a hundredth of the largest or so."""
+        """Format a value to about a hundredth of the largest."""
         return self._written(value, self.decimals - 1)
 
     @property
     def decimals(self) -> int:
-        """Digits after the point in ``exact``."""
+        """Return the number of decimals in ``exact``."""
         return 3 + max(0, -math.floor(math.log10(self.scale.largest)))
 
     def _written(self, value: SupportsFloat, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""``search.csv``: one row per layout that a search tried, with what it measured."""
+"""Table of a layout search, ``search.csv``: one row per layout with its scores."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pandas as pd
 from spkv_nas.base.limits import MOST_SHOWN
 from spkv_nas.base.tables import Column, read_table
 
-BASELINE = "baseline"  # in place of a sampler: layouts that the search started from or compares with
+BASELINE = "baseline"  # sampler of layouts that the search started from or compares with
 
 Retraining = Literal["short", "full"]
-Fidelity = Literal["zero_shot", Retraining]  # of what a layout measures: without training, briefly or fully retrained
+Fidelity = Literal["zero_shot", Retraining]  # how a score was measured: untrained, short run or full run
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 _MOST_COST = 1e30
@@ -42,15 +42,15 @@ COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
 def whole_scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows whose zero-shot ΔNLL is of the whole text; that of the others, which were stopped, is an estimate."""
+    """Return the rows whose zero-shot ΔNLL was measured on the whole text, and not estimated from a part."""
     tokens = rows["zero_shot_tokens"]
     return rows[~(tokens < tokens.max())]
 
 
 def read_search(path: Path) -> pd.DataFrame:
-    """What ``search`` wrote to ``search.csv``; what was not measured is NaN.
+    """Read ``search.csv``; values that were not measured are NaN.
 
     Raises:
-        UserError: naming file, line and column; a column that is missing, a cell that is not what its column holds.
+        UserError: the table is invalid, naming file, line and column.
     """
     return read_table(path, "search", _COLUMNS, others=True).reset_index(drop=True)

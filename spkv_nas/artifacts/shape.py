@@ -1,4 +1,4 @@
-"""The heads of a decoder, and what its cost depends on besides."""
+"""Sizes of a decoder that its heads and its cost depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from spkv_nas.artifacts.grid import Grid
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The heads of a decoder: L, Hq, Hkv, D."""
+    """Attention heads of a decoder.
+
+    Attributes:
+        num_layers: layers L.
+        num_heads: query heads per layer Hq.
+        num_kv_heads: KV heads per layer Hkv.
+        head_dim: channels of a head D.
+    """
 
     num_layers: int
     num_heads: int
@@ -18,35 +25,41 @@ class HeadShape:
 
     @property
     def grid(self) -> Grid:
-        """(L, Hkv)."""
+        """Return (L, Hkv)."""
         return self.num_layers, self.num_kv_heads
 
     @property
     def attention_width(self) -> int:
-        """d_attn = Hq * D."""
+        """Return d_attn = Hq * D."""
         return self.num_heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Shape(HeadShape):
-    """What cost depends on: the heads, and N, the parameters without the embeddings."""
+    """Sizes that the FLOP formulas depend on.
+
+    Attributes:
+        num_parameters: N, without embeddings.
+    """
 
     num_parameters: int
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """How large a decoder is, predictors aside.
+    """Size of a decoder, without gate predictors.
 
     Attributes:
-        heads: its layers and heads.
+        heads: layers and heads.
         num_parameters: of the whole model.
-        without_embeddings: N, those of layers and norms, which every token passes; what sees images aside too.
-        hidden_size, intermediate_size: channels of a token, and of the FFN of a layer.
-        vocabulary: tokens V that it has logits of.
-        positions: tokens that it was made for; None where the config does not say.
-        num_full: layers whose heads see all tokens; gates pass by the others, which see ``own_window`` keys by design.
-        is_mixture: of experts, of which a token passes a part alone.
+        without_embeddings: N, parameters of layers and norms, which every token passes; excludes vision encoders.
+        hidden_size: channels of a token.
+        intermediate_size: channels of a layer's FFN.
+        vocabulary: vocabulary size V of the logits.
+        positions: context length that it was trained for; None if the config does not say.
+        num_full: layers with full attention; the others have a sliding window by design and are not gated.
+        own_window: sliding window of those other layers, in keys.
+        is_mixture: whether it is a mixture of experts, where a token uses only a part of the parameters.
     """
 
     heads: HeadShape
@@ -62,16 +75,16 @@ class ModelSize:
 
     @property
     def shape(self) -> Shape:
-        """What cost depends on."""
+        """Return the sizes that the FLOP formulas depend on."""
         heads = self.heads
         return Shape(heads.num_layers, heads.num_heads, heads.num_kv_heads, heads.head_dim, self.without_embeddings)
 
     @property
     def num_multiplied(self) -> int:
-        """Parameters that a token is multiplied with: N, and those of the logits."""
+        """Return the number of parameters that a token is multiplied with: N, and those of the logits."""
         return self.without_embeddings + self.vocabulary * self.hidden_size
 
     @property
     def own_density(self) -> float:
-        """Share of the layers whose heads see all tokens."""
+        """Return the share of layers with full attention."""
         return self.num_full / self.heads.num_layers

@@ -1,14 +1,22 @@
-"""Name the signals that order KV heads, and the options that each takes. Imports nothing heavy: every help reads it."""
+"""Names and options of the signals that rank KV heads. Imports nothing heavy, because every ``--help`` loads it."""
 
 from __future__ import annotations
 
 from spkv_nas.base.errors import UserError
 
 DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS = SIGNALS = (
-    "density", "head-gates", "opening", "closing", "regression", "duo", "retrieval", "attention-mass",
-)  # fmt: skip
-RECOMMENDED = HEAD_GATES  # its heads lose least, once retrained (reports/study)
-SCORING = (OPENING, CLOSING, REGRESSION)  # those that score layouts: they make logits, and take fewer tokens by default
+    "density",
+    "head-gates",
+    "opening",
+    "closing",
+    "regression",
+    "duo",
+    "retrieval",
+    "attention-mass",
+)
+RECOMMENDED = HEAD_GATES  # its heads have the lowest NLL after retraining (reports/study)
+# Signals that score layouts: they compute logits, so they use fewer tokens by default.
+SCORING = (OPENING, CLOSING, REGRESSION)
 _OPTIONS = {
     "tau": (DENSITY,),
     "window": SIGNALS,
@@ -25,7 +33,15 @@ _OPTIONS = {
 
 
 def check_options(signal: str, **options: object) -> None:
-    """Raise ``UserError`` unless ``signal`` is one of ``SIGNALS`` and takes every option that is not None."""
+    """Check that a signal exists and takes every option that is not None.
+
+    Args:
+        signal: one of ``SIGNALS``.
+        **options: values by option name.
+
+    Raises:
+        UserError: the signal is unknown, or an option is not for it.
+    """
     if signal not in SIGNALS:
         raise UserError(f"unknown signal '{signal}'; expected one of {', '.join(SIGNALS)}")
     for name, value in options.items():

@@ -1,7 +1,7 @@
-"""How tables and layouts show themselves in a notebook: a grid of coloured cells at once, a picture on request.
+"""Notebook views of tables and layouts: an HTML grid of coloured cells, and a matplotlib figure on request.
 
-The picture is the report's, which lies floors above this one. It is asked for by name, as pandas asks for its plotting
-backends, so that a table can be read where there is no matplotlib.
+The figures are those of ``report``, a package above this one in the import order. They are imported by name, as pandas
+imports its plotting backends, so that tables can be read without matplotlib.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from spkv_nas.base.extras import missing_extra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_FULL = np.array([31, 95, 168])  # red, green, blue of a cell of value 1; 0 is white
-_LIGHT = 0.55  # value from which on letters are white
+_FULL = np.array([31, 95, 168])  # RGB of a cell of value 1; 0 is white
+_LIGHT = 0.55  # from this value on, text is white
 
 
 def grid_html(caption: str, values: ArrayLike, texts: Sequence[Sequence[str]]) -> str:
-    """An HTML table with a column per layer and a row per KV head.
+    """Return an HTML table with one column per layer and one row per KV head.
 
     Args:
-        values: [L, Hkv] in [0, 1], the darkness of the cells.
-        texts: of the cells, by layer and KV head.
+        caption: title of the table.
+        values: [L, Hkv] in [0, 1], darkness of the cells.
+        texts: text of the cells, by layer and KV head.
     """
     grid = np.asarray(values, dtype=np.float64)
     head = "".join(f"<th>{layer}</th>" for layer in range(len(grid)))
@@ -50,7 +51,11 @@ def _cell(value: float, text: str) -> str:
 
 
 def picture(kind: str, *shown: Any) -> Figure:
-    """A function of ``report.pictures``, called. Raises ``UserError`` where matplotlib is not installed."""
+    """Call a function of ``report.pictures`` by name and return its figure.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     try:
         figure: Figure = getattr(import_module("spkv_nas.report.pictures"), kind)(*shown)
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Check that what is compared has one local window: with a larger one heads lose less, whichever of them are global."""
+"""Check that compared layouts share one local window: a larger window loses less, whichever heads are global."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 
 
 def warn_of_windows(windows: Mapping[str, int | None], *, remedy: str) -> None:
-    """Warn where the members of one comparison have local windows of different lengths.
+    """Warn if the members of a comparison have different local windows.
 
     Args:
-        windows: by the name of each member, with its file where it has one; None where the window is not known.
-        remedy: what to do about it, a clause.
+        windows: by name of each member, with its file if it has one; None if the window is unknown.
+        remedy: what to do about it, as a clause.
 
     Warns:
-        UserWarning: naming every window and who has it.
+        UserWarning: the windows differ; names each window and its members.
     """
     members: dict[int, list[str]] = {}
     for name, window in windows.items():
