@@ -1,1 +1,1 @@
-"""Layouts for a budget: strategies, constraints, coverage, how sure they are, and the formats of other projects."""
+"""Propose layouts for a budget of global heads: strategies, constraints, coverage, uncertainty, format conversion."""

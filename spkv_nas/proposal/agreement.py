@@ -1,4 +1,4 @@
-"""How far probes agree on which heads are dense: of other domains, halves, thresholds, lengths, seeds, checkpoints."""
+"""Compare probes by the heads they rank densest: across domains, document halves, thresholds, seeds, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import scipy  # whose statistics are imported when they are used
+import scipy  # submodules load lazily on use
 
 from spkv_nas.artifacts.grid import check_grid
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -41,21 +41,24 @@ PARTS = ("domain", "half")
 def parse_probe(
     text: str, find: Callable[[str], HeadScores], by: str | None = None
 ) -> Iterator[tuple[str, HeadScores]]:
-    """Labelled tables from a probe's name or file, as ``find`` knows it, with ``@TAU`` for another threshold.
+    """Yield (label, table) pairs for a probe given on the command line.
 
     Args:
-        by: "domain" for a table per domain, "half" for one of every second document and one of the others.
+        text: name or file of a probe, with an optional suffix ``@TAU`` for another threshold.
+        find: loads the table of a name or file.
+        by: "domain" for a table per domain, "half" for one of the even and one of the odd documents.
 
     Raises:
-        UserError: an unknown ``by``, a threshold that the table does not know, one domain alone, or no counts by
-            document to halve.
+        UserError: ``by`` is unknown, the table does not have the threshold, there is a single domain, or no
+            per-document counts to halve.
     """
     if by is not None and by not in PARTS:
         raise UserError(f"--by must be {' or '.join(PARTS)}; found '{by}'")
-    source, at, tau = ("", "", "") if text.endswith(".csv") else text.rpartition("@")
-    table = find(source if at else text)
+    # Load the table at its threshold
+    source, separator, tau = ("", "", "") if text.endswith(".csv") else text.rpartition("@")
+    table = find(source if separator else text)
     label = table.name
-    if at:
+    if separator:
         try:
             table = table.at_tau(float(tau))
         except UserError:
@@ -63,22 +66,30 @@ def parse_probe(
         except ValueError as error:
             raise UserError(f"'{text}': the threshold after the @ must be a number in [0, 1]") from error
         label = f"{label}@{tau}"
+    # Split it by domain or into halves
     parts = {"domain": _domains, "half": _halves}
     for part, values in parts[by](table) if by else [("", table)]:
         yield f"{label}:{part}" if part else label, values
 
 
 def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
-    """One row per pair of tables.
+    """Compare every pair of tables.
 
-    Columns: first, second, budget; jaccard (chosen by both / chosen by either, of the ``budget`` densest heads) and
-    chance (its expectation for as many random heads); spearman (rank correlation of the densities, NaN where they do
-    not vary); transfer (coverage on one table of the heads chosen on the other, as a share of the best, the worse of
-    the two directions); mean_difference (mean absolute difference of the densities).
+    Args:
+        tables: head densities by label.
+        budget: number of densest heads that each table chooses.
+
+    Returns:
+        One row per pair with columns first, second, budget; jaccard (heads chosen by both / by either, of the
+        ``budget`` densest heads); chance (its expectation for as many random heads); spearman (rank correlation of
+        the densities, NaN where one does not vary); transfer (coverage on one table of the heads chosen on the
+        other, relative to the best possible; the worse of both directions); mean_difference (mean absolute
+        difference of the densities).
 
     Raises:
-        UserError: the tables are not of one grid, or no head of one keeps anything.
+        UserError: the tables have different grids, or every density of one is 0.
     """
+    # Check that the tables are comparable
     (name, first), *others = tables.items()
     for other, table in others:
         remedy = "heads can be compared on one grid only"
@@ -86,16 +97,17 @@ def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
     for label, table in tables.items():
         if table.mean == 0.0:
             raise UserError(f"no head of '{label}' keeps anything at tau = {table.tau:g}: choose a smaller tau")
+    # Measure every pair
     share = budget / first.num_heads
     rows = []
-    for (one, table_a), (two, table_b) in combinations(tables.items(), 2):
+    for (label_a, table_a), (label_b, table_b) in combinations(tables.items(), 2):
         chosen_a, chosen_b = densest(table_a.values, budget), densest(table_b.values, budget)
         a, b = table_a.density, table_b.density
         varies = bool(np.ptp(a) > 0 and np.ptp(b) > 0)
         rows.append(
             {
-                "first": one,
-                "second": two,
+                "first": label_a,
+                "second": label_b,
                 "budget": budget,
                 "jaccard": (chosen_a & chosen_b).sum() / (chosen_a | chosen_b).sum(),
                 "chance": share / (2 - share),
@@ -108,11 +120,11 @@ def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
 
 
 def short_labels(rows: pd.DataFrame) -> dict[str, str]:
-    """Every label of the table, in order, and without the name of the probe where all are of one."""
+    """Map every label of the table, in order, to one without the probe's name if all share it."""
     labels = list(dict.fromkeys([*rows["first"], *rows["second"]]))
     names = {label.rpartition(":")[0] or label.rpartition("@")[0] or label for label in labels}
-    cut = len(names.pop()) if len(names) == 1 else 0
-    return {label: label[cut:].lstrip(":") or label for label in labels}
+    prefix_length = len(names.pop()) if len(names) == 1 else 0
+    return {label: label[prefix_length:].lstrip(":") or label for label in labels}
 
 
 def write_agreement(
@@ -122,14 +134,18 @@ def write_agreement(
     *,
     reporter: Reporter = SILENT,
 ) -> None:
-    """Write ``agreement.csv``, and ``agreement.yaml``: the probes, the local window of each, and versions.
+    """Write ``agreement.csv``, and ``agreement.yaml`` with the probes, their local windows, and versions.
 
-    ``reporter`` is told which other comparison this one replaces. Of two processes the second waits.
+    Args:
+        folder: output folder; locked, so a second process waits.
+        rows: the table of ``agreement``.
+        windows: local attention window of each probe, by name.
+        reporter: warned of another comparison that is replaced.
     """
     probes = list(dict.fromkeys([*rows["first"], *rows["second"]]))
     with locked(folder, "writes agreement.csv", reporter.announce), replacing(folder) as new:
-        if (before := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
-            reporter.caution(f"replaced another comparison in {folder}: {before}")
+        if (earlier_comparison := _compared_before(folder / "agreement.csv")) not in (None, _compared(rows)):
+            reporter.caution(f"replaced another comparison in {folder}: {earlier_comparison}")
         write_csv(new / "agreement.csv", rows)
         write_record(
             new / "agreement.yaml", {"probes": probes, "windows": dict(windows or {}), "environment": environment()}
@@ -137,13 +153,13 @@ def write_agreement(
 
 
 def _compared(rows: pd.DataFrame) -> str:
-    """Name what a table compares."""
+    """Describe what a table compares."""
     labels = dict.fromkeys([*rows["first"], *rows["second"]])
     return f"{', '.join(map(str, labels))} at {rows['budget'].iloc[0]} heads"
 
 
 def _compared_before(path: Path) -> str | None:
-    """Name what the table in a file compares; None where there is none that can be read."""
+    """Describe what the table in a file compares; None without a readable table."""
     try:
         return _compared(read_table(path, "agreement", _COLUMNS)) if is_file(path) else None
     except UserError:
@@ -151,10 +167,10 @@ def _compared_before(path: Path) -> str | None:
 
 
 def read_agreement(path: Path) -> pd.DataFrame:
-    """The table in an ``agreement.csv``.
+    """Read the table in an ``agreement.csv``.
 
     Raises:
-        UserError: naming file, line and column.
+        UserError: the file is invalid; names file, line and column.
 
     Warns:
         UserWarning: the table has changed since it was written.
@@ -165,6 +181,7 @@ def read_agreement(path: Path) -> pd.DataFrame:
 
 
 def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
+    """Yield (domain, table of that domain). Raises ``UserError`` if there is only one."""
     if len(table.domains) == 1:
         raise UserError(f"the probe '{table.name}' has one domain alone, '{table.domains[0]}': nothing to compare")
     for domain in table.domains:
@@ -172,23 +189,32 @@ def _domains(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
 
 
 def _halves(table: HeadScores) -> Iterator[tuple[str, HeadScores]]:
-    """The even and the odd documents of every domain that has two; other domains are left out."""
+    """Yield ("even", table) and ("odd", table) of the documents; domains with a single document are left out.
+
+    Raises:
+        UserError: the table has no per-document counts, or no domain with two documents.
+    """
     documents = table.documents
     if documents is None:
         raise UserError(f"the probe '{table.name}' has no counts by document, so it cannot be halved: probe it again")
-    number = np.bincount(documents.domain, minlength=len(documents.domains))
-    there = [name for name, count in zip(documents.domains, number, strict=True) if count > 1]
-    if not there:
+    # Keep the domains with two documents or more
+    counts = np.bincount(documents.domain, minlength=len(documents.domains))
+    domains = [name for name, count in zip(documents.domains, counts, strict=True) if count > 1]
+    if not domains:
         raise UserError(f"the probe '{table.name}' has one document per domain, so it cannot be halved")
+    # Number the documents within their domain
     rank = np.zeros(documents.num_documents, dtype=np.int64)
     for index in range(len(documents.domains)):
-        rank[documents.domain == index] = np.arange(number[index])
-    rows = table.rows[table.rows["domain"].isin(there)]
+        rank[documents.domain == index] = np.arange(counts[index])
+    rows = table.rows[table.rows["domain"].isin(domains)]
+    # Recompute densities from each half
     for part, parity in (("even", 0), ("odd", 1)):
         half = documents.take(rank % 2 == parity)
         density = dict(zip(half.domains, half.density(), strict=True))
-        tokens = dict(zip(half.domains, np.bincount(half.domain, half.tokens, len(number)), strict=True))
+        tokens = dict(zip(half.domains, np.bincount(half.domain, half.tokens, len(counts)), strict=True))
         cells = zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
         values = [density[domain][layer, head] for domain, layer, head in cells]
-        changed = rows.assign(density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan)
-        yield part, replace(table, rows=changed, documents=None, histogram=None)
+        half_rows = rows.assign(
+            density=values, num_tokens=rows["domain"].map(tokens).astype(int), standard_error=np.nan
+        )
+        yield part, replace(table, rows=half_rows, documents=None, histogram=None)

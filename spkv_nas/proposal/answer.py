@@ -1,4 +1,4 @@
-"""What ``propose`` answers for one budget: the layouts, their density coverage and how sure it is, and their files."""
+"""Answer ``propose`` for one budget: layouts, their density coverage with confidence intervals, and their files."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The layouts of one budget.
+    """The layouts proposed for one budget.
 
     Attributes:
-        table: the densities, at the threshold that the layouts were chosen at.
-        layouts: by name.
-        rows: of ``coverage_table``.
-        certainty: how sure the choice is; None where it cannot be told (``stability.caution`` says why).
+        table: densities at the threshold used to choose the layouts.
+        layouts: layouts by strategy name.
+        rows: the table of ``coverage_table``.
+        certainty: stability of the choice of heads under resampling; None where it cannot be estimated
+            (``stability.caution`` says why).
     """
 
     table: HeadScores
@@ -47,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RandomSpread:
-    """Coverage of random layouts, in [0, 1]; the deviation of a single one is 0."""
+    """Mean and standard deviation of the random layouts' coverage, in [0, 1]; the deviation of a single one is 0."""
 
     mean: float
     standard_deviation: float
@@ -65,43 +66,48 @@ def propose_for(
     others: Sequence[HeadScores] = (),
     progress: Progress | None = None,
 ) -> Answer:
-    """Propose layouts by every strategy for a budget, and the one that meets the requirements, if there are any.
+    """Propose layouts by every strategy for a budget, plus one that meets the requirements if there are any.
 
     Args:
-        table: densities.
-        requirements: none by default.
-        budget: number of global heads, a share such as "25%", or with weights what the heads may weigh; by
-            default the paper's share, 2 of 7 heads.
-        tau: threshold to compare the heads at, see ``resolve_tau``; the table's own by default.
-        window: of the local heads; the table's by default, or 128.
-        seed, num_random: of the random layouts, see ``propose``.
-        others: scores of the same heads by other signals; the heads that each scores highest are a layout of the
-            signal's name, such as head-gates, whose coverage is counted in ``table`` like that of all others.
-        progress: called with (resamples solved, resamples in all) where requirements have to be met in each.
+        table: head densities.
+        requirements: constraints and further options; none by default.
+        budget: number of global heads, a share such as "25%", or with weights the maximum total weight; defaults to the
+            paper's share, 2 of 7 heads.
+        tau: density threshold, see ``resolve_tau``; defaults to the table's own.
+        window: local attention window in tokens; defaults to the table's, or 128.
+        seed: random seed of the random layouts, see ``propose``.
+        num_random: number of random layouts.
+        others: scores of the same heads by other signals; the highest-scoring heads of each form a layout named after
+            the signal, such as head-gates. Its coverage is measured on ``table`` like that of the other layouts.
+        progress: called with (resamples solved, number of resamples) if requirements have to be met in each resample.
 
     Raises:
         UserError: as ``Requirements.limit``, ``resolve_tau``, ``constraints.solve`` and ``propose``.
     """
+    # Resolve the budget and the threshold
     requirements = requirements or Requirements()
     limit = requirements.limit(table, budget, window)
     table = resolve_tau(table, tau, limit.heads(table))
+    # Solve for the layout that meets the requirements
     solved: dict[str, Layout] = {}
     if requirements.is_solved:
         layout = requirements.solve(table, limit, window)
         solved[layout.strategy] = layout
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
+    # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
-    layouts |= {other.signal: _chosen_by(other, layouts["densest"].window, heads) for other in others} | solved
+    layouts |= {other.signal: _layout_by_signal(other, layouts["densest"].window, heads) for other in others} | solved
+    # Bootstrap confidence intervals over the probe's documents
     resampled = bootstrap(table)
     certainty = None
     if resampled is not None:
-        taken = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
-        certainty = Certainty.of(resampled, layouts, heads, taken)
+        probabilities = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
+        certainty = Certainty.of(resampled, layouts, heads, probabilities)
     return Answer(table, layouts, coverage_table(table, layouts, heads, resampled), certainty)
 
 
-def _chosen_by(scores: HeadScores, window: int, heads: int) -> Layout:
-    """Make the ``heads`` heads of the highest scores global, under the name of the signal."""
+def _layout_by_signal(scores: HeadScores, window: int, heads: int) -> Layout:
+    """Return the layout of the ``heads`` highest-scoring heads, named after the signal."""
     layout = Layout.from_mask(densest(scores.values, heads), window=window, strategy=scores.signal)
     return Layout(layout.heads, window, scores.signal, provenance(scores, layout, heads, None))
 
@@ -109,11 +115,18 @@ def _chosen_by(scores: HeadScores, window: int, heads: int) -> Layout:
 def coverage_table(
     table: HeadScores, layouts: Mapping[str, Layout], heads: int, resampled: Bootstrap | None = None
 ) -> pd.DataFrame:
-    """One row per layout, best coverage first, those above the budget last.
+    """Tabulate the layouts, best coverage first and those above the budget last.
 
-    Columns: strategy, num_global, density_percent, coverage, worst_domain (the lowest coverage of a domain),
-    coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why it has other than ``heads``
-    global heads, or may not be the best).
+    Args:
+        table: head densities.
+        layouts: layouts by strategy name.
+        heads: the budget in global heads.
+        resampled: bootstrap of the table, for confidence intervals.
+
+    Returns:
+        One row per layout with columns strategy, num_global, density_percent, coverage, worst_domain (lowest per-domain
+        coverage), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why the layout
+        does not have ``heads`` global heads, or may not be optimal).
     """
     rows = []
     for name, layout in layouts.items():
@@ -130,23 +143,24 @@ def coverage_table(
                 "note": _note(layout, heads),
             }
         )
+    # Sort by coverage, layouts above the budget last
     table_rows = pd.DataFrame(rows).sort_values("coverage", ascending=False, kind="stable")
     is_above = (table_rows["num_global"] > heads).sort_values(kind="stable")
     return table_rows.loc[is_above.index].reset_index(drop=True)
 
 
 def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
-    """Say which layouts of a ``coverage_table`` have not ``heads`` global heads, so that coverages do not compare."""
-    budget = rows.set_index("strategy")["num_global"]
-    other = budget[budget != heads]
-    if other.empty:
+    """Warn of layouts in a ``coverage_table`` without exactly ``heads`` global heads: coverages do not compare."""
+    num_global = rows.set_index("strategy")["num_global"]
+    deviating = num_global[num_global != heads]
+    if deviating.empty:
         return None
-    named = ", ".join(f"{name} ({number})" for name, number in other.items())
-    return f"not {heads} global heads: {named}; coverage grows with their number, so compare layouts of one number"
+    uneven = ", ".join(f"{name} ({number})" for name, number in deviating.items())
+    return f"not {heads} global heads: {uneven}; coverage grows with their number, so compare layouts of one number"
 
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
-    """Of the random layouts of a ``coverage_table``; None without any."""
+    """Return mean and deviation of the random layouts in a ``coverage_table``; None if there are none."""
     values = rows.loc[rows["strategy"].str.startswith(RANDOM_PREFIX), "coverage"]
     if values.empty:
         return None
@@ -154,24 +168,31 @@ def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
 
 
 def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) -> None:
-    """Write every ``<strategy>.yaml``, ``coverage.csv``, ``coverage-curve.csv`` and, where known, ``heads.csv``.
+    """Write ``<strategy>.yaml`` per layout, ``coverage.csv``, ``coverage-curve.csv`` and, if known, ``heads.csv``.
 
-    All together take the place of an earlier proposal's. One for another budget is kept in a folder of its own,
-    ``<budget>-heads/``; of the same budget ``reporter`` is told which layouts are replaced. What an earlier proposal
-    left and this one does not have is removed: random layouts, the solved one, that of the recommended signal,
-    ``heads.csv``. Of two processes the second waits.
+    The files replace those of an earlier proposal all at once, and files that the new proposal lacks are removed
+    (random layouts, the solved layout, that of the recommended signal, ``heads.csv``). An earlier proposal for a
+    different budget is first copied to ``<budget>-heads/``.
+
+    Args:
+        folder: output folder; locked, so a second process waits.
+        answer: the proposal.
+        reporter: warned of the layouts that are replaced.
     """
     names = [f"{check_name(name, 'the layout')}.yaml" for name in answer.layouts]
     budget = answer.layouts["densest"].num_global
     with locked(folder, "writes layouts", reporter.announce):
+        # List the files that may be replaced or removed
         random = [file.name for file in folder.glob(f"{RANDOM_PREFIX}*.yaml")]
         optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, RECOMMENDED)]
         stale = [*random, *optional, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
+        # Keep or report an earlier proposal
         if not keep_other_budget(folder, files, budget, reporter) and (
             replaced := replaced_layouts(folder, answer.layouts, files)
         ):
             reporter.caution(f"replaced other layouts for {budget} global heads in {folder}: {', '.join(replaced)}")
+        # Write layouts and tables
         with replacing(folder, stale=stale) as new:
             for name, layout in zip(names, answer.layouts.values(), strict=True):
                 layout.write(new / name)
@@ -182,7 +203,7 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
 
 
 def _note(layout: Layout, heads: int) -> str:
-    """What a layout does not reach: the whole budget, or the proof that it is the best."""
+    """Explain why a layout misses the budget, or that it is not proven optimal; empty if neither applies."""
     if "constraints" not in layout.provenance:
         if layout.num_global == heads:
             return ""

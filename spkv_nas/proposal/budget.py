@@ -1,4 +1,4 @@
-"""Budgets: how many KV heads may be global, as a number, a share of all, or several of these."""
+"""Parse budgets: the number of global KV heads as a count, a share of all heads, or several of these."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from fractions import Fraction
 
 from spkv_nas.base.errors import UserError
 
-DEFAULT_SHARE = Fraction(18, 63)  # of the heads that are global: the paper's 18 of 21 x 3
+DEFAULT_SHARE = Fraction(18, 63)  # share of global heads in the paper: 18 of 21 x 3
 
 
 def parse_budget(budget: int | str | None, num_heads: int) -> int:
-    """Number of global KV heads from ``18``, ``"18"`` or ``"25%"`` (rounded to the nearest head, as None is, the
-    paper's share).
+    """Parse a budget to a number of global KV heads.
+
+    Args:
+        budget: ``18``, ``"18"`` or ``"25%"``, rounded to the nearest head; None for the paper's share, 2 of 7 heads.
+        num_heads: number of KV heads in the model.
 
     Raises:
         UserError: not a number, or outside 1..``num_heads``.
@@ -24,28 +27,34 @@ def parse_budget(budget: int | str | None, num_heads: int) -> int:
     except (ValueError, OverflowError) as error:
         raise UserError(f"budget '{budget}' is not a number of KV heads; give for example 18 or 25%") from error
     if not 1 <= number <= num_heads:
-        said, means = text[:40], str(number)[:40]
-        raise UserError(f"budget {said} means {means} global KV heads; the model has {num_heads}, so 1 to {num_heads}")
+        budget_text, number_text = text[:40], str(number)[:40]
+        raise UserError(
+            f"budget {budget_text} means {number_text} global KV heads; the model has {num_heads}, so 1 to {num_heads}"
+        )
     return number
 
 
 def is_several(budget: int | str | None) -> bool:
-    """Whether a budget is several: a list, such as ``"12,18,24"``, or a range, such as ``"6..40"``."""
+    """Return true if a budget names several: a list such as ``"12,18,24"``, or a range such as ``"6..40"``."""
     return any(sign in str(budget) for sign in (",", ".."))
 
 
 def parse_budgets(budget: str, num_heads: int) -> list[int]:
-    """Numbers of global KV heads, ascending, each once: from a list, ``"12,18,24"``, or a range, the ends included,
-    ``"6..40"``, ``"10%..50%"`` or, every fourth, ``"6..40:4"``; a list may hold ranges.
+    """Parse several budgets to distinct numbers of global KV heads, ascending.
+
+    Args:
+        budget: a list such as ``"12,18,24"`` of budgets and ranges. Ranges include both ends: ``"6..40"``,
+            ``"10%..50%"``, or with a step ``"6..40:4"``.
+        num_heads: number of KV heads in the model.
 
     Raises:
-        UserError: neither of these, a number outside 1..``num_heads``, or a range that runs backwards.
+        UserError: the text is malformed, a number lies outside 1..``num_heads``, or a range runs backwards.
     """
     return sorted({number for part in budget.split(",") for number in _parse_part(part, num_heads)})
 
 
 def _parse_part(text: str, num_heads: int) -> list[int]:
-    """The numbers of one budget, or of one range."""
+    """Parse one item of the list: a budget or a range."""
     if ".." not in text:
         return [parse_budget(text, num_heads)]
     ends, _, step = text.partition(":")

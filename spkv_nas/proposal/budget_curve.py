@@ -1,4 +1,7 @@
-"""The best layout at every one of several budgets, the curve of their coverage, and its knee: heads beyond pay less."""
+"""Compute the best layout at each of several budgets, the curve of their coverage, and its knee.
+
+The knee is the budget beyond which each further head adds less coverage than the average head.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
 
 @dataclass(frozen=True)
 class Knee:
-    """A budget, in global heads, and in words why it is the knee."""
+    """The knee of a budget curve: a budget in global heads, and the reason in words."""
 
     budget: int
     meaning: str
@@ -35,14 +38,15 @@ class Knee:
 
 @dataclass(frozen=True, eq=False)
 class BudgetCurve:
-    """The best layout at every one of several budgets.
+    """The best layout at each of several budgets.
 
     Attributes:
-        table: the densities, at the threshold that the layouts were chosen at.
-        rows: one per budget: budget, num_global, coverage, worst_domain (the lowest of a domain), coverage_low and
-            coverage_high (95 % interval), random (expected of as many random heads), kv_bytes; NaN where unknown.
-        layouts: by name, such as "densest-18".
-        knee: of the curve.
+        table: densities at the threshold used to choose the layouts.
+        rows: one row per budget with columns budget, num_global, coverage, worst_domain (lowest per-domain coverage),
+            coverage_low and coverage_high (95 % interval), random (expected coverage of as many random heads),
+            kv_bytes; NaN where unknown.
+        layouts: layouts by name, such as "densest-18".
+        knee: knee of the curve.
     """
 
     table: HeadScores
@@ -60,15 +64,15 @@ def curve_for(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> BudgetCurve:
-    """The curve over budgets such as "6..40" or "12,18,24".
+    """Compute the curve over budgets given as text, such as "6..40" or "12,18,24".
 
     Args:
-        table: densities.
-        requirements: none by default.
-        budget: see ``parse_budgets``.
-        tau: threshold to compare the heads at; the table's own by default.
-        window: of the local heads; the table's by default, or 128.
-        progress: called with (budgets solved, budgets in all).
+        table: head densities.
+        requirements: constraints and further options; none by default.
+        budget: several budgets, see ``parse_budgets``.
+        tau: density threshold, see ``resolve_tau``; defaults to the table's own.
+        window: local attention window in tokens; defaults to the table's, or 128.
+        progress: called with (budgets solved, number of budgets).
 
     Raises:
         UserError: as ``parse_budgets``, ``resolve_tau`` and ``budget_curve``.
@@ -89,9 +93,22 @@ def budget_curve(
     window: int | None = None,
     progress: Progress | None = None,
 ) -> BudgetCurve:
-    """The curve over ``budgets``, in global heads, ascending. Raises ``UserError`` if one is not feasible."""
+    """Compute the curve over budgets in global heads.
+
+    Args:
+        table: densities at the threshold to use.
+        requirements: constraints and further options.
+        budgets: numbers of global heads, ascending.
+        resampled: bootstrap of the table, for confidence intervals.
+        window: local attention window in tokens; defaults to the table's, or 128.
+        progress: called with (budgets solved, number of budgets).
+
+    Raises:
+        UserError: a budget is not feasible under the requirements.
+    """
     cost = requirements.cache_cost(table, window)
     rows, layouts = [], {}
+    # Solve for one layout per budget and measure its coverage
     for number, (budget, layout) in enumerate(_layouts(table, requirements, budgets, window), 1):
         low, high = (np.nan, np.nan) if resampled is None else resampled.coverage(layout.global_mask)
         rows.append(
@@ -109,33 +126,39 @@ def budget_curve(
         layouts[layout.strategy] = layout
         if progress is not None:
             progress(number, len(budgets))
+    # Locate the knee
     curve = pd.DataFrame(rows)
     return BudgetCurve(table, curve, layouts, find_knee(table, requirements, curve))
 
 
 def find_knee(table: HeadScores, requirements: Requirements, rows: pd.DataFrame) -> Knee:
-    """The knee of ``BudgetCurve.rows``.
+    """Locate the knee of ``BudgetCurve.rows``.
 
-    Of the densest heads it is ``stability.knee``, in the range or not; of solved layouts the budget of the range at
-    which coverage lies farthest above that of as many random heads.
+    For the densest heads this is ``stability.knee``, inside the range or not. For solved layouts it is the budget of
+    the range whose coverage exceeds that of as many random heads by the most.
     """
     if not requirements.is_solved:
         return Knee(knee(table), "beyond it each further head adds less than average")
     best = rows.iloc[int((rows["coverage"] - rows["random"]).to_numpy().argmax())]
-    beyond = "; it is an end of the range, so the knee may lie beyond" if best.name in (0, len(rows) - 1) else ""
-    return Knee(int(best["budget"]), f"coverage lies farthest above that of random heads there{beyond}")
+    caveat = "; it is an end of the range, so the knee may lie beyond" if best.name in (0, len(rows) - 1) else ""
+    return Knee(int(best["budget"]), f"coverage lies farthest above that of random heads there{caveat}")
 
 
 def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT) -> None:
-    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``; layouts of an earlier range are removed.
+    """Write ``budgets.csv`` and ``budgets/<strategy>-<budget>.yaml``, and remove layouts of earlier ranges.
 
-    ``reporter`` is told which those are. Of two processes the second waits.
+    Args:
+        folder: output folder; locked, so a second process waits.
+        curve: the curve to write.
+        reporter: warned of the layouts that are replaced.
     """
     layouts = folder / BUDGETS
     with locked(folder, "writes layouts", reporter.announce):
+        # Warn of layouts that change
         stale = [file.name for file in layouts.glob("*.yaml")]
         if replaced := replaced_layouts(layouts, curve.layouts, stale):
             reporter.caution(f"replaced other layouts in {layouts}: {', '.join(replaced)}")
+        # Write layouts and table
         with replacing(layouts, stale=stale) as new:
             for name, layout in curve.layouts.items():
                 layout.write(new / f"{check_name(name, 'the layout')}.yaml")
@@ -145,6 +168,7 @@ def write_budgets(folder: Path, curve: BudgetCurve, reporter: Reporter = SILENT)
 def _layouts(
     table: HeadScores, requirements: Requirements, budgets: Sequence[int], window: int | None
 ) -> Iterator[tuple[int, Layout]]:
+    """Yield (budget, best layout), named after strategy and budget."""
     for budget in budgets:
         if requirements.is_solved:
             layout = requirements.solve(table, Limit(budget), window)

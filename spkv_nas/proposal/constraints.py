@@ -1,4 +1,4 @@
-"""The layout of highest density coverage under a budget and the constraints of a serving engine, solved exactly."""
+"""Find the layout of highest density coverage under a budget and a serving engine's constraints, exactly."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from spkv_nas.proposal.coverage import domain_coverage, provenance
 from spkv_nas.proposal.integer_program import Problem
 
 Float = NDArray[np.float64]
-CONSTRAINED, ROBUST = "constrained", "robust"  # strategies of the layouts that ``solve`` makes
+CONSTRAINED, ROBUST = "constrained", "robust"  # strategy names of the layouts from ``solve``
 _WEIGHTS = (Column("layer", "whole"), Column("kv_head", "whole"), Column("weight", "number", above=0, high=1e30))
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What an engine or an architect requires of a layout. Layers count from 0.
+    """Constraints that a serving engine or an architecture puts on a layout. Layers count from 0.
 
     Attributes:
-        min_per_layer: least number of global heads in every layer that is named neither all global nor all local.
-        max_per_layer: largest number of global heads in the same layers.
-        global_layers: layers whose heads are all global.
-        local_layers: layers whose heads are all local.
+        min_per_layer: minimum number of global heads per layer; layers in ``global_layers`` or ``local_layers`` are
+            exempt.
+        max_per_layer: maximum number of global heads in the same layers.
+        global_layers: layers in which every head is global.
+        local_layers: layers in which every head is local.
         granularity: "head", or "layer" for whole layers only.
-        uniform: the same number of global heads in every layer that has both kinds.
+        uniform: same number of global heads in every layer that mixes global and local heads.
 
     Raises:
-        UserError: a number out of range, an unknown granularity, or two that contradict each other.
+        UserError: a number is out of range, the granularity is unknown, or two constraints contradict each other.
     """
 
     min_per_layer: int | None = None
@@ -45,6 +46,7 @@ class Constraints:
     uniform: bool = False
 
     def __post_init__(self) -> None:
+        """Check each value, and the pairs that can contradict each other."""
         for name in ("min_per_layer", "max_per_layer"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -52,33 +54,36 @@ class Constraints:
         low, high = self.min_per_layer, self.max_per_layer
         if low is not None and high is not None and low > high:
             raise UserError(f"--min-per-layer {low} is more than --max-per-layer {high}")
-        if both := set(self.global_layers) & set(self.local_layers):
-            raise UserError(f"layer {min(both)} is in --global-layers and in --local-layers")
+        if common_layers := set(self.global_layers) & set(self.local_layers):
+            raise UserError(f"layer {min(common_layers)} is in --global-layers and in --local-layers")
         if self.granularity not in ("head", "layer"):
             raise UserError(f"--granularity must be head or layer; found '{self.granularity}'")
 
     @property
     def named(self) -> dict[str, object]:
-        """The constraints that are set, as plain values: for files and messages."""
+        """Return the constraints that are set, by name, as plain values for files and messages."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return {
-            name: list(value) if isinstance(value, tuple) else value for name, value, default in values
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value, default in values
             if value != default
-        }  # fmt: skip
+        }
 
     def check(self, grid: Grid) -> None:
-        """Raises ``UserError`` if a layer or a number of heads is beyond the grid."""
+        """Check that layers and head counts fit the grid. Raises ``UserError`` otherwise."""
         num_layers, num_kv_heads = grid
         for name in ("global_layers", "local_layers"):
-            beyond = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
-            if beyond:
-                raise UserError(f"{option_name(name)}: there is no layer {beyond[0]}; layers are 0 to {num_layers - 1}")
+            out_of_range = [layer for layer in getattr(self, name) if not 0 <= layer < num_layers]
+            if out_of_range:
+                raise UserError(
+                    f"{option_name(name)}: there is no layer {out_of_range[0]}; layers are 0 to {num_layers - 1}"
+                )
         if (self.min_per_layer or 0) > num_kv_heads:
             raise UserError(f"--min-per-layer {self.min_per_layer}: a layer has {num_kv_heads} KV heads")
 
 
 def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
-    """Layer numbers from ``"0,20"`` or ``"3-5,8"``, ascending. Raises ``UserError`` that names the ``option``."""
+    """Parse layer numbers from ``"0,20"`` or ``"3-5,8"``, ascending. Raises ``UserError`` that names ``option``."""
     layers: set[int] = set()
     for part in (text or "").split(",") if text is not None else ():
         low, dash, high = part.strip().partition("-")
@@ -93,10 +98,11 @@ def parse_layers(text: str | None, option: str) -> tuple[int, ...]:
 
 
 def read_weights(path: Path, table: HeadScores) -> Float:
-    """[L, Hkv], what one global head weighs (in bytes, seconds, ...), from a CSV file: layer, kv_head, weight.
+    """Read the weights [L, Hkv] of the heads (bytes, seconds, ...) from a CSV file: layer, kv_head, weight.
 
     Raises:
-        UserError: naming the file and line, or the table's grid if it is another one; a weight must be above 0.
+        UserError: the file is invalid (names file and line), a weight is not above 0, or the grid differs from the
+            table's.
     """
     rows = read_table(path, "weights", _WEIGHTS)
     layer, head, weight = (rows[column.name].to_numpy() for column in _WEIGHTS)
@@ -109,8 +115,8 @@ def read_weights(path: Path, table: HeadScores) -> Float:
     weights = np.full(table.grid, np.nan)
     weights[layer, head] = weight
     if np.isnan(weights).any():
-        lacking = np.argwhere(np.isnan(weights))[0][0]
-        raise UserError(f"weights {path}: a head is there twice, and layer {lacking} lacks one")
+        incomplete_layer = np.argwhere(np.isnan(weights))[0][0]
+        raise UserError(f"weights {path}: a head is there twice, and layer {incomplete_layer} lacks one")
     return weights
 
 
@@ -123,24 +129,25 @@ def solve(
     robust: bool = False,
     window: int | None = None,
 ) -> Layout:
-    """The layout of highest coverage whose global heads weigh at most ``budget``.
+    """Return the layout of highest coverage whose global heads weigh at most ``budget``.
 
     Args:
-        table: densities.
-        budget: number of global heads, or with ``weights`` the most that they may weigh in all.
-        constraints: none by default.
-        weights: [L, Hkv], above 0, of each head if it is global; 1 by default.
-        robust: maximise the coverage of the domain whose coverage is lowest.
-        window: of the local heads; the table's by default, or 128.
+        table: head densities.
+        budget: maximum number of global heads, or with ``weights`` their maximum total weight.
+        constraints: constraints on the layout; none by default.
+        weights: [L, Hkv], above 0, the weight of each head if it is global; 1 by default.
+        robust: maximise the lowest per-domain coverage instead of the overall one.
+        window: local attention window in tokens; defaults to the table's, or 128.
 
     Returns:
-        A layout called "constrained", or "robust"; its provenance holds the constraints, and ``gap`` if the optimum
-        was not proven in time.
+        A layout named "constrained" or "robust"; its provenance holds the constraints, and ``gap`` if optimality was
+        not proven within the time limit.
 
     Raises:
-        UserError: no layout meets the constraints (the message names the ones in conflict), the budget buys no head,
-            a domain keeps nothing, or ``weights`` are of another shape than the table.
+        UserError: no layout meets the constraints (the message names the conflicting ones), the budget is too small for
+            any head, no head of a domain keeps anything, or ``weights`` do not have the table's shape.
     """
+    # Check the inputs
     constraints = constraints or Constraints()
     constraints.check(table.grid)
     if weights is not None and (weights.shape != table.grid or not (weights > 0).all()):
@@ -150,6 +157,7 @@ def solve(
         if not kept.any():
             of = f"domain '{domain}'" if robust else f"density table '{table.name}'"
             raise UserError(f"no head keeps anything in {of} at tau = {table.tau:g}: choose a smaller tau")
+    # Solve the integer program
     problem = Problem(table.grid, constraints.named, budget, weights)
     best = problem.optimum(density)
     if best is None:
@@ -158,6 +166,7 @@ def solve(
         least = problem.least(nonempty=True)
         need = "no head may be global" if least is None else f"a global head needs at least {least:g}"
         raise UserError(f"budget {budget:g} buys no global KV head under these constraints: {need}")
+    # Build the layout and its provenance
     name = ROBUST if robust else CONSTRAINED
     layout = Layout.from_mask(best.mask, window=window or table.window or DEFAULT_WINDOW, strategy=name)
     origin = {**provenance(table, layout, budget), "constraints": constraints.named}
@@ -171,17 +180,17 @@ def solve(
 
 
 def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:
-    """Names constraints that exclude each other, and the budget that all of them would need."""
+    """Describe which constraints conflict, and the smallest budget that would satisfy all of them."""
     culprits = problem.conflict()
-    words = {"budget": f"the budget of {budget:g}"}
+    descriptions = {"budget": f"the budget of {budget:g}"}
     for name, value in constraints.named.items():
-        shown = ",".join(map(str, value)) if isinstance(value, list) else value
-        words[name] = option_name(name) if value is True else f"{option_name(name)} {shown}"
-    message = f"no layout meets {' and '.join(words[name] for name in culprits)}"
+        value_text = ",".join(map(str, value)) if isinstance(value, list) else value
+        descriptions[name] = option_name(name) if value is True else f"{option_name(name)} {value_text}"
+    message = f"no layout meets {' and '.join(descriptions[name] for name in culprits)}"
     least = problem.least() if "budget" in culprits else None
     return message + (f": the constraints need a budget of at least {least:g}" if least is not None else "")
 
 
 def option_name(name: str) -> str:
-    """The command line's option for a field, such as "--kv-bytes"."""
+    """Return the command-line option of a field, such as "--kv-bytes"."""
     return "--" + name.replace("_", "-")

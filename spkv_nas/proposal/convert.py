@@ -1,6 +1,6 @@
-"""Layouts and head scores from one form to another: ours, DuoAttention's, PruLong's (``foreign_formats``).
+"""Convert layouts and head scores between our format and those of DuoAttention and PruLong (``foreign_formats``).
 
-``hash`` and strategy of a layout go into DuoAttention's ``config.json``, which has room for them.
+DuoAttention's ``config.json`` also receives the layout's ``hash`` and strategy.
 """
 
 from __future__ import annotations
@@ -32,20 +32,32 @@ def convert(
     threshold: float | None = None,
     window: int | None = None,
 ) -> list[str]:
-    """Write a layout or scores in another form; sentences that say what was written and what could not be carried.
+    """Write a layout or head scores in another format.
 
-    The target's name decides its form: ``.yaml`` a layout, ``.tsv`` a PruLong mask, ``full_attention_heads.tsv`` or a
-    folder DuoAttention's two files. Scores stay scores from one project to DuoAttention unless an option of
-    ``ForeignScores.choose`` cuts them. ``window`` replaces that of the source.
+    Scores stay scores when converted to DuoAttention, unless an option of ``ForeignScores.choose`` selects heads.
+
+    Args:
+        source: file or folder to read.
+        target: file or folder to write; its name decides the format: ``.yaml`` a layout, ``.tsv`` a PruLong mask,
+            ``full_attention_heads.tsv`` or a folder DuoAttention's two files.
+        budget: number or share of global heads, see ``ForeignScores.choose``.
+        sparsity: share of local heads in [0, 1], see ``ForeignScores.choose``.
+        threshold: score in [0, 1] from which a head is global, see ``ForeignScores.choose``.
+        window: local attention window in tokens, instead of the source's.
+
+    Returns:
+        Messages about what was written and what the target format cannot hold.
 
     Raises:
-        UserError: a form is unknown or damaged, the target exists, or the options do not fit the source.
+        UserError: a format is unknown or damaged, the target exists, or the options do not fit the source.
     """
+    # Check target and options
     files = _target_files(target)
     options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
     chosen = {name: value for name, value in options.items() if value is not None}
     if window is not None and window < 1:
         raise UserError(f"--window is {window}; it counts the query's own key: at least 1")
+    # Read the source
     layout = Layout.read(source) if _is_layout(source) else None
     if layout is None:
         scores, notes = _with_sizes(read_scores(source), window)
@@ -55,30 +67,32 @@ def convert(
         layout, notes = replace(layout, window=window or layout.window), []
         mask = layout.global_mask.astype(np.float64)
         scores = ForeignScores(mask, layout.strategy, f"{layout.strategy} {layout.hash}", layout.window, sink_size=0)
-    duo = files[0].name == TSV_NAME
-    if layout is None and (chosen or not duo):
-        layout, ties = _chosen_layout(scores, chosen)
-        scores, notes = replace(scores, values=layout.global_mask.astype(np.float64)), notes + ties
-    if duo:
+    # Select heads if the target needs a mask
+    to_duo_attention = files[0].name == TSV_NAME
+    if layout is None and (chosen or not to_duo_attention):
+        layout, tie_notes = _chosen_layout(scores, chosen)
+        scores, notes = replace(scores, values=layout.global_mask.astype(np.float64)), notes + tie_notes
+    # Write the target
+    if to_duo_attention:
         return [*notes, _write_duo_attention(files, scores)]
     assert layout is not None
     return notes + (_write_layout if _is_layout(target) else _write_prulong)(target, layout, scores.sink_size or 0)
 
 
 def _with_sizes(scores: ForeignScores, window: int | None) -> tuple[ForeignScores, list[str]]:
-    """The scores with a window (the one given, their own, or the default) and sinks, and a sentence on a guess."""
+    """Fill in missing window and sinks of the scores; return them with a note on assumed values."""
     window = window or scores.window
-    guesses = []
+    assumptions = []
     if window is None:
-        guesses.append(f"the window as {DEFAULT_WINDOW} (--window W sets it)")
+        assumptions.append(f"the window as {DEFAULT_WINDOW} (--window W sets it)")
     if scores.sink_size is None:
-        guesses.append("the sinks as none")
-    notes = [f"{scores.source} comes without sizes: took {' and '.join(guesses)}"] if guesses else []
+        assumptions.append("the sinks as none")
+    notes = [f"{scores.source} comes without sizes: took {' and '.join(assumptions)}"] if assumptions else []
     return replace(scores, window=window or DEFAULT_WINDOW, sink_size=scores.sink_size or 0), notes
 
 
 def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layout, list[str]]:
-    """The layout of the chosen heads, and a sentence if the cut falls among equal scores."""
+    """Return the layout of the chosen heads, with a note if the cut falls among equal scores."""
     assert scores.window is not None
     mask = scores.choose(**chosen)
     provenance = {"source": scores.source, **chosen, "budget": int(mask.sum()), "created_by": _CREATED_BY}
@@ -93,7 +107,7 @@ def _chosen_layout(scores: ForeignScores, chosen: dict[str, Any]) -> tuple[Layou
 
 
 def _target_files(target: Path) -> list[Path]:
-    """The files that a conversion writes. Raises ``UserError`` where one exists or the form is unknown."""
+    """Return the files that a conversion writes. Raises ``UserError`` if one exists or the format is unknown."""
     if _is_layout(target) or (target.suffix == ".tsv" and target.name != TSV_NAME):
         files = [target]
     elif target.name == TSV_NAME:
@@ -109,24 +123,27 @@ def _target_files(target: Path) -> list[Path]:
 
 
 def _write_duo_attention(files: Sequence[Path], scores: ForeignScores) -> str:
+    """Write DuoAttention's two files atomically; return a message."""
     sizes = {"sink_size": scores.sink_size, "recent_size": scores.window}
     config = {**sizes, "source": scores.source, "created_by": _CREATED_BY}
     folder = files[0].parent
-    with (replacing if folder.is_dir() else new_folder)(folder) as new:  # both files, or none of them
+    with (replacing if folder.is_dir() else new_folder)(folder) as new:  # both files or neither
         write_json(new / CONFIG_NAME, config)
         write_atomic(new / TSV_NAME, _lines(scores.values, "{:.18e}"))
-    what = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
-    return f"{files[0]}: {what}, {scores.sink_size} sinks, window {scores.window}"
+    content = f"{int(scores.values.sum())} of {scores.values.size} KV heads global" if scores.is_mask else "scores"
+    return f"{files[0]}: {content}, {scores.sink_size} sinks, window {scores.window}"
 
 
 def _write_layout(target: Path, layout: Layout, sinks: int) -> list[str]:
+    """Write a layout file; return messages."""
     layout.write(target)
-    lost = f"not carried: {sinks} sinks; a layout's local heads see their window of {layout.window} alone"
-    written = f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, hash {layout.hash}"
-    return [written, lost] if sinks else [written]
+    sinks_note = f"not carried: {sinks} sinks; a layout's local heads see their window of {layout.window} alone"
+    message = f"{target}: {layout.num_global} of {layout.num_heads} KV heads global, hash {layout.hash}"
+    return [message, sinks_note] if sinks else [message]
 
 
 def _write_prulong(target: Path, layout: Layout, sinks: int) -> list[str]:
+    """Write a PruLong mask; return messages."""
     write_atomic(target, _lines(layout.global_mask.astype(np.float64), "{:.1f}"))
     return [
         f"{target}: {layout.num_global} of {layout.num_heads} KV heads global",
@@ -135,9 +152,10 @@ def _write_prulong(target: Path, layout: Layout, sinks: int) -> list[str]:
 
 
 def _lines(values: NDArray[np.float64], number: str) -> str:
+    """Format values [L, Hkv] as tab-separated lines, one per layer."""
     return "".join("\t".join(number.format(value) for value in row) + "\n" for row in values)
 
 
 def _is_layout(path: Path) -> bool:
-    """Whether the name is a layout file's."""
+    """Return true if the file name is that of a layout."""
     return path.suffix in (".yaml", ".yml")

@@ -1,7 +1,7 @@
-"""Density coverage: the share of the density that a layout's global heads hold.
+"""Compute density coverage: the share of the total density that a layout's global heads hold.
 
-SP-KV paper, "Designing Stronger Hybrids": with the 18 densest of 63 heads global, 68.4 % of the useful KV entries
-would be retained.
+SP-KV paper, "Designing Stronger Hybrids": with the 18 densest of 63 heads global, 68.4 % of the useful KV entries would
+be retained.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from spkv_nas.proposal.strategies import densest_first
 
 
 def coverage(table: HeadScores, layout: Layout) -> float:
-    """Sum of density over the layout's global heads / sum over all heads, in [0, 1], at the table's threshold.
+    """Return a layout's coverage: sum of density over its global heads / sum over all heads, in [0, 1].
 
-    The layout's provenance plays no part: ``Proposal.table`` gives the table at the threshold that layouts in files
-    were chosen at.
+    Densities are those at the table's threshold; the layout's provenance is ignored. For layouts in files,
+    ``Proposal.table`` gives the table at the threshold they were chosen at.
 
     Raises:
-        UserError: the layout has another grid than the table, or no head keeps anything.
+        UserError: the layout's grid differs from the table's, or every density is 0.
     """
     check_grid(f"layout '{layout.strategy}'", layout.grid, f"the density table '{table.name}'", table.grid)
     return _covered(table, layout.global_mask)
 
 
 def densest_coverage(table: HeadScores) -> list[float]:
-    """``coverage`` of the 1, 2, ... densest heads. Raises ``UserError`` if no head keeps anything."""
+    """Return the coverage of the 1, 2, ... densest heads. Raises ``UserError`` if every density is 0."""
     mask, covered = np.zeros(table.num_heads, dtype=np.bool_), []
     for head in densest_first(table.values):
         mask[head] = True
@@ -45,7 +45,7 @@ def densest_coverage(table: HeadScores) -> list[float]:
 
 
 def domain_coverage(table: HeadScores, layout: Layout) -> dict[str, float]:
-    """Coverage by domain; NaN for a domain in which no head keeps anything."""
+    """Return a layout's coverage by domain; NaN for a domain whose densities are all 0."""
     covered = {}
     for domain in table.domains:
         density = table.domain_density(domain)
@@ -55,10 +55,10 @@ def domain_coverage(table: HeadScores, layout: Layout) -> dict[str, float]:
 
 
 def coverage_curve(table: HeadScores) -> pd.DataFrame:
-    """Best possible and expected random coverage for every budget: columns budget, densest, random.
+    """Return the best possible and the expected random coverage by budget, columns budget, densest, random.
 
     Raises:
-        UserError: no head keeps anything.
+        UserError: every density is 0.
     """
     descending = np.sort(table.density.ravel())[::-1]
     budget = np.arange(1, descending.size + 1)
@@ -68,10 +68,12 @@ def coverage_curve(table: HeadScores) -> pd.DataFrame:
 
 
 def _covered(table: HeadScores, mask: NDArray[np.bool_]) -> float:
+    """Return the coverage of the heads in a bool mask [L, Hkv]."""
     return float(table.density[mask].sum() / _total(table))
 
 
 def _total(table: HeadScores) -> float:
+    """Return the sum of densities. Raises ``UserError`` if it is 0."""
     total = float(table.density.sum())
     if total == 0.0:
         raise UserError(
@@ -82,7 +84,7 @@ def _total(table: HeadScores) -> float:
 
 
 def provenance(table: HeadScores, layout: Layout, budget: float, seed: int | None = None) -> dict[str, Any]:
-    """What a layout file says about where the layout comes from."""
+    """Return the provenance to record in a layout file: probe, budget, coverage, threshold, seed, version."""
     origin = {
         "probe": table.name,
         "probe_hash": table.content_hash,

@@ -1,4 +1,4 @@
-"""Keep what an earlier proposal left in ``layouts/<name>/``, or say which of its layouts a new one replaces."""
+"""Keep an earlier proposal in ``layouts/<name>/`` when the budget changes, or list the layouts a new one replaces."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ from spkv_nas.base.replace import replacing, settle
 
 
 def keep_other_budget(folder: Path, files: Collection[str], budget: int, reporter: Reporter) -> bool:
-    """Copy an earlier proposal to ``<folder>/<its budget>-heads/`` if it is for another number of global heads.
+    """Copy an earlier proposal to ``<folder>/<its budget>-heads/`` if its number of global heads differs.
 
     Args:
-        folder: of the layouts; locked, so that no other process proposes meanwhile.
+        folder: folder of the layouts; the caller holds its lock.
         files: names of the files that the new proposal writes or removes.
         budget: global heads of the new proposal.
         reporter: told where the earlier layouts are kept.
 
     Returns:
-        Whether there was such a proposal.
+        True if there was such a proposal.
     """
     settle(folder)
     earlier = _read(folder / "densest.yaml")
-    if earlier is None or (before := _budget(earlier)) == budget:
+    if earlier is None or (earlier_budget := _budget(earlier)) == budget:
         return False
-    kept = folder / f"{before}-heads"
-    with replacing(kept, stale=[file.name for file in kept.glob("*") if file.is_file()]) as new:
+    kept_folder = folder / f"{earlier_budget}-heads"
+    with replacing(kept_folder, stale=[file.name for file in kept_folder.glob("*") if file.is_file()]) as new:
         for name in files:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, new / name)
-    reporter.announce(f"the layouts for {before} global heads are kept in {kept}")
+    reporter.announce(f"the layouts for {earlier_budget} global heads are kept in {kept_folder}")
     return True
 
 
 def replaced_layouts(folder: Path, layouts: Mapping[str, Layout], files: Collection[str]) -> list[str]:
-    """List the layouts in ``folder`` that new ones of the same name change, or that go.
+    """List the layouts in ``folder`` that the new ones change or remove.
 
     Args:
-        layouts: the new ones by name.
+        folder: folder of the layouts.
+        layouts: new layouts by name.
         files: names of the files that are written or removed.
     """
-    found = {Path(name).stem: _read(folder / name) for name in sorted(files) if name.endswith(".yaml")}
+    earlier = {Path(name).stem: _read(folder / name) for name in sorted(files) if name.endswith(".yaml")}
     return [
         name
-        for name, layout in found.items()
+        for name, layout in earlier.items()
         if layout is not None and (name not in layouts or layouts[name].content_hash != layout.content_hash)
     ]
 
 
 def _budget(layout: Layout) -> int:
-    """Global heads that a layout was proposed for; those that it has where its file does not say it."""
+    """Return the budget a layout was proposed for, or its number of global heads if the file does not record it."""
     budget = layout.provenance.get("budget")
     return budget if isinstance(budget, int) and budget > 0 else layout.num_global
 
 
 def _read(file: Path) -> Layout | None:
-    """A layout; None where there is none, or none that can be read."""
+    """Read a layout; return None if the file is missing or unreadable."""
     if not file.is_file():
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of edits: it is about to be replaced
+        warnings.simplefilter("ignore", UserWarning)  # edited by hand: irrelevant, it is about to be replaced
         try:
             return Layout.read(file)
         except UserError:

@@ -1,32 +1,33 @@
-"""The formats of DuoAttention and PruLong: what their files hold, and how scores per KV head are read from them.
+"""Read head scores in the formats of DuoAttention and PruLong.
 
-Both hold one value per KV head in a text file without a header: one line per layer from layer 0, values separated by
-tabs, 1 for full attention and 0 for streaming (some first keys, "sinks", and a window). Neither averages over query
-heads: the value is learned per KV head and shared by its group of query heads.
+Both projects store one value per KV head in a text file without a header: one line per layer from layer 0,
+tab-separated, 1 for full attention and 0 for streaming (the first keys, "sinks", plus a window). Neither averages over
+query heads: the value is learned per KV head and shared by its group of query heads.
 
-DuoAttention (arXiv 2410.10819; repository mit-han-lab/duo-attention, commit 03dca84), a folder with two files:
+DuoAttention (arXiv 2410.10819; repository mit-han-lab/duo-attention, commit 03dca84) uses a folder with two files:
 
 - ``full_attention_heads.tsv``: alpha [L, Hkv], as ``numpy.savetxt`` writes it. Training clamps alpha to [0, 1] before a
-  step and saves after one (``duo_attn/train.py``), so published files go down to -2.4e-4 and the loader clips them.
-- ``config.json``: the arguments of the run, of which the loader wants ``sink_size`` and ``recent_size`` (published: 128
+  step and saves it after one (``duo_attn/train.py``), so published files contain values down to -2.4e-4, which the
+  loader clips.
+- ``config.json``: the arguments of the training run; the loader needs ``sink_size`` and ``recent_size`` (published: 128
   and 256). In the training mask ``recent_size`` counts the query's own key (``duo_attn/patch/streaming_attn.py``), as
-  our window does; its cached decoding keeps that many beside it (``duo_attn/patch/llama.py``).
+  our window does; its cached decoding keeps that many keys besides the query's own (``duo_attn/patch/llama.py``).
 
-A sparsity s becomes a threshold there: uniform noise in [0, 1e-6) is added to break ties, and a head stays global
-where alpha >= quantile(alpha, s), interpolated linearly; s >= 1 leaves none, s <= 0 all (``duo_attn/utils.py``).
+DuoAttention turns a sparsity s into a threshold: it adds uniform noise in [0, 1e-6) to break ties, and keeps a head
+global if alpha >= quantile(alpha, s), interpolated linearly; s >= 1 leaves none, s <= 0 all (``duo_attn/utils.py``).
 
 PruLong (arXiv 2506.17121; repository princeton-pli/PruLong, read in the copy qqtang-code/PruLong, commits 41c2511 and
-ff22598): one file, by default in the folder of the checkpoint (``prulong/save_prulong_masks.py``):
+ff22598) uses one file, by default in the checkpoint's folder (``prulong/save_prulong_masks.py``):
 
 - ``masks.tsv``: the mask [L, Hkv] cut at 0.5, 1.0 or 0.0. ``masks_sp<s>.tsv``: 1.0 for the int((1 - s) L Hkv) highest
-  masks, ties by a seeded draw (``prulong/training/modeling_flash_llama.py``). Lines end in CR LF.
+  masks, ties broken by a seeded draw (``prulong/training/modeling_flash_llama.py``). Lines end in CR LF.
 - ``config.json`` of that checkpoint has ``sink_size`` and ``local_window_size`` (defaults 128 and 1024).
 
-Its evaluation reads both projects' files, takes sinks and window from flags, and cuts at DuoAttention's quantile, also
-where the file is a mask already (``eval/model_utils.py``).
+PruLong's evaluation reads the files of both projects, takes sinks and window from flags, and cuts at DuoAttention's
+quantile even where the file already holds a mask (``eval/model_utils.py``).
 
-Here a sparsity means that quantile, without the noise: among equal scores the earlier layer and head stays global, as
-in every strategy. ``spkv_nas.proposal.convert`` writes both projects' files.
+We cut at the same quantile, without the noise: among equal scores the earlier layer and head stays global, as in every
+strategy. ``spkv_nas.proposal.convert`` writes the files of both projects.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.strategies import densest
 
 DUO_ATTENTION, PRULONG = "duo-attention", "prulong"
-TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # of DuoAttention's folder
+TSV_NAME, CONFIG_NAME = "full_attention_heads.tsv", "config.json"  # files in a DuoAttention folder
 _SHAPE_KEYS = ("num_hidden_layers", "num_key_value_heads")
 _SIZE_KEYS = {"sink_size": 0, "recent_size": 1, "local_window_size": 1, **dict.fromkeys(_SHAPE_KEYS, 1)}
-_OVERSHOOT = 0.01  # outside [0, 1] by at most this is clipped: the last step, at DuoAttention's default rate
+_OVERSHOOT = 0.01  # clip values this far outside [0, 1]: one training step at DuoAttention's default learning rate
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +61,11 @@ class ForeignScores:
     """A score per KV head, higher for heads that need global attention.
 
     Attributes:
-        values: [L, Hkv] in [0, 1].
+        values: scores [L, Hkv] in [0, 1].
         origin: "duo-attention" (alpha), "prulong" (mask), or "density".
-        source: the file, as it was named.
-        window: visible recent keys of a local head, its own included; None when no file says it.
-        sink_size: first keys that a local head sees besides its window; None when no file says it.
+        source: path of the file as given by the user.
+        window: local attention window in tokens, the query's own key included; None if no file gives it.
+        sink_size: number of first keys that a local head sees besides its window; None if no file gives it.
     """
 
     values: NDArray[np.float64]
@@ -75,11 +76,11 @@ class ForeignScores:
 
     @property
     def is_mask(self) -> bool:
-        """Whether every value is 0 or 1: the heads have been chosen."""
+        """Return true if every value is 0 or 1, so that the global heads are already chosen."""
         return bool(np.isin(self.values, (0.0, 1.0)).all())
 
     def table(self, name: str) -> HeadScores:
-        """The scores in place of densities, for ``propose``; ``metadata`` records what they are and their file."""
+        """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
         layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
         rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": self.values.ravel()}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
@@ -90,23 +91,25 @@ class ForeignScores:
     def choose(
         self, *, budget: int | str | None = None, sparsity: float | None = None, threshold: float | None = None
     ) -> NDArray[np.bool_]:
-        """Bool [L, Hkv], true where the head stays global; with no option the mask that the scores are already.
+        """Return a bool mask [L, Hkv], true for global heads; without options, the mask that the scores already are.
 
         Args:
-            budget: that many heads of highest score, or a share such as "25%".
-            sparsity: in [0, 1]; local are the heads below this quantile of the scores, as DuoAttention and PruLong do.
-            threshold: in [0, 1]; global are the heads with at least this score.
+            budget: number of highest-scoring heads to keep global, or a share such as "25%".
+            sparsity: in [0, 1]; heads below this quantile of the scores become local, as in DuoAttention and PruLong.
+            threshold: in [0, 1]; heads with at least this score are global.
 
         Raises:
-            UserError: more than one option, one out of range, or none for scores that are no mask.
+            UserError: more than one option is set, one is out of range, or none is set although the scores are no mask.
         """
+        # Check the options
         options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
-        given = [f"--{name}" for name, value in options.items() if value is not None]
-        if len(given) > 1:
-            raise UserError(f"give one of {', '.join(given)}: each alone says which heads are global")
+        set_options = [f"--{name}" for name, value in options.items() if value is not None]
+        if len(set_options) > 1:
+            raise UserError(f"give one of {', '.join(set_options)}: each alone says which heads are global")
         for name, value in (("sparsity", sparsity), ("threshold", threshold)):
             if value is not None and not 0.0 <= value <= 1.0:
                 raise UserError(f"--{name} must lie in [0, 1]; found {value:g}")
+        # Choose the heads
         if budget is not None:
             return densest(self.values, parse_budget(budget, self.values.size))
         if sparsity is not None:
@@ -120,46 +123,51 @@ class ForeignScores:
 
 
 def num_local(sparsity: float, num_heads: int) -> int:
-    """Number of scores below their quantile at ``sparsity`` in [0, 1] (linear interpolation), all of them distinct."""
+    """Return how many of ``num_heads`` distinct scores lie below their quantile at ``sparsity`` in [0, 1]."""
     if sparsity in (0.0, 1.0):
         return int(sparsity * num_heads)
-    return math.ceil(sparsity * (num_heads - 1) - 1e-9)  # a quantile that falls on a score keeps its head global
+    return math.ceil(sparsity * (num_heads - 1) - 1e-9)  # a head exactly on the quantile stays global
 
 
 def read_scores(path: Path) -> ForeignScores:
-    """Scores from a DuoAttention folder, a ``.tsv`` of either project, or a density table (``.csv``).
+    """Read scores from a DuoAttention folder, a ``.tsv`` of either project, or a density table (``.csv``).
 
-    Window and sinks come from the ``config.json`` beside a ``.tsv``. A file is DuoAttention's if that config has
-    ``recent_size`` or the name starts with ``full_attention_heads``, else PruLong's.
+    Window and sinks come from the ``config.json`` next to a ``.tsv``. A ``.tsv`` is DuoAttention's if that config has
+    ``recent_size`` or the file name starts with ``full_attention_heads``, else PruLong's.
 
     Raises:
-        UserError: naming the file, and line and column where there are; also for another grid than the config's.
+        UserError: the file is invalid (names file, line and column), or its grid differs from the config's.
     """
     if path.suffix == ".csv":
         table = HeadScores.read(path)
         return ForeignScores(table.density, "density", str(path), table.window, sink_size=0)
+    # Read the values
     file = path / TSV_NAME if is_folder(path) else path
     if file.suffix != ".tsv":
         raise UserError(f"{path} is none of: a layout (.yaml), head scores (.tsv, .csv), a folder with {TSV_NAME}")
     values = _read_values(file)
     config = _read_config(file.parent / CONFIG_NAME)
+    # Compare their grid with the model's, if the config gives it
     grid = (len(values), len(values[0]))
     expected = (config.get(_SHAPE_KEYS[0], grid[0]), config.get(_SHAPE_KEYS[1], grid[1]))
     remedy = "one value per KV head, not per query head"
     check_grid(f"the file of head scores {file}", grid, f"{CONFIG_NAME} beside it", expected, remedy)
-    duo = "recent_size" in config or file.name.startswith("full_attention_heads")
+    # Identify the project and its sizes
+    is_duo_attention = "recent_size" in config or file.name.startswith("full_attention_heads")
     window = config.get("recent_size", config.get("local_window_size"))
-    return ForeignScores(values, DUO_ATTENTION if duo else PRULONG, str(path), window, config.get("sink_size"))
+    return ForeignScores(
+        values, DUO_ATTENTION if is_duo_attention else PRULONG, str(path), window, config.get("sink_size")
+    )
 
 
 def read_score_table(path: Path) -> HeadScores:
-    """A ``.tsv`` as a density table, called after the file, or its folder where that is ``full_attention_heads``."""
-    folder = path.stem.startswith("full_attention_heads")
-    return read_scores(path).table(path.resolve().parent.name if folder else path.stem)
+    """Read a ``.tsv`` as a table named after the file, or after the folder of a ``full_attention_heads`` file."""
+    named_by_folder = path.stem.startswith("full_attention_heads")
+    return read_scores(path).table(path.resolve().parent.name if named_by_folder else path.stem)
 
 
 def _read_values(file: Path) -> NDArray[np.float64]:
-    """[L, Hkv] in [0, 1]. Raises ``UserError`` naming line and column."""
+    """Read values [L, Hkv] in [0, 1]. Raises ``UserError`` that names line and column."""
     where = f"head scores {file}"
     text = read_text(file, "head scores").removeprefix("\ufeff")
     lines = [(i, line.split("\t")) for i, line in enumerate(text.split("\n"), 1) if line.strip() and line[0] != "#"]
@@ -168,29 +176,31 @@ def _read_values(file: Path) -> NDArray[np.float64]:
     for line, cells in lines:
         if len(cells) != len(lines[0][1]):
             raise UserError(f"{where}, line {line}: {len(cells)} values, but {len(lines[0][1])} in the first line")
-    return np.array([[_number(cell, f"{where}, line {i}, column {j}") for j, cell in enumerate(cells, 1)]
-                     for i, cells in lines])  # fmt: skip
+    return np.array(
+        [[_number(cell, f"{where}, line {i}, column {j}") for j, cell in enumerate(cells, 1)] for i, cells in lines]
+    )
 
 
 def _number(cell: str, where: str) -> float:
+    """Parse one value and clip it to [0, 1]. Raises ``UserError`` if it is no number or too far outside."""
     try:
         value = float(cell)
     except ValueError:
         value = math.nan
     if not -_OVERSHOOT <= value <= 1.0 + _OVERSHOOT:
-        found = cell if len(cell) <= 20 else cell[:20] + "..."
-        raise UserError(f"{where}: expected a number in [0, 1], tabs between; found {found!r}")
+        shown = cell if len(cell) <= 20 else cell[:20] + "..."
+        raise UserError(f"{where}: expected a number in [0, 1], tabs between; found {shown!r}")
     return min(max(value, 0.0), 1.0)
 
 
 def _read_config(file: Path) -> dict[str, int]:
-    """The sizes that a ``config.json`` has, null ones left out; empty where there is no file."""
+    """Read the sizes in a ``config.json``, without null ones; empty if there is no file."""
     if not is_file(file):
         return {}
     data = read_json(file, "config")
     sizes = {key: data[key] for key in _SIZE_KEYS if data.get(key) is not None}
     for key, value in sizes.items():
         if type(value) is not int or not _SIZE_KEYS[key] <= value <= MOST_WINDOW:
-            found = shortened(repr(value), 40)
-            raise UserError(f"config {file}: '{key}' must be a whole number from {_SIZE_KEYS[key]}; found {found}")
+            shown = shortened(repr(value), 40)
+            raise UserError(f"config {file}: '{key}' must be a whole number from {_SIZE_KEYS[key]}; found {shown}")
     return sizes

@@ -1,4 +1,7 @@
-"""Propose: layouts for a budget of global heads, by every strategy, and the threshold to compare the heads at."""
+"""Propose one layout per strategy for a budget of global heads, and resolve the density threshold tau.
+
+The ``*_advice`` functions each return a warning for the user, or None if there is nothing to warn about.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from spkv_nas.proposal import strategies
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.coverage import provenance
 
-RANDOM_PREFIX = "random-"  # what the names of random layouts start with
-SPARSEST = "sparsest"  # the strategy that takes the least dense heads, to show what the choice is worth
-MATCH_BUDGET = "match-budget"  # as a threshold: the one at which the mean density is the budget's share of the heads
+RANDOM_PREFIX = "random-"  # name prefix of random layouts
+SPARSEST = "sparsest"  # control strategy: the least dense heads
+MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 
-_MATCHED = 0.01  # by how much the mean density may miss the budget's share of the heads
-_FAR = 1.75  # ratio of the budget's share to that of the price, or its inverse, from which they are far apart
-_TIED = 1.5  # mean density over the budget's share from which the densest heads are called tied (reports/LOG.md)
+_MATCH_TOLERANCE = (
+    0.01  # tolerance of "match-budget": absolute difference of mean density and the budget's share of heads
+)
+_MAX_BUDGET_RATIO = 1.75  # warn if the budget differs by more than this factor from the one the table was learned for
+_MIN_TIE_RATIO = 1.5  # warn of ties if mean density is at least this multiple of the budget's share (reports/LOG.md)
 
 
 def propose(
@@ -27,24 +32,29 @@ def propose(
     seed: int = 0,
     num_random: int = 3,
 ) -> dict[str, Layout]:
-    """Layouts by strategy name: interleaved-first (A), interleaved-last (B), random-N (C), densest (D), sparsest.
+    """Choose the global heads for a budget by every strategy.
 
     Args:
-        table: densities.
-        budget: number of global KV heads, or a share such as "25%"; by default the paper's share, 2 of 7 heads. The
-            layer patterns take the nearest number of heads that whole layers can give.
-        window: of the local heads; the table's by default, or 128.
-        seed: of the first random layout; the next ones count up.
-        num_random: how many random layouts.
+        table: head densities.
+        budget: number of global KV heads, or a share such as "25%"; defaults to the paper's share, 2 of 7 heads. The
+            layer patterns (A and B) round it to whole layers.
+        window: local attention window in tokens; defaults to the table's, or 128.
+        seed: random seed of the first random layout; the others use consecutive seeds.
+        num_random: number of random layouts.
+
+    Returns:
+        Layouts by strategy name: interleaved-first (A), interleaved-last (B), random-N (C), densest (D), sparsest.
 
     Raises:
-        UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window below 1.
+        UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window is below 1.
     """
+    # Resolve budget and window
     heads = parse_budget(budget, table.num_heads)
     if seed < 0 or num_random < 0:
         raise UserError(f"seed and number of random layouts must be at least 0; found {seed} and {num_random}")
     if window is None:
         window = table.window or DEFAULT_WINDOW
+    # Choose the global heads [L, Hkv] of every strategy
     masks = {
         "interleaved-first": strategies.interleaved_first(*table.grid, heads),
         "interleaved-last": strategies.interleaved_last(*table.grid, heads),
@@ -52,20 +62,26 @@ def propose(
         "densest": strategies.densest(table.values, heads),
         SPARSEST: strategies.sparsest(table.values, heads),
     }
+    # Record the provenance of every layout
     layouts = {}
     for name, mask in masks.items():
         layout = Layout.from_mask(mask, window=window, strategy=name)
-        own_seed = seed + int(name.removeprefix(RANDOM_PREFIX)) if name.startswith(RANDOM_PREFIX) else None
-        layouts[name] = Layout(layout.heads, layout.window, name, provenance(table, layout, heads, own_seed))
+        layout_seed = seed + int(name.removeprefix(RANDOM_PREFIX)) if name.startswith(RANDOM_PREFIX) else None
+        layouts[name] = Layout(layout.heads, layout.window, name, provenance(table, layout, heads, layout_seed))
     return layouts
 
 
 def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) -> HeadScores:
-    """The table at ``tau``: a number in [0, 1], or "match-budget" (mean density = budget / heads, or the nearest to it
-    that a threshold gives; of a table that knows one threshold, that one). None: as it is.
+    """Return the table at the density threshold ``tau``.
+
+    Args:
+        table: head scores.
+        tau: a number in [0, 1]; "match-budget" for the threshold whose mean density is closest to budget / heads (a
+            table with a single threshold keeps it); or None for the table as it is.
+        budget: number of global heads or share; used by "match-budget" only.
 
     Raises:
-        UserError: neither of these, or a table that knows no other threshold or holds no densities.
+        UserError: ``tau`` is none of these, the table has no other threshold, or it holds no densities.
     """
     if tau is None:
         return table
@@ -83,19 +99,24 @@ def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) ->
 
 
 def unmatched(table: HeadScores, budget: int | str | None) -> str | None:
-    """Says that no threshold has the mean density of the budget, if ``table``, at the nearest one, is far from it."""
+    """Warn that "match-budget" found no threshold whose mean density is close to the budget's share of heads.
+
+    Args:
+        table: densities at the closest threshold, see ``resolve_tau``.
+        budget: number of global heads or share.
+    """
     share = parse_budget(budget, table.num_heads) / table.num_heads
-    if abs(table.mean - share) <= _MATCHED:
+    if abs(table.mean - share) <= _MATCH_TOLERANCE:
         return None
-    known = "no threshold gives" if table.histogram is not None else "its one threshold does not give"
+    reason = "no threshold gives" if table.histogram is not None else "its one threshold does not give"
     return (
-        f"'{table.name}': {known} the budget's mean density of {share:.2f}; at tau {table.tau:g}, which is taken, it "
+        f"'{table.name}': {reason} the budget's mean density of {share:.2f}; at tau {table.tau:g}, which is taken, it "
         f"is {table.mean:.2f}"
     )
 
 
 def layer_advice(table: HeadScores, granularity: str) -> str | None:
-    """Says that the heads of a layer tie, where whole layers were measured and single heads are chosen."""
+    """Warn that heads tie within layers, if the probe measured whole layers but single heads are chosen."""
     measured = table.metadata.get("granularity")
     if measured not in ("layer", "mixed") or granularity == "layer":
         return None
@@ -105,15 +126,18 @@ def layer_advice(table: HeadScores, granularity: str) -> str | None:
 
 
 def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
-    """Says when the table was learned for quite another budget: its values then tell of another choice."""
+    """Warn that the table was learned for a very different budget, so its ranking may not apply to this one."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
     priced, learned_for = table.priced_at, table.metadata.get("budget")
-    if priced is not None and not 1 / _FAR <= share / priced <= _FAR:
+    if priced is not None and not 1 / _MAX_BUDGET_RATIO <= share / priced <= _MAX_BUDGET_RATIO:
         return (
             f"the gates' price was to keep {priced:.0%} of the keys, and the budget is {share:.0%} of the heads: probe "
             f"again with --budget {share:.0%}, or gates.target_density: {share:.2g} in the recipe"
         )
-    if learned_for is not None and not 1 / _FAR <= share * table.num_heads / learned_for <= _FAR:
+    if (
+        learned_for is not None
+        and not 1 / _MAX_BUDGET_RATIO <= share * table.num_heads / learned_for <= _MAX_BUDGET_RATIO
+    ):
         return (
             f"'{table.name}' was learned for {learned_for} global heads, and the budget is {share:.0%} of "
             f"{table.num_heads}: probe again with --budget {share:.0%}"
@@ -122,30 +146,30 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
 
 
 def tie_advice(table: HeadScores, budget: int) -> str | None:
-    """Says when the budget cuts through heads of equal values, of which the earlier ones are taken."""
+    """Warn that the budget cuts through equally scored heads, of which the first by layer are taken."""
     values = table.values.ravel()
     order = strategies.densest_first(table.values)
     if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
         return None
     equal = values == values[order[budget]]
-    taken = int(equal[order[:budget]].sum())
+    num_chosen = int(equal[order[:budget]].sum())
     return (
-        f"{int(equal.sum())} heads are tied at {values[order[budget]]:.4g}, and the budget takes {taken} of them, the "
-        "first by layer: between these the table makes no choice"
+        f"{int(equal.sum())} heads are tied at {values[order[budget]]:.4g}, and the budget takes {num_chosen} of them, "
+        "the first by layer: between these the table makes no choice"
     )
 
 
 def default_window(table: HeadScores, window: int | None) -> str | None:
-    """Says which window layouts have of which neither the table nor the caller says one."""
+    """Warn that layouts use the default window because neither the table nor the caller sets one."""
     if window is not None or table.window is not None:
         return None
     return f"window {DEFAULT_WINDOW}: '{table.name}' does not say one; give --window W if the layouts are for another"
 
 
 def tau_advice(table: HeadScores, budget: int | str | None) -> str | None:
-    """Says when the densest heads tie: the reference keeps far more than the budget allows, so tau cuts too low."""
+    """Warn that the densest heads nearly tie: mean density far exceeds the budget's share, so tau is too low."""
     share = parse_budget(budget, table.num_heads) / table.num_heads
-    if table.histogram is None or table.mean < _TIED * share:
+    if table.histogram is None or table.mean < _MIN_TIE_RATIO * share:
         return None
     return (
         f"mean density {table.mean:.2f} at tau {table.tau:g} is {table.mean / share:.1f} times the budget's share of "

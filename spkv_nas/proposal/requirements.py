@@ -1,4 +1,4 @@
-"""What an architect requires of a proposal beside its budget: constraints, weights, a memory limit."""
+"""Hold what the user requires of a proposal besides its budget: constraints, head weights, a memory limit."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from spkv_nas.proposal.propose import MATCH_BUDGET
 from spkv_nas.proposal.stability import Bootstrap
 
 Float = NDArray[np.float64]
-_RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # share of the best within which a resample is solved; if robust, and large
-_LARGE = 200  # heads
+_RESAMPLE_GAP, _ROUGH_GAP = 1e-4, 1e-3  # relative MIP gap per bootstrap resample; the second if robust and many heads
+_LARGE = 200  # number of heads above which the rough gap is used
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """The options of ``propose`` that go beyond its budget; see ``spkv-nas propose --help``.
+    """Options of ``propose`` besides the budget; see ``spkv-nas propose --help``.
 
     Attributes:
-        constraints: what the layout has to meet.
-        robust: maximise the coverage of the domain whose coverage is lowest.
-        weights: file of what every global head weighs, in place of 1.
-        kv_bytes: memory for keys and values such as "2GiB", in place of a budget; needs ``context``.
+        constraints: constraints on the layout.
+        robust: maximise the lowest per-domain coverage instead of the overall one.
+        weights: CSV file with the weight of every head if it is global, instead of 1.
+        kv_bytes: memory for keys and values such as "2GiB", instead of a budget; requires ``context``.
         context: tokens per sequence.
-        batch: sequences held at once.
-        head_dim, kv_dtype: of the cache; the probe's by default.
+        batch: number of sequences in the cache.
+        head_dim, kv_dtype: head dimension and dtype of the cache; default to the probe's.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -50,14 +50,15 @@ class Requirements:
 
     @property
     def is_solved(self) -> bool:
-        """Whether the densest heads are not the answer, so that a layout has to be solved for."""
+        """Return true if a layout has to be solved for, because the densest heads are not the answer."""
         return bool(self.constraints.named) or self.robust or self.weights is not None
 
     def asks_for_curve(self, budget: int | str | None, tau: str | None) -> bool:
-        """Whether ``budget`` is several, so that the answer is a curve over budgets (``budget_curve``).
+        """Return true if ``budget`` names several budgets, which are answered by ``budget_curve``.
 
         Raises:
-            UserError: several with weights, a memory limit or the threshold "match-budget", which need one budget.
+            UserError: several budgets are combined with weights, a memory limit or the threshold "match-budget", each
+                of which needs a single budget.
         """
         if not asks_for_several(budget, tau):
             return False
@@ -67,26 +68,26 @@ class Requirements:
         return True
 
     def cache_cost(self, table: HeadScores, window: int | None) -> CacheCost | None:
-        """Bytes of a head at ``context``; None without one.
+        """Return the cost model of the KV cache at ``context`` tokens; None without a context.
 
         Raises:
-            UserError: a number out of range, or neither option nor probe says the head dimension or dtype.
+            UserError: a number is out of range, or neither options nor probe give the head dimension or dtype.
         """
         if self.context is None:
             return None
-        own = {}
+        cache_facts = {}
         for fact, option in (("head_dim", "head_dim"), ("dtype", "kv_dtype")):
             value = getattr(self, option) or table.metadata.get(fact)
             if value is None:
                 raise UserError(f"the probe '{table.name}' does not say the model's {fact}: give {option_name(option)}")
-            own[fact] = value
-        return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **own)
+            cache_facts[fact] = value
+        return CacheCost(self.context, self.batch, window or table.window or DEFAULT_WINDOW, **cache_facts)
 
     def limit(self, table: HeadScores, budget: int | str | None, window: int | None) -> Limit:
-        """The budget in what it counts: heads, or the unit of the weights.
+        """Resolve the budget to a limit in heads, or in the unit of the weights.
 
         Raises:
-            UserError: a budget that makes no sense, or options that contradict each other.
+            UserError: the budget is invalid, or options contradict each other.
         """
         if self.kv_bytes is not None:
             if budget is not None or self.weights is not None:
@@ -101,30 +102,39 @@ class Requirements:
         return Limit(_parse_weight(budget, float(weights.sum())), weights)
 
     def solve(self, table: HeadScores, limit: Limit, window: int | None) -> Layout:
-        """The best layout that meets the constraints within the limit. Raises ``UserError`` as ``solve``."""
+        """Return the layout of highest coverage within the limit. Raises ``UserError`` as ``constraints.solve``."""
         return solve(table, limit.budget, self.constraints, limit.weights, robust=self.robust, window=window)
 
     def memory(self, table: HeadScores, num_global: int, window: int | None) -> str | None:
-        """Says what the caches take with ``num_global`` global heads, beside all and none; None without a context."""
+        """Describe the cache memory of ``num_global`` global heads; None without a context.
+
+        The text compares it with all heads global and all local.
+
+        Args:
+            table: head scores of the probe.
+            num_global: number of global heads.
+            window: local attention window in tokens; defaults to the table's, or 128.
+        """
         cost = self.cache_cost(table, window)
         if cost is None:
             return None
-        takes, full, local = (format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_heads, 0))
+        used, full, local = (format_bytes(cost.total(n, table.num_heads)) for n in (num_global, table.num_heads, 0))
         room = f"{self.kv_bytes} holds {num_global} global heads: " if self.kv_bytes else ""
         return (
-            f"{room}{takes} of keys and values at {cost.context:,} tokens x {cost.batch}, head dimension "
+            f"{room}{used} of keys and values at {cost.context:,} tokens x {cost.batch}, head dimension "
             f"{cost.head_dim}, {cost.dtype}; all heads global {full}, all local {local}"
         )
 
     def probability(self, resampled: Bootstrap, limit: Limit, *, progress: Progress | None = None) -> Float:
-        """[L, Hkv], share of resamples in which the solution takes a head."""
+        """Return [L, Hkv], the share of bootstrap resamples whose solution makes a head global."""
         table = resampled.table
         problem = Problem(table.grid, self.constraints.named, limit.budget, limit.weights)
         gap = _ROUGH_GAP if self.robust and table.num_heads > _LARGE else _RESAMPLE_GAP
 
         def choose(density: Float) -> NDArray[np.bool_]:
+            """Return the optimal mask [L, Hkv] for densities [P, L, Hkv]."""
             best = problem.optimum(density, gap=gap)
-            assert best is not None  # what is feasible does not depend on the densities
+            assert best is not None  # feasibility does not depend on the densities
             return best.mask
 
         return resampled.probability_of(choose, robust=self.robust, progress=progress)
@@ -132,26 +142,26 @@ class Requirements:
 
 @dataclass(frozen=True, eq=False)
 class Limit:
-    """A budget of global heads, or of what they weigh: [L, Hkv]."""
+    """The limit on global heads: their number, or their total weight if ``weights`` [L, Hkv] are set."""
 
     budget: float
     weights: Float | None = None
 
     def heads(self, table: HeadScores) -> int:
-        """The budget in heads: as many as weigh so much on average, at least 1."""
+        """Return the limit in heads: divided by the mean weight and rounded, at least 1."""
         share = self.budget / (table.num_heads if self.weights is None else float(self.weights.sum()))
         return max(1, round(share * table.num_heads))
 
 
 def asks_for_several(budget: int | str | None, tau: str | None) -> bool:
-    """Whether ``budget`` is several. Raises ``UserError`` for these with the threshold "match-budget"."""
+    """Return true if ``budget`` names several budgets. Raises ``UserError`` for these with "match-budget"."""
     if is_several(budget) and tau == MATCH_BUDGET:
         raise UserError(f"--tau {MATCH_BUDGET} needs one budget, not several: give the threshold as a number")
     return is_several(budget)
 
 
 def _parse_weight(budget: int | str | None, total: float) -> float:
-    """A budget of weights: a number, or a share of all."""
+    """Parse a budget in the unit of the weights: a number, or a share of the total such as "25%"."""
     text = str(budget).strip()
     try:
         limit = float(text[:-1]) / 100 * total if text.endswith("%") else float(text)

@@ -1,7 +1,8 @@
-"""How sure the densities are of a layout: the probe's documents, drawn again with replacement (bootstrap).
+"""Estimate how certain densities and layouts are, by a bootstrap over the probe's documents.
 
-Documents are drawn within their domain, and domains keep their share of the tokens, as in the standard errors. A
-layout is held fixed while its coverage is recomputed; only the probability of a head to be chosen chooses anew.
+Documents are resampled with replacement within their domain, and domains keep their share of the tokens, as in the
+standard errors. Coverage intervals hold the layout fixed; selection probabilities choose the heads again in every
+resample.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from spkv_nas.proposal.strategies import densest
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 NUM_RESAMPLES = 1000
-NUM_SOLVED = 100  # resamples in which a layout under constraints is solved anew
-LEVEL = 0.95  # of every interval, and the probability from which a choice is beyond doubt
+NUM_SOLVED = 100  # resamples in which a constrained layout is solved for
+LEVEL = 0.95  # confidence level of intervals, and the probability from which a head's choice counts as certain
 _TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True, eq=False)
 class Bootstrap:
-    """Densities of ``R`` resamples of a table's documents.
+    """Densities in ``R`` bootstrap resamples of a table's documents.
 
     Attributes:
-        table: what was resampled.
-        domain_density: [R, P, L, Hkv].
+        table: the resampled table.
+        domain_density: densities [R, P, L, Hkv] per domain.
     """
 
     table: HeadScores
@@ -42,115 +43,131 @@ class Bootstrap:
 
     @cached_property
     def density(self) -> Float:
-        """[R, L, Hkv], mean over domains weighted by their tokens."""
+        """Return densities [R, L, Hkv], averaged over domains weighted by tokens."""
         assert self.table.documents is not None
         tokens = np.bincount(self.table.documents.domain, self.table.documents.tokens)
         return np.asarray(np.tensordot(tokens / tokens.sum(), self.domain_density, (0, 1)))
 
     def coverage(self, mask: Mask) -> tuple[float, float]:
-        """95 % interval of the coverage of the heads in bool ``mask`` [L, Hkv]."""
+        """Return the 95 % interval of the coverage of the heads in a bool mask [L, Hkv]."""
         low, high = np.quantile(self.density[:, mask].sum(1) / self.density.sum((1, 2)), _TAILS)
         return float(low), float(high)
 
     def curve(self) -> pd.DataFrame:
-        """95 % interval of the coverage of the densest heads by budget: columns budget, low, high."""
+        """Return the 95 % interval of the densest heads' coverage by budget, columns budget, low, high."""
         order = np.argsort(-self.table.density.ravel(), kind="stable")
         covered = self.density.reshape(len(self.density), -1)[:, order].cumsum(1)
         low, high = np.quantile(covered / covered[:, -1:], _TAILS, axis=0)
         return pd.DataFrame({"budget": np.arange(1, low.size + 1), "low": low, "high": high})
 
     def knee_interval(self) -> tuple[int, int]:
-        """95 % interval of ``knee``."""
+        """Return the 95 % interval of ``knee``."""
         low, high = np.quantile([_knee(density) for density in self.density], _TAILS, method="nearest")
         return int(low), int(high)
 
     def probability(self, budget: int) -> Float:
-        """[L, Hkv], share of resamples in which a head is one of the ``budget`` densest."""
+        """Return [L, Hkv], the share of resamples in which a head is one of the ``budget`` densest."""
         return np.asarray(np.mean([densest(density, budget) for density in self.density], axis=0))
 
     def probability_of(
         self, choose: Callable[[Float], Mask], *, robust: bool, progress: Progress | None = None
     ) -> Float:
-        """[L, Hkv], share of the first ``NUM_SOLVED`` resamples in which ``choose`` takes a head.
+        """Return [L, Hkv], the share of the first ``NUM_SOLVED`` resamples in which ``choose`` selects a head.
 
         Args:
-            choose: from densities, [P, L, Hkv] if ``robust``, else [1, L, Hkv], to bool [L, Hkv].
-            progress: called with (resamples done, resamples in all).
+            choose: maps densities, [P, L, Hkv] if ``robust``, else [1, L, Hkv], to a bool mask [L, Hkv].
+            robust: pass densities per domain instead of their mean.
+            progress: called with (resamples done, number of resamples).
         """
         samples = self.domain_density if robust else self.density[:, None]
-        samples = samples[np.all(samples.any((2, 3)), axis=1)][:NUM_SOLVED]  # not of a domain that keeps nothing
-        taken = np.zeros(samples.shape[2:])
+        samples = samples[np.all(samples.any((2, 3)), axis=1)][:NUM_SOLVED]  # skip all-zero domains
+        counts = np.zeros(samples.shape[2:])
         for number, density in enumerate(samples, 1):
-            taken += choose(density)
+            counts += choose(density)
             if progress is not None:
                 progress(number, len(samples))
-        return np.asarray(taken / max(1, len(samples)))
+        return np.asarray(counts / max(1, len(samples)))
 
 
 def bootstrap(table: HeadScores, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Bootstrap | None:
-    """Resample a table's documents, stratified by domain; the same every time.
+    """Resample a table's documents, stratified by domain.
 
-    None if the table has no counts by document, no domain with two documents, or no head that keeps anything.
+    Args:
+        table: head densities.
+        num_resamples: number of resamples.
+        seed: random seed; the default gives the same resamples every time.
+
+    Returns:
+        The resamples, or None if the table has no per-document counts, no domain with two documents, or only zero
+        densities.
     """
     documents = table.documents
     if documents is None or not (np.bincount(documents.domain) > 1).any() or not documents.kept.any():
         return None
+    # Resample each domain: document multiplicities [R, N], then densities [R, L, Hkv]
     generator = np.random.default_rng(seed)
-    parts = []
+    densities = []
     for number in range(len(documents.domains)):
-        mine = documents.domain == number
-        kept, tokens = documents.kept[mine], documents.tokens[mine]
-        times = generator.multinomial(len(tokens), np.full(len(tokens), 1 / len(tokens)), num_resamples).astype(float)
-        density = times @ kept.reshape(len(tokens), -1) / (times @ tokens)[:, None]
-        parts.append(density.reshape(num_resamples, *kept.shape[1:]))
-    domain_density = np.stack(parts, axis=1)
-    return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage of nothing is undefined
+        in_domain = documents.domain == number
+        kept, tokens = documents.kept[in_domain], documents.tokens[in_domain]
+        multiplicities = generator.multinomial(
+            len(tokens), np.full(len(tokens), 1 / len(tokens)), num_resamples
+        ).astype(float)
+        density = multiplicities @ kept.reshape(len(tokens), -1) / (multiplicities @ tokens)[:, None]
+        densities.append(density.reshape(num_resamples, *kept.shape[1:]))
+    domain_density = np.stack(densities, axis=1)
+    return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
 
 
 def knee(table: HeadScores) -> int:
-    """The budget beyond which every further head is at most as dense as the average head.
+    """Return the budget beyond which each further head is at most as dense as the average head; at least 1.
 
-    There the coverage of the densest heads lies farthest above that of as many random ones: the curve's slope, the next
-    head's density over the sum, falls to 1 / (number of heads). At least 1.
+    There the coverage of the densest heads exceeds that of as many random heads by the most: the slope of its curve,
+    the density of the next head over the sum, falls to 1 / (number of heads).
     """
     return _knee(table.density)
 
 
 def _knee(density: Float) -> int:
+    """Return the knee for densities [L, Hkv]."""
     return max(1, int((density > density.mean() * (1 + 1e-9)).sum()))
 
 
 def beyond_doubt(probability: Float) -> tuple[int, int, int]:
-    """Numbers of heads (chosen, left out, open): chosen, or left out, in at least 95 % of the resamples, or neither."""
-    chosen, left_out = int((probability >= LEVEL).sum()), int((probability <= 1 - LEVEL + 1e-9).sum())
-    return chosen, left_out, probability.size - chosen - left_out
+    """Count the heads (chosen, excluded, undecided): the first two in at least 95 % of the resamples."""
+    chosen, excluded = int((probability >= LEVEL).sum()), int((probability <= 1 - LEVEL + 1e-9).sum())
+    return chosen, excluded, probability.size - chosen - excluded
 
 
 def caution(table: HeadScores) -> str | None:
-    """A sentence on what the intervals of a table do not show, or why there are none; None if nothing is to be said."""
+    """Explain what the confidence intervals miss, or why there are none; None if neither applies."""
     documents = table.documents
     if documents is None:
         remedy = " (probe it again to have them)" if table.is_density else ""
         return f"no confidence interval available: '{table.name}' has no counts by document{remedy}"
-    number = np.bincount(documents.domain, minlength=len(documents.domains))
-    if not (number > 1).any():
+    counts = np.bincount(documents.domain, minlength=len(documents.domains))
+    if not (counts > 1).any():
         return f"no confidence interval available: '{table.name}' has one document per domain"
-    alone = [name for name, count in zip(documents.domains, number, strict=True) if count == 1]
+    single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
     if documents.num_documents < FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"
-    return f"confidence intervals do not show the spread within {', '.join(alone)}: one document" if alone else None
+    return (
+        f"confidence intervals do not show the spread within {', '.join(single_document_domains)}: one document"
+        if single_document_domains
+        else None
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Certainty:
-    """What a bootstrap says about the layouts of one budget.
+    """Bootstrap results for the layouts of one budget.
 
     Attributes:
         budget: number of global heads.
-        probability: [L, Hkv] by strategy that follows the densities, such as "densest": chance of a head to be chosen.
-        intervals: 95 % interval of coverage, by layout.
-        curve: of ``Bootstrap.curve``.
-        knee: of ``knee``, with its 95 % interval in ``knee_interval``.
+        probability: probability [L, Hkv] that a head is chosen, by density-based strategy such as "densest".
+        intervals: 95 % interval of coverage by layout name.
+        curve: the table of ``Bootstrap.curve``.
+        knee: the budget from ``knee``; ``knee_interval`` is its 95 % interval.
     """
 
     budget: int
@@ -168,9 +185,13 @@ class Certainty:
         budget: int,
         solved: Mapping[str, Float] | None = None,
     ) -> Certainty:
-        """Of the ``budget`` densest heads, and of the coverage of ``layouts``.
+        """Summarise a bootstrap for the ``budget`` densest heads and the coverage of ``layouts``.
 
-        ``solved`` holds the probabilities [L, Hkv] of layouts that were solved for, by name.
+        Args:
+            resampled: the bootstrap.
+            layouts: layouts by strategy name.
+            budget: number of global heads.
+            solved: selection probabilities [L, Hkv] of the layouts that were solved for, by name.
         """
         return cls(
             budget,
@@ -182,31 +203,31 @@ class Certainty:
         )
 
     def heads(self, table: HeadScores) -> pd.DataFrame:
-        """One row per head: layer, kv_head, density, and its probability by strategy."""
+        """Return one row per head: layer, kv_head, density, and its selection probability by strategy."""
         layer, head = (axis.ravel() for axis in np.indices(table.density.shape))
         columns = {name: probability.ravel() for name, probability in self.probability.items()}
         return pd.DataFrame({"layer": layer, "kv_head": head, "density": table.density.ravel(), **columns})
 
     @property
     def reach(self) -> float:
-        """Half of the widest interval of the curve, in percentage points."""
+        """Return half the width of the curve's widest interval, in percentage points."""
         return 50 * float((self.curve["high"] - self.curve["low"]).max())
 
     def interval(self, layout: str) -> str:
-        """Such as "67.9 to 68.6 % (95 % interval)"."""
+        """Format the interval of a layout's coverage, such as "67.9 to 68.6 % (95 % interval)"."""
         low, high = self.intervals[layout]
         return f"{100 * low:.1f} to {100 * high:.1f} % ({100 * LEVEL:.0f} % interval)"
 
     def sentences(self) -> list[str]:
-        """How sure the choice of heads and the knee are."""
-        said = []
+        """Describe the certainty of the choice of heads, one sentence per strategy, and of the knee."""
+        sentences = []
         for name, probability in self.probability.items():
-            chosen, left_out, unsure = beyond_doubt(probability)
+            chosen, excluded, undecided = beyond_doubt(probability)
             interval = f"coverage {self.interval(name)}; " if name in self.intervals else ""
-            said.append(
-                f"{name}: {interval}of {probability.size} heads, {chosen} are selected and {left_out} excluded in at "
-                f"least {100 * LEVEL:.0f} % of the resamples, {unsure} are undecided"
+            sentences.append(
+                f"{name}: {interval}of {probability.size} heads, {chosen} are selected and {excluded} excluded in at "
+                f"least {100 * LEVEL:.0f} % of the resamples, {undecided} are undecided"
             )
         low, high = self.knee_interval
         interval = f"{100 * LEVEL:.0f} % interval {low} to {high}"
-        return [*said, f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average"]
+        return [*sentences, f"knee: {self.knee} heads ({interval}); beyond it each further head adds less than average"]

@@ -1,7 +1,7 @@
-"""The strategies that spend a budget of global heads. Each returns a bool mask [L, Hkv], true for global.
+"""Implement the strategies that choose global heads for a budget; each returns a bool mask [L, Hkv], true for global.
 
-SP-KV paper, "Designing Stronger Hybrids": A and B are fixed layer patterns, one global layer after three local ones,
-the last layer global in both; C draws heads at random; D takes the densest. ``sparsest`` is the control.
+SP-KV paper, "Designing Stronger Hybrids": A and B are fixed layer patterns with one global layer per three local ones
+and a global last layer; C draws heads at random; D takes the densest heads. ``sparsest`` is a control.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ Mask = NDArray[np.bool_]
 
 
 def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
-    """A: layer 0, every p-th after it, and the last (21 layers, 6 global: 0, 4, 8, 12, 16, 20).
+    """Return pattern A: layer 0, every p-th layer after it, and the last one.
 
-    Evenly spread from the first layer to the last where no period p gives the number of layers.
+    Example: 21 layers, 6 of them global, give layers 0, 4, 8, 12, 16, 20. If no period p gives the required number of
+    layers, they are spread evenly from the first to the last layer.
     """
     count = nearest_layers(num_layers, num_kv_heads, budget)
     if count == 1:  # the last layer is global in both patterns
@@ -28,7 +29,10 @@ def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
 
 
 def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
-    """B: as A, but each run of local layers comes first (21 layers, 6 global: 3, 7, 11, 15, 19, 20)."""
+    """Return pattern B: like A, but each period starts with its local layers.
+
+    Example: 21 layers, 6 of them global, give layers 3, 7, 11, 15, 19, 20.
+    """
     count = nearest_layers(num_layers, num_kv_heads, budget)
     if count == 1:
         return _layers([num_layers - 1], num_layers, num_kv_heads)
@@ -41,33 +45,33 @@ def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
 
 
 def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> Mask:
-    """C: ``budget`` heads drawn uniformly."""
+    """Return pattern C: ``budget`` heads drawn uniformly without replacement."""
     chosen = np.random.default_rng(seed).choice(num_layers * num_kv_heads, size=budget, replace=False)
     return _flat(chosen, num_layers, num_kv_heads)
 
 
 def densest(density: NDArray[np.float64], budget: int) -> Mask:
-    """D: the ``budget`` heads of highest density [L, Hkv]; among equals the earlier layer and head."""
+    """Return pattern D: the ``budget`` heads of highest density [L, Hkv]; ties go to the earlier layer and head."""
     return _flat(densest_first(density)[:budget], *density.shape)
 
 
 def densest_first(density: NDArray[np.float64]) -> NDArray[np.intp]:
-    """[L * Hkv] heads (layer * Hkv + head) by density [L, Hkv], the highest first; ``densest`` takes the first."""
+    """Return flat head indices (layer * Hkv + head) [L * Hkv], sorted by descending density [L, Hkv]."""
     return np.argsort(-density.ravel(), kind="stable")
 
 
 def sparsest(density: NDArray[np.float64], budget: int) -> Mask:
-    """Control: the ``budget`` heads of lowest density [L, Hkv]."""
+    """Return the control pattern: the ``budget`` heads of lowest density [L, Hkv]."""
     return _flat(np.argsort(density.ravel(), kind="stable")[:budget], *density.shape)
 
 
 def nearest_layers(num_layers: int, num_kv_heads: int, budget: int) -> int:
-    """Number of whole layers whose heads come nearest to the budget, at least one."""
+    """Return the number of whole layers closest to a budget in heads, at least 1."""
     return min(num_layers, max(1, round(budget / num_kv_heads)))
 
 
 def _periodic(num_layers: int, count: int, *, local_first: bool) -> list[int] | None:
-    """``count`` layers at the smallest fixed period, the last layer among them; None where no period gives it."""
+    """Return ``count`` layers with the smallest fixed period, including the last layer; None if no period fits."""
     for period in range(1, num_layers):
         layers = {*range(period - 1 if local_first else 0, num_layers, period), num_layers - 1}
         if len(layers) == count:
@@ -76,12 +80,14 @@ def _periodic(num_layers: int, count: int, *, local_first: bool) -> list[int] | 
 
 
 def _layers(layers: list[int], num_layers: int, num_kv_heads: int) -> Mask:
+    """Return the mask [L, Hkv] in which every head of ``layers`` is global."""
     mask = np.zeros((num_layers, num_kv_heads), dtype=np.bool_)
     mask[layers] = True
     return mask
 
 
 def _flat(heads: NDArray[np.intp], num_layers: int, num_kv_heads: int) -> Mask:
+    """Return the mask [L, Hkv] of flat head indices."""
     mask = np.zeros(num_layers * num_kv_heads, dtype=np.bool_)
     mask[heads] = True
     return mask.reshape(num_layers, num_kv_heads)
