@@ -1,1 +1,1 @@
-"""Signals that say which KV heads need global attention, density first, each measured on text."""
+"""Probes that score how much each KV head needs global attention, measured on text; density is the main one."""

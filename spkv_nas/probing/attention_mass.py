@@ -1,10 +1,10 @@
-"""Attention mass: the share of a head's attention that falls outside the window.
+"""Attention mass: the share of a head's attention weight that falls outside the local window.
 
     mass_h = mean over queries t >= w of  sum over t - s >= w of  softmax_s(q_t . k_s * scale)
 
-The signal that asks nothing of the model but its attention weights. It counts attention that nobody needs, first of
-all that on the first tokens of a text ("sinks"); ``sinks`` leaves those keys out of the sum. The G query heads of a KV
-head are averaged: the mass says how much of what they read together lies outside.
+This signal needs nothing but attention weights. It also counts attention that carries no information, above all that on
+the first tokens of a text (attention sinks); the ``sinks`` option leaves those keys out. The G query heads of a KV head
+are averaged.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ def attention_mass(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
-    """The mass of every KV head, by domain, over the queries that have a key outside the window. Collective.
+    """Measure the attention mass of every KV head by domain, over all queries that have keys outside the window.
+
+    Must be called on all ranks.
 
     Args:
-        window: w, recent keys that a local head sees, the query's own included.
-        sinks: number of first keys of a block whose mass does not count.
-        progress: called with (blocks done, in all) of this process.
+        model: any supported decoder.
+        blocks: held-out text.
+        window: w, number of recent keys a local head sees, including the query's own key.
+        sinks: number of keys at the start of each block to exclude.
+        batch_size: blocks per forward pass.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (blocks done, total) of this rank.
 
     Raises:
         UserError: the blocks are not longer than the window, or the model cannot be hooked.
@@ -50,6 +57,7 @@ def attention_mass(
     with full_attention(model) as states:
         collected = HeadSums(blocks, len(states), states[0].num_kv_heads, model.device)
 
+        # Observe the attention of each layer during a forward pass
         def run(_start: int, tokens: Tensor) -> list[Tensor]:
             masses: list[Tensor] = []  # [B, Hkv, T - w] by layer
             for state in states:
@@ -57,6 +65,7 @@ def attention_mass(
             model.get_decoder()(input_ids=tokens, use_cache=False)
             return masses
 
+        # Add the masses to the sums of their documents
         def add(start: int, masses: list[Tensor]) -> None:
             collected.count(start, start + len(masses[0]), slice(window, None))
             for layer, values in enumerate(masses):
@@ -64,13 +73,21 @@ def attention_mass(
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
     collected.add_up()
-    facts = {**(metadata or {}), "sinks": sinks}
+    table_metadata = {**(metadata or {}), "sinks": sinks}
     return signal_table(
-        "attention-mass", collected.means(), window, passes=1.0, tokens=blocks.tokens.size, name=name, metadata=facts
+        "attention-mass",
+        collected.means(),
+        window,
+        passes=1.0,
+        tokens=blocks.tokens.size,
+        name=name,
+        metadata=table_metadata,
     )
 
 
 def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) -> Any:
+    """Return an attention observer that appends one layer's masses [B, Hkv, T - w] to ``masses``."""
+
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
         parts = []
         for query, weights in attention_weights(q, k, scale, window=state.own_window, start=window):

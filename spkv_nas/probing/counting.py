@@ -1,10 +1,10 @@
-"""What a probe counts while a model runs: the keys that every KV head keeps, by domain, document, position and logit.
+"""Counters of the density probe: keys kept by every KV head, by domain, document, position and utility logit.
 
-Memory is O(layers x KV heads) whatever the number of tokens: moments over documents are kept, from which the standard
-errors follow, and counts per document (per group of documents beyond 256), which are resampled.
+Memory is O(layers x KV heads), independent of the number of tokens. Moments over documents give the standard errors;
+counts per document (per group of documents, beyond 256) are resampled by the bootstrap.
 
-Each process of torchrun counts its share of the text. The sums of all are exact, because they are whole numbers; a
-document that begins with one process and ends with another is put together before it counts.
+With torchrun, each rank counts its share of the text. Sums over ranks are exact, because all counts are integers. The
+parts of a document that spans two ranks are merged before it enters the moments.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from spkv_nas.model.gates import keeps
 from spkv_nas.model.hooks import not_finite
 
 NUM_POSITION_BUCKETS = 16
-_FIRST_BUCKET = 128  # tokens: the most that the first bucket has; in longer blocks the others are wider, the last most
+_FIRST_BUCKET = 128  # maximum tokens in the first position bucket; in longer blocks, widths grow geometrically
 BIN_LIMIT, BIN_WIDTH = 12.0, 0.05  # logits: u from 6e-6 to 1 - 6e-6; tau is resolved to 0.0125 at worst
-DOCUMENT_CELLS = 20_000_000  # largest histogram by document: its bins are 2, 4, ... bins wide (0.1, 0.2, ... of logit)
+DOCUMENT_CELLS = 20_000_000  # maximum cells of the histogram by document, whose bins merge 2, 4, ... fine bins to fit
 
 
 @dataclass
 class Counts:
-    """Counts of one probe, on the model's device. ``P`` domains, ``L`` layers, ``H`` KV heads."""
+    """Counts of one probe, on the model's device: ``P`` domains, ``L`` layers, ``H`` KV heads."""
 
     kept: Tensor  # [P, L, H] tokens kept
     kept_squared: Tensor  # [P, L, H] sum over documents of (kept tokens)^2
@@ -46,88 +46,94 @@ class Counts:
     document_kept: Tensor  # [groups, L, H] tokens kept, by group of documents
     document_bins: Tensor  # int32 [groups, L, H, coarse bins]
     document_tokens: NDArray[np.int64]  # [groups]
-    seen: NDArray[np.int64]  # [documents] how often each was closed; above 0 of those that there was text of
-    wrong: Tensor  # int64 [L, H] batches in which a utility was NaN, which no gate keeps
+    seen: NDArray[np.int64]  # [documents] times a document was completed; 0 if it had no text
+    wrong: Tensor  # int64 [L, H] batches with a NaN utility
 
     def of_all_processes(self) -> Counts:
-        """Those of all processes together; collective."""
+        """Sum the counts over all ranks; must be called on all ranks."""
         return Counts(**{field.name: sum_over_processes(getattr(self, field.name)) for field in fields(self)})
 
 
 class _Part(NamedTuple):
-    """What was counted of a document so far."""
+    """Counts of the part of a document processed so far."""
 
     number: int
     kept: Tensor  # [L, H]
     tokens: int
 
     def after(self, earlier: _Part) -> _Part:
-        """With an earlier part of the same document."""
+        """Return the sum of this part and an earlier part of the same document."""
         return _Part(self.number, self.kept + earlier.kept, self.tokens + earlier.tokens)
 
 
 class Bins:
-    """The bins of a histogram of logits: fine ones by domain, and coarse ones, ``width`` of them in one, by document.
+    """Bins of the logit histograms: fine bins by domain, and coarse bins (2 to 32 fine ones each) by document.
 
-    Bin 0 and the last one hold what lies outside ``BIN_LIMIT``.
+    The first and the last bin hold the logits outside ``BIN_LIMIT``.
     """
 
     num_fine = round(2 * BIN_LIMIT / BIN_WIDTH) + 2
 
     def __init__(self, num_histograms: int) -> None:
-        """``num_histograms`` by document: the more of them, the coarser."""
+        """Choose the coarse bin width so that ``num_histograms`` histograms by document fit in memory."""
         widths = (2, 4, 8, 16, 32)
         fitting = (w for w in widths if num_histograms * (self.num_fine // w + 2) <= DOCUMENT_CELLS)
         self._width = next(fitting, widths[-1])
         self.num_coarse = (self.num_fine - 2) // self._width + 2
 
     def fine(self, logits: Tensor) -> Tensor:
-        """Number of each logit's fine bin."""
+        """Return the fine bin index of each logit."""
         return ((logits + BIN_LIMIT) / BIN_WIDTH).floor_().clamp_(-1, self.num_fine - 2).long() + 1
 
     def coarse(self, fine: Tensor) -> Tensor:
-        """Number of the coarse bin that a fine one lies in."""
+        """Return the coarse bin index of each fine bin index."""
         return (fine - 1).div(self._width, rounding_mode="floor") + 1
 
     @property
     def fine_edges(self) -> NDArray[np.float64]:
-        """[num_fine - 1]."""
+        """Return the inner edges of the fine bins, [num_fine - 1]."""
         return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_fine - 1)
 
     @property
     def coarse_edges(self) -> NDArray[np.float64]:
-        """[num_coarse - 1]."""
+        """Return the inner edges of the coarse bins, [num_coarse - 1]."""
         return np.linspace(-BIN_LIMIT, BIN_LIMIT, self.num_coarse - 1)
 
 
 def position_buckets(length: int) -> NDArray[np.int64]:
-    """int64 [length], the bucket of each position: all of one width where the first then has 128 tokens at most.
+    """Assign each position of a block to a bucket.
 
-    In longer blocks each is wider than the one before by the same ratio, because density falls fast at first and
-    slowly later: of 131,072 tokens the first has 128 and the last 41 thousand.
+    Buckets have equal widths if that gives the first at most 128 tokens. In longer blocks, widths grow by a constant
+    ratio, because density falls fast at first and slowly later: in 131,072 tokens, the first bucket has 128 tokens and
+    the last about 41,000.
+
+    Returns:
+        int64 [length], bucket index of each position.
     """
     number = min(NUM_POSITION_BUCKETS, length)
     if length <= number * _FIRST_BUCKET:
         return np.arange(length, dtype=np.int64) * number // length
-    roots = np.roots([*[1.0] * (number - 1), 1.0 - length / _FIRST_BUCKET])  # of 1 + r + ... = length / first
+    roots = np.roots([*[1.0] * (number - 1), 1.0 - length / _FIRST_BUCKET])  # solve 1 + r + ... = length / first
     ratio = roots[(abs(roots.imag) < 1e-9) & (roots.real > 1.0)].real.item()
     ends = np.round(_FIRST_BUCKET * np.cumsum(ratio ** np.arange(number - 1)))
     return np.searchsorted(ends, np.arange(length), side="right").astype(np.int64)
 
 
 class GateCounter:
-    """Adds up ``Counts`` over batches of blocks: ``begin``, then ``see`` for each layer, then ``end``.
+    """Accumulator of ``Counts`` over forward passes: call ``begin``, then ``see`` per layer, then ``end``.
 
-    What a layer's gates say is kept until ``end`` counts it, so that of a pass that fails nothing counts.
+    Logits are buffered until ``end``, so that a forward pass that fails counts nothing.
 
     Attributes:
-        counts: those of the batches that have ended, but for the first document and the last, which ``finish`` adds.
-        domain_of: int64 [documents], number of each document's domain.
-        group_of: int64 [documents], number of the group that it is counted in.
-        bucket_of: int64 [T], number of each position's bucket.
+        counts: counts of the finished passes. The moments lack the first and the last document, which may continue on
+            another rank and are added by ``finish``.
+        domain_of: int64 [documents], domain index of each document.
+        group_of: int64 [documents], index of the document group that each document is counted in.
+        bucket_of: int64 [T], bucket index of each position.
     """
 
     def __init__(self, blocks: TokenBlocks, grid: Grid, tau: float, device: torch.device) -> None:
+        """Allocate zero counts on ``device`` for ``blocks`` and a model of (layers, KV heads)."""
         self._blocks, self._tau = blocks, tau
         self._layers, self._heads = grid
         numbers = {domain: i for i, domain in enumerate(blocks.domains)}
@@ -137,36 +143,40 @@ class GateCounter:
         self.bins = Bins(math.prod((groups, *grid)))
         sizes = len(numbers), len(blocks.documents), groups
         self.counts = _no_counts(sizes, grid, int(self.bucket_of[-1]) + 1, self.bins, device)
-        self._logits: dict[int, Tensor] = {}  # of the pass, by layer
-        self._first: _Part | None = None  # once it has ended; of it there may be more in the process before
-        self._open: _Part | None = None  # the last one
+        self._logits: dict[int, Tensor] = {}  # logits of the current pass, by layer
+        self._first: _Part | None = None  # first document, once it has ended; it may begin on the previous rank
+        self._open: _Part | None = None  # current document; it may continue in the next pass or rank
 
     def begin(self) -> None:
-        """Forget what a pass that failed has left."""
+        """Start a forward pass and discard the logits of a failed one."""
         self._logits = {}
 
     def see(self, layer: int, logits: Tensor) -> None:
-        """Take the gates of one layer, utility logits [B, H, T]."""
+        """Buffer the utility logits [B, H, T] of one layer."""
         self._logits[layer] = logits
 
     def _prepare(self, start: int, stop: int) -> None:
-        """For the blocks ``start:stop``."""
-        owner = self._blocks.document[start:stop]
-        self._numbers, index = np.unique(owner, return_inverse=True)
+        """Compute the document membership and histogram offsets of the blocks ``start:stop``."""
+        # Documents in these blocks, and their tokens
+        documents = self._blocks.document[start:stop]  # [B, T]
+        self._numbers, index = np.unique(documents, return_inverse=True)
         device = self.counts.kept.device
-        index = index.reshape(-1)
+        index = index.reshape(-1)  # [B * T], column of each token's document
         self._tokens = np.bincount(index, minlength=len(self._numbers))
         self._membership = torch.zeros(index.size, len(self._numbers), device=device)
         self._membership[torch.arange(index.size), torch.from_numpy(index).to(device)] = 1.0
-        domain = torch.from_numpy(self.domain_of[owner]).to(device)  # [B, T]
+        # Offsets of each token's domain and document in the flattened histograms
+        domain = torch.from_numpy(self.domain_of[documents]).to(device)  # [B, T]
         self._bin_base = domain * (self._layers * self._heads * self.bins.num_fine)
         self._kept = torch.zeros(self._layers, self._heads, len(self._numbers), device=device)
-        column = torch.from_numpy(index.reshape(owner.shape)).to(device)
+        column = torch.from_numpy(index.reshape(documents.shape)).to(device)
         self._column_base = (column * (self._heads * self.bins.num_coarse))[:, None, :]  # [B, 1, T]
+        # Group of each document
         self._groups = torch.from_numpy(self.group_of[self._numbers]).to(device)
         np.add.at(self.counts.document_tokens, self.group_of[self._numbers], self._tokens)
 
     def _count(self, layer: int, logits: Tensor) -> None:
+        """Count the logits [B, H, T] of one layer."""
         self.counts.wrong[layer] += logits.isnan().any(2).any(0)
         logits = logits.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)  # NaN has no bin; ``finish`` refuses it
         kept = keeps(logits, self._tau).float().transpose(0, 1)  # [H, B, T]
@@ -182,9 +192,9 @@ class GateCounter:
         self.counts.document_bins[:, layer].index_add_(0, self._groups, coarse.int())
 
     def end(self, start: int, number: int) -> None:
-        """Count the pass, of ``number`` blocks from ``start`` on.
+        """Count the buffered logits of a pass over ``number`` blocks from block ``start``.
 
-        Documents that ended are added to the moments, the last one stays open.
+        Completed documents are added to the moments; the last one stays open.
         """
         self._prepare(start, start + number)
         for layer, logits in self._logits.items():
@@ -202,17 +212,19 @@ class GateCounter:
             self._open = part
 
     def finish(self) -> Counts:
-        """The counts of everything that all processes have seen; collective.
+        """Return the counts of all ranks; must be called on all ranks.
 
         Raises:
-            UserError: a utility was NaN: its density would look like 0.
+            UserError: a utility was NaN, which would look like a density of 0.
         """
+        # Sum over ranks and reject NaN utilities
         outer = [part._replace(kept=part.kept.cpu()) for part in (self._first, self._open) if part is not None]
         self.counts = self.counts.of_all_processes()
         wrong = self.counts.wrong.nonzero().tolist()
         if wrong:
             raise UserError(not_finite("the utility", len(wrong), self.counts.wrong.numel(), tuple(wrong[0])))
-        last: _Part | None = None  # of the processes so far
+        # Merge the documents at the boundaries between ranks
+        last: _Part | None = None  # last document of the ranks so far
         for first, *others in filter(None, gathered(outer)):
             if last is not None and last.number == first.number:
                 first = first.after(last)
@@ -225,7 +237,7 @@ class GateCounter:
         return self.counts
 
     def _close(self, part: _Part | None) -> None:
-        """Add a whole document to the moments."""
+        """Add a complete document to the moments."""
         if part is None:
             return
         number, tokens, domain = part.number, part.tokens, int(self.domain_of[part.number])
@@ -239,7 +251,7 @@ class GateCounter:
 
 
 def _no_counts(sizes: tuple[int, int, int], grid: Grid, num_buckets: int, bins: Bins, device: torch.device) -> Counts:
-    """``sizes``: domains, documents, and groups of them."""
+    """Return zero counts for ``sizes`` = (domains, documents, document groups)."""
     num_domains, num_documents, groups = sizes
     shape = (num_domains, *grid)
     kept, kept_squared, kept_times_tokens = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(3))

@@ -1,6 +1,6 @@
-"""Probing: one streaming pass over held-out text that measures what each KV head keeps.
+"""Density probe: measure the share of tokens that each KV head keeps, in one streaming pass over held-out text.
 
-SP-KV paper, "Measuring sparsity" (density rho: the share of tokens with u >= tau).
+SP-KV paper, "Measuring sparsity": density rho is the share of tokens whose utility u is at least tau.
 """
 
 from __future__ import annotations
@@ -46,17 +46,21 @@ def probe(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
-    """Density of every KV head of ``model`` on ``blocks``, with hard gates at ``tau`` as at inference.
+    """Measure the density of every KV head on ``blocks``, with hard gates at ``tau`` as at inference.
 
-    Collective: each process of torchrun runs its share of the blocks, and all have the whole table.
+    Must be called on all ranks: each rank runs its share of the blocks and returns the whole table.
 
     Args:
-        model: a model with gates, which are left as they were.
-        blocks: held-out text; a document should be in consecutive blocks (it counts as a cluster per batch run).
-            Strings are made into blocks of the default size, or of the model's length if that is less.
-        tau: threshold in [0, 1]; None takes the model's own.
-        tokenizer: the model's, needed with strings.
-        progress: called with (blocks done, in all) of this process.
+        model: a model with gates; their mode is restored afterwards.
+        blocks: held-out text; a document should be in consecutive blocks, as each run of them is one cluster of the
+            standard errors. Strings are tokenized into blocks of the default size, or of the model's context length
+            if shorter.
+        tau: gate threshold in [0, 1]; None uses the model's threshold.
+        tokenizer: the model's tokenizer; required if ``blocks`` are strings.
+        batch_size: blocks per forward pass.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (blocks done, total) of this rank.
 
     Raises:
         UserError: the model has no gates, ``tau`` is outside [0, 1], there is no text, or no tokenizer for it.
@@ -68,6 +72,8 @@ def probe(
     blocks = blocks if isinstance(blocks, TokenBlocks) else text_blocks(model, blocks, tokenizer)
     if blocks.num_blocks == 0:
         raise UserError("there is no held-out text to probe")
+
+    # Count kept tokens while the model runs with hard gates
     states = layer_states(model)
     body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     with gate_mode(model, "hard", tau), evaluation_mode(model):
@@ -80,9 +86,30 @@ def probe(
 
         with watch_logits(model, counter.see):
             run_own_batches(run, counter.end, blocks, batch_size, model.device, progress)
-    counts = counter.finish()
-    present = [i for i, number in enumerate(counts.tokens) if number]
-    table = HeadScores(
+
+    counter.finish()
+    table = _table(counter, blocks, config, tau, name, {**_cache_format(model), **_price(config), **(metadata or {})})
+    return table if config.target_density is None else _with_reached(table, config, states)
+
+
+def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
+    """Tokenize texts into blocks of the default size, or of the model's context length if shorter.
+
+    Raises:
+        UserError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return build_blocks(texts, tokenizer, min(BLOCK_SIZE, positions or BLOCK_SIZE))
+
+
+def _table(
+    counter: GateCounter, blocks: TokenBlocks, config: GateConfig, tau: float, name: str, metadata: dict[str, Any]
+) -> HeadScores:
+    """Build the density table of finished counts, with the domains that have text."""
+    present = [i for i, number in enumerate(counter.counts.tokens) if number]
+    return HeadScores(
         name=name,
         rows=_rows(counter, blocks.domains, present),
         tau=tau,
@@ -90,44 +117,36 @@ def probe(
         positions=_positions(counter, blocks.block_size),
         histogram=_histogram(counter, blocks.domains, present),
         documents=_documents(counter, blocks.domains, present),
-        metadata={**_cache_format(model), **_price(config), **(metadata or {})},
+        metadata=metadata,
     )
-    return table if config.target_density is None else _with_reached(table, config, states)
-
-
-def text_blocks(model: PreTrainedModel, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> TokenBlocks:
-    """Make texts into blocks of the default size, or of the model's length if that is less. Raises ``UserError``."""
-    if tokenizer is None:
-        raise UserError("texts need the model's tokenizer: probe(model, texts, tokenizer=tokenizer)")
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return build_blocks(texts, tokenizer, min(BLOCK_SIZE, positions or BLOCK_SIZE))
 
 
 def _price(config: GateConfig) -> dict[str, Any]:
-    """What the gates learned at."""
-    known = {"target_density": config.target_density, "price": config.price or None}
-    return {name: value for name, value in known.items() if value is not None}
+    """Return the target density and the price of keys that the gates were trained with, if any."""
+    settings = {"target_density": config.target_density, "price": config.price or None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _with_reached(table: HeadScores, config: GateConfig, states: Sequence[LayerState]) -> HeadScores:
-    """Record the density that gates reach at their own threshold, to be held against the target of their price."""
-    with_gates = [state.gate_window is not None for state in states]  # layers that are local by design have none
+    """Add the density reached at the gates' own threshold to the metadata, to compare with the target density."""
+    with_gates = [state.gate_window is not None for state in states]  # sliding-window layers have no gates
     reached = float(table.at_tau(config.tau).density[with_gates].mean())
     return replace(table, metadata={**table.metadata, "reached_density": round(reached, 4)})
 
 
 def _cache_format(model: PreTrainedModel) -> dict[str, Any]:
-    """What a cached key costs: the head dimension and the type of the model's weights."""
+    """Return the head dimension and dtype, which determine the size of a cached key."""
     return {"head_dim": config_shape(model.config).head_dim, "dtype": dtype_name(model.dtype)}
 
 
 def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> pd.DataFrame:
-    """The rows of the density table, of the domains of which there was text."""
+    """Build the rows of the density table, with clustered standard errors, for the domains ``present``."""
     counts = counter.counts
     num_documents = np.bincount(counter.domain_of[counts.seen > 0], minlength=len(domains))
     kept = counts.kept.cpu().numpy()
     tokens = counts.tokens.reshape(-1, 1, 1)
     density = kept / np.maximum(tokens, 1)
+    # Sum over documents of (kept - density * tokens)^2
     squares = (
         counts.kept_squared.cpu().numpy()
         - 2 * density * counts.kept_times_tokens.cpu().numpy()
@@ -151,6 +170,7 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
 
 
 def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> LogitHistogram:
+    """Build the histogram of utility logits for the domains ``present``."""
     counts = counter.counts
     bins = counts.bins.reshape(*counts.kept.shape, counter.bins.num_fine).cpu().numpy()
     return LogitHistogram(
@@ -159,6 +179,7 @@ def _histogram(counter: GateCounter, domains: tuple[str, ...], present: list[int
 
 
 def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int]) -> DocumentCounts:
+    """Build the counts per document (or group of documents), which bootstrap resampling uses."""
     counts = counter.counts
     domain = np.empty(len(counts.document_tokens), dtype=np.int64)
     domain[counter.group_of] = counter.domain_of
@@ -174,7 +195,7 @@ def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int
 
 
 def _positions(counter: GateCounter, block_size: int) -> pd.DataFrame:
-    """Density by position in the block."""
+    """Build the table of density by position in the block."""
     width = np.bincount(counter.bucket_of.cpu().numpy())
     start = np.concatenate([[0], np.cumsum(width)[:-1]])
     num_tokens = width * (int(counter.counts.tokens.sum()) // block_size)

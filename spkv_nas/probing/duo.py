@@ -1,21 +1,25 @@
-"""DuoAttention's alpha: how much of a head's full attention is needed to keep the model's last hidden states.
+"""DuoAttention's alpha: the share of a head's full attention needed to preserve the model's last hidden states.
 
 Xiao et al., arXiv 2410.10819; repository mit-han-lab/duo-attention, commit 03dca84 (``duo_attn/train.py``,
-``duo_attn/patch/llama.py``, ``scripts/train.sh``). The model is frozen; each KV head learns an alpha in [0, 1]:
+``duo_attn/patch/llama.py``, ``scripts/train.sh``). The model is frozen and each KV head learns an alpha in [0, 1]:
 
-    out_h = alpha_h full_h + (1 - alpha_h) local_h,   local: a few first keys ("sinks") and the window
+    out_h = alpha_h full_h + (1 - alpha_h) local_h,   local: the first keys (attention sinks) and the window
     loss  = mean((hidden - hidden_full)^2) + lambda mean(alpha)
 
-``hidden`` are the last hidden states, after the final norm. As there, ``full`` comes from the pass of the unchanged
-model and carries no gradient; alpha starts at 1; AdamW without decay at 0.02, rising over the first fifth of the steps
-and falling over the last, never below a tenth; alpha is clamped after every step; lambda is 0.05.
+``hidden`` are the last hidden states, after the final norm. As in the original, ``full_h`` comes from a forward pass of
+the unchanged model and carries no gradient; alpha starts at 1 and is clamped after every step; the optimizer is AdamW
+without weight decay at a learning rate of 0.02, with a linear warm-up over the first fifth of the steps and a linear
+decay over the last fifth, never below a tenth of the rate; lambda is 0.05.
 
-What differs: the text is held-out text, of which every token counts, where theirs is synthetic, with ten passkeys in a
-book and the loss on their repetition alone; the squared error is in units of the mean square of ``hidden_full``, so
-that lambda means the same on any model; 200 steps by default, theirs 2,000; 4 sinks and the layout's window, theirs
-128 and 256. A layout has no sinks, so its local heads see less than alpha was learned with.
+Differences from the original:
 
-The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
+- The loss covers every token of held-out text; theirs covers the repetition of ten passkeys in synthetic book text.
+- The squared error is divided by the mean square of ``hidden_full``, so that lambda is comparable between models.
+- 200 steps by default instead of 2,000; 4 sinks and the layout's window instead of 128 and 256.
+
+Local heads of a layout have no sinks, so they see less than alpha was learned with.
+
+The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
 from __future__ import annotations
@@ -43,27 +47,28 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import frozen, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 
-_STEP_PASSES = 3  # of a step's tokens: the unchanged model, the mixture, and back through it
+_STEP_PASSES = 3  # passes over a step's tokens: unchanged model, mixture forward, mixture backward
 
 
 class Mixture:
-    """The observer of one layer: full attention in the pass that ``records``, the mixture in the others.
+    """Attention observer of one layer: full attention while it ``records``, otherwise alpha's mixture with local.
 
     Attributes:
-        alpha: float32 [Hkv], learned.
-        records: whether this is the pass of the unchanged model.
+        alpha: float32 [Hkv], learned share of full attention.
+        records: True during the forward pass of the unchanged model, whose output is stored.
     """
 
     def __init__(self, state: LayerState, window: int, sinks: int, device: torch.device) -> None:
+        """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys."""
         self.alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
         self.records = False
         self._visible = state.own_window
         self._window = min(window, self._visible)
-        self._sinks = 0 if state.native_window else sinks  # by design such a layer forgets the first keys
+        self._sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
         self._full: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """[B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        """Compute the attention output [B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
         if self.records:
             self._full = attention(q, k, v, window=self._visible, scale=scale)
             return self._full
@@ -90,56 +95,99 @@ def duo(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
-    """Alpha of every KV head, learned on ``blocks``. The model is left as it was. Collective.
+    """Learn alpha for every KV head on ``blocks``; the model is restored afterwards.
+
+    Must be called on all ranks.
 
     Args:
-        window: recent keys that a local head sees, the query's own included.
-        sinks: first keys that it sees besides.
-        batch_size: blocks per step, in an order drawn by ``seed``; they pass one by one where memory is short.
-        regularisation: lambda.
-        progress: called with (steps done, steps in all).
+        model: any supported decoder.
+        blocks: training text.
+        window: number of recent keys a local head sees, including the query's own key.
+        sinks: number of first keys a local head sees as well.
+        steps: number of optimizer steps.
+        batch_size: blocks per step; the micro-batch size is halved when a GPU runs out of memory.
+        learning_rate: peak learning rate of alpha.
+        regularisation: lambda, the weight of mean(alpha) in the loss.
+        seed: seed of the order of the blocks.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (steps done, total).
 
     Raises:
         UserError: the blocks are not longer than the window, steps are below 1, or the model cannot be hooked.
     """
+    # Check the arguments
     if steps < 1:
         raise UserError(f"duo needs at least one step; found {steps}")
     check_window(blocks, window, sinks)
     with full_attention(model) as states, frozen(model):
+        # Train alpha
         mixtures = [Mixture(state, window, sinks, model.device) for state in states]
         for state, mixture in zip(states, mixtures, strict=True):
             state.observer = mixture
-        alphas = [mixture.alpha for mixture in mixtures]
-        optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
-        error = 0.0
-        together = AdaptiveBatchSize(batch_size)
-        for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
-            mine = own_share(len(chosen))
-            own = blocks.tokens[chosen[mine.start : mine.stop]].astype(np.int64)
-            distance = _add_gradients(model, mixtures, torch.from_numpy(own).to(model.device), regularisation, together)
-            optimizer.step()
-            scheduler.step()
-            with torch.no_grad():
-                for alpha in alphas:
-                    alpha.clamp_(0.0, 1.0)
-            error = _finite(distance, step)
-            if progress is not None:
-                progress(step, steps)
-    values = torch.stack([alpha.detach() for alpha in alphas]).double().cpu().numpy()
-    facts = {**(metadata or {}), "sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
-    facts |= {"distillation_loss": float(f"{error:.4g}")}
-    size, seen = blocks.tokens.size, steps * min(batch_size, blocks.num_blocks) * blocks.block_size  # tokens
-    means, passes = HeadMeans(values, "all", seen, 0), _STEP_PASSES * seen / size
-    return signal_table("duo", [means], window, passes=passes, tokens=size, name=name, metadata=facts)
+        loss = _learn(model, mixtures, blocks, batch_size, steps, learning_rate, regularisation, seed, progress)
+
+    # Build the table
+    values = torch.stack([mixture.alpha.detach() for mixture in mixtures]).double().cpu().numpy()
+    options = {"sink_size": sinks, "steps": steps, "regularisation": regularisation, "seed": seed}
+    table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
+    num_tokens = blocks.tokens.size
+    tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
+    means, passes = HeadMeans(values, "all", tokens_seen, 0), _STEP_PASSES * tokens_seen / num_tokens
+    return signal_table("duo", [means], window, passes=passes, tokens=num_tokens, name=name, metadata=table_metadata)
+
+
+def _learn(
+    model: PreTrainedModel,
+    mixtures: list[Mixture],
+    blocks: TokenBlocks,
+    batch_size: int,
+    steps: int,
+    learning_rate: float,
+    regularisation: float,
+    seed: int,
+    progress: Progress | None,
+) -> float:
+    """Train the alphas of ``mixtures`` in place, and return the distillation loss of the last step."""
+    alphas = [mixture.alpha for mixture in mixtures]
+    optimizer = torch.optim.AdamW(alphas, lr=learning_rate, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: ramp(step, steps))
+    micro_batch = AdaptiveBatchSize(batch_size)
+    loss = 0.0
+    for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, batch_size, steps, seed), 1):
+        # Gradients on this rank's blocks
+        share = own_share(len(block_indices))
+        step_tokens = blocks.tokens[block_indices[share.start : share.stop]].astype(np.int64)
+        distance = _add_gradients(
+            model, mixtures, torch.from_numpy(step_tokens).to(model.device), regularisation, micro_batch
+        )
+        # Update and clamp alpha
+        optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            for alpha in alphas:
+                alpha.clamp_(0.0, 1.0)
+        loss = _finite(distance, step)
+        if progress is not None:
+            progress(step, steps)
+    return loss
 
 
 def _add_gradients(
-    model: PreTrainedModel, mixtures: list[Mixture], own: Tensor, regularisation: float, together: AdaptiveBatchSize
+    model: PreTrainedModel,
+    mixtures: list[Mixture],
+    step_tokens: Tensor,
+    regularisation: float,
+    micro_batch: AdaptiveBatchSize,
 ) -> float:
-    """The distillation loss of a step, of whose tokens ``own`` [B, T] are this process's, and alphas' gradients.
+    """Return the distillation loss of a step and set alphas' gradients; must be called on all ranks.
 
-    Collective.
+    Args:
+        model: the frozen model, with the mixtures attached.
+        mixtures: one per layer.
+        step_tokens: int64 [B, T], this rank's tokens of the step; B may be 0.
+        regularisation: lambda.
+        micro_batch: micro-batch size.
     """
     alphas = [mixture.alpha for mixture in mixtures]
 
@@ -147,13 +195,13 @@ def _add_gradients(
         for alpha in alphas:
             alpha.grad = None
         sums = torch.zeros(2, dtype=torch.float64)
-        for tokens in filter(len, torch.split(own, size)):  # this process may have none
+        for tokens in filter(len, torch.split(step_tokens, size)):  # this rank may have none
             error, full = sums_of_squares(model, mixtures, tokens)
             torch.autograd.backward(error)
             sums += torch.stack([error.detach(), full]).cpu()
         return sums
 
-    error, full = sum_over_processes(together.run(passes, max(1, len(own)))).tolist()
+    error, full = sum_over_processes(micro_batch.run(passes, max(1, len(step_tokens)))).tolist()
     sum_gradients(alphas)
     for alpha in alphas:
         assert alpha.grad is not None
@@ -163,6 +211,7 @@ def _add_gradients(
 
 
 def _finite(loss: float, step: int) -> float:
+    """Return the loss, or raise ``UserError`` if it is not finite."""
     if not math.isfinite(loss):
         raise UserError(
             f"duo: the distillation loss is {loss} at step {step}\nthe model's weights are damaged or diverged, or its "
@@ -172,12 +221,17 @@ def _finite(loss: float, step: int) -> float:
 
 
 def sums_of_squares(model: PreTrainedModel, mixtures: list[Mixture], tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the mixture's last hidden states' error, differentiable in alphas, and of the full model's last hidden states.
+    """Compute the summed squared error of the mixture's last hidden states, and the summed square of the full model's.
 
-    The distillation loss is the one over the other, as both are of the same number of values.
+    Both sum over the same number of values, so the distillation loss is their ratio.
 
     Args:
+        model: the frozen model, with the mixtures attached.
+        mixtures: one per layer.
         tokens: int64 [B, T].
+
+    Returns:
+        (error, differentiable in the alphas; square of the unchanged model's hidden states).
     """
     for mixture in mixtures:
         mixture.records = True

@@ -1,4 +1,4 @@
-"""What the signals share that learn on a frozen model: no weight of it moves, and memory is looked after."""
+"""Helpers for signals that train gates on a frozen model: freezing, micro-batch size, learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from spkv_nas.cost.memory import PassMemory, fitting_pass
 from spkv_nas.model.device_map import check_placed, room_for_passes
 from spkv_nas.model.model_shape import model_size
 
-ROOM = 0.5  # share of the free memory that a pass may take
+ROOM = 0.5  # share of the free memory that a forward and backward pass may use
 
 
 @contextmanager
 def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterator[None]:
-    """Inside the ``with`` block no parameter of ``model`` takes a gradient but those of ``learning``.
+    """Freeze all parameters of ``model`` except those in ``learning`` inside the ``with`` block.
 
-    Raises ``UserError`` if gradients would have to go through weights that are on no device.
+    Raises:
+        UserError: gradients would have to pass through weights that are on no device.
     """
     check_placed(model)
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in learning]
@@ -36,11 +37,17 @@ def frozen(model: nn.Module, learning: Collection[nn.Parameter] = ()) -> Iterato
 def passes(
     model: PreTrainedModel, length: int, wanted: int, gates: GateConfig | None = None, *, mixes: bool = False
 ) -> tuple[int, bool]:
-    """How to learn in the free memory: (blocks of ``length`` tokens in a pass, whether layers are computed again).
+    """Choose the micro-batch size and activation checkpointing that fit the free memory.
 
     Args:
-        wanted: blocks of a step.
-        gates, mixes: as ``PassMemory`` has them.
+        model: the frozen model.
+        length: tokens per block.
+        wanted: blocks per step.
+        gates: configuration of the gates being trained, if any (see ``PassMemory``).
+        mixes: True if layers compute both global and local attention (see ``PassMemory``).
+
+    Returns:
+        (blocks per pass, whether to recompute activations in the backward pass).
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
     memory = PassMemory(model_size(model), item, gates, mixes, on_cpu=on_cpu)
@@ -48,6 +55,6 @@ def passes(
 
 
 def ramp(step: int, steps: int) -> float:
-    """Of the learning rate: linear up and down over a fifth of the steps each, at least a tenth."""
+    """Return the learning-rate factor: linear warm-up and decay over a fifth of the steps each, at least 0.1."""
     fifth = max(1, steps // 5)
     return min(1.0, max((step + 1) / fifth, 0.1), max((steps - step) / fifth, 0.1))

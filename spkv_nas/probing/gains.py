@@ -1,17 +1,17 @@
-"""Gains: the NLL that one head's global attention saves, measured by opening it alone, or by closing it alone.
+"""Single-head ablations: the NLL that a head's global attention saves, adding it alone or removing it alone.
 
-    opening:  gain_h = NLL(all heads local) - NLL(all heads local but h)
-    closing:  gain_h = NLL(all heads global but h) - NLL(all heads global)
+    opening (add one head):     gain_h = NLL(all heads local) - NLL(all heads local but h)
+    closing (leave one out):    gain_h = NLL(all heads global but h) - NLL(all heads global)
 
-Both in nats per token, on the model's own weights, the errors those of the paired difference by document. Opening finds
-heads that help by themselves, closing those that no other head replaces: two heads that do the same both gain much when
-opened and nothing when closed. A layer is opened or closed as a whole for its own gain, which is not the sum of its
-heads'. A gain may be below 0. Of a model with many heads, whole layers are measured first, and heads only of those that
-gain most (``max_heads``).
+Both are in nats per token, on the unchanged weights, with standard errors of the paired difference over documents.
+Opening finds heads that help on their own; closing finds heads that no other head can replace. Two redundant heads both
+have a large opening gain and no closing gain. A whole layer's gain is measured by switching all of its heads at once
+and is not the sum of theirs. Gains may be negative. ``max_heads`` limits the cost on large models: whole layers are
+measured first, then single heads of the layers with the largest gains only.
 
-Passes share their first layers (``evaluation.zero_shot``), so that a head of layer l costs (L - l) / L of a pass, all
-heads about (L + 1) / 2 passes for each of a layer's. Layers that are local by design are opened to their own window at
-most: their heads gain nothing where the window is as long.
+Forward passes share their first layers (``evaluation.zero_shot``): a head of layer l costs (L - l) / L of a pass, and
+all heads cost about (L + 1) / 2 passes per head of a layer. Sliding-window layers are opened to their native window at
+most, so their heads gain nothing if the local window is at least as long.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
 
 HEAD, LAYER = GRANULARITIES = ("head", "layer")
-MIXED = "mixed"  # heads of some layers, and whole layers
+MIXED = "mixed"  # single heads in some layers, whole layers elsewhere
 
-Unit = tuple[int, range]  # what is opened or closed at once: a layer, and which of its heads
+Unit = tuple[int, range]  # heads switched together: layer and KV heads
 
 
 def num_passes(grid: Grid) -> float:
-    """Passes over the text for the gains of all heads of a model of (layers, KV heads), and the one before."""
+    """Return the forward passes needed to measure every head of a (layers, KV heads) grid, including the baseline."""
     num_layers, num_heads = grid
     return 1.0 + (num_layers + 1) / 2 * num_heads
 
 
 def opening(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
-    """What each KV head's global attention saves where all others are local; the options are those of ``gains``."""
+    """Measure the NLL that each KV head saves when it alone is made global; options as in ``gains``."""
     return gains("opening", model, blocks, window, opens=True, **options)
 
 
 def closing(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
-    """What each KV head's being local costs where all others are global; the options are those of ``gains``."""
+    """Measure the NLL that each KV head costs when it alone is made local; options as in ``gains``."""
     return gains("closing", model, blocks, window, opens=False, **options)
 
 
@@ -73,41 +73,60 @@ def gains(
     metadata: dict[str, Any] | None = None,
     **options: Any,
 ) -> HeadScores:
-    """The gain of every KV head, by domain. The model is left as it was.
+    """Measure the gain of every KV head by domain; the model is restored afterwards.
 
     Args:
-        window: recent keys that a local head sees, the query's own included.
-        opens: whether heads are opened in a local model, or closed in a global one.
-        options: granularity, max_heads, batch_size and progress, as ``_measure`` takes them.
+        signal: name of the signal, "opening" or "closing".
+        model: any supported decoder.
+        blocks: held-out text.
+        window: number of recent keys a local head sees, including the query's own key.
+        opens: True to make heads global in an all-local model, False to make them local in an all-global one.
+        name: name of the table; defaults to ``signal``.
+        metadata: provenance of the model and the text.
+        options: ``granularity``, ``max_heads``, ``batch_size`` and ``progress``, as in ``_measure``.
 
     Raises:
-        UserError: as ``_measure``.
+        UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or the
+            options do not fit the model or each other.
     """
-    found = _measure(model, blocks, window, opens=opens, **options)
-    facts = {**(metadata or {}), "unit": NATS, "granularity": found.granularity, "nll_before": found.nll_before}
+    measured = _measure(model, blocks, window, opens=opens, **options)
+    table_metadata = {
+        **(metadata or {}),
+        "unit": NATS,
+        "granularity": measured.granularity,
+        "nll_before": measured.nll_before,
+    }
     return signal_table(
-        signal, domain_means(blocks, found.sums, found.num_tokens), window,
-        passes=found.passes, tokens=blocks.tokens.size, name=name or signal, metadata=facts,
-    )  # fmt: skip
+        signal,
+        domain_means(blocks, measured.sums, measured.num_tokens),
+        window,
+        passes=measured.passes,
+        tokens=blocks.tokens.size,
+        name=name or signal,
+        metadata=table_metadata,
+    )
 
 
 def opening_gains(
     model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any
 ) -> tuple[Gains, dict[str, Any]]:
-    """The same opening gains over all domains, to judge a table by, and what they took: passes, tokens, documents.
+    """Measure opening gains over all domains together, as ground truth for the ranking of another table.
+
+    Returns:
+        The gains, and the cost of the measurement: passes, tokens and documents.
 
     Raises:
-        UserError: as ``_measure``.
+        UserError: as in ``gains``.
     """
-    found = _measure(model, blocks, window, opens=True, **options)
-    documents = int((found.num_tokens > 0).sum())
-    took = {"passes": round(found.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
-    return Gains(*jackknife_ratio(found.sums, found.num_tokens)), took
+    measured = _measure(model, blocks, window, opens=True, **options)
+    documents = int((measured.num_tokens > 0).sum())
+    cost = {"passes": round(measured.passes, 2), "tokens": blocks.tokens.size, "documents": documents}
+    return Gains(*jackknife_ratio(measured.sums, measured.num_tokens)), cost
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Sums of what is saved [L, Hkv, documents], in nats, over how many tokens [documents], and what it took."""
+class _Measurement:
+    """Gains summed by document in nats [L, Hkv, documents], tokens [documents], and the cost of measuring them."""
 
     sums: NDArray[np.float64]
     num_tokens: NDArray[np.int64]
@@ -127,20 +146,24 @@ def _measure(
     max_heads: int | None = None,
     batch_size: int = 8,
     progress: Progress | None = None,
-) -> _Found:
-    """The gain of every head, by document.
+) -> _Measurement:
+    """Measure the gain of every head by document.
 
     Args:
-        granularity: "head", or "layer": every head of a layer then has the layer's gain divided by its heads, so that
-            the sum over them is the layer's own.
-        max_heads: heads measured by themselves, of the layers that gain most as wholes; the others' are as with
-            "layer". None or enough for all: every head, and no whole layer. At least a layer's.
-        batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
-        progress: called with (blocks done, in all) of this process, of all passes.
+        model: any supported decoder.
+        blocks: held-out text.
+        window: number of recent keys a local head sees, including the query's own key.
+        opens: True to make heads global in an all-local model, False to make them local in an all-global one.
+        granularity: "head" measures single heads. "layer" measures whole layers and divides each gain evenly among
+            the layer's heads.
+        max_heads: maximum number of heads to measure individually, in the layers with the largest gains; the others
+            share their layer's gain. At least one layer's heads; None measures every head.
+        batch_size: blocks per forward pass, of which at most one hidden state per layer is kept.
+        progress: called with (blocks done, total) of this rank, over all passes.
 
     Raises:
         UserError: the blocks are not longer than the window, the model cannot be hooked, an NLL is not finite, or
-            ``max_heads`` are fewer than a layer has, or do not go with the granularity.
+            ``max_heads`` is less than one layer has or is combined with granularity "layer".
     """
     check_window(blocks, window)
     if granularity not in GRANULARITIES:
@@ -148,40 +171,46 @@ def _measure(
     if max_heads is not None and granularity == LAYER:
         raise UserError("--max-heads chooses layers whose heads are measured; --granularity layer measures none")
     with full_attention(model) as states:
-        own = tuple(state.head_windows(gated=False) for state in states)
-        num_layers, num_heads = len(own), len(own[0])
+        # Windows [L][Hkv] of the all-global and the all-local model
+        native = tuple(state.head_windows(gated=False) for state in states)
+        num_layers, num_heads = len(native), len(native[0])
         detailed = num_layers if max_heads is None else min(max_heads // num_heads, num_layers)
         if detailed == 0:
             raise UserError(f"--max-heads {max_heads} measures no layer: each has {num_heads} KV heads")
-        local = tuple(tuple(min(window, wide) for wide in row) for row in own)
-        rounds = _Rounds(
-            partial(score_windows, model, states, blocks=blocks, batch_size=batch_size), local, own, opens,
-            num_own_blocks(blocks.num_blocks, batch_size), progress,
-        )  # fmt: skip
+        local = tuple(tuple(min(window, wide) for wide in row) for row in native)
+        score = partial(score_windows, model, states, blocks=blocks, batch_size=batch_size)
+        rounds = _Rounds(score, local, native, opens, num_own_blocks(blocks.num_blocks, batch_size), progress)
         sums = np.zeros((num_layers, num_heads, len(blocks.documents)))
         by_layer = granularity == LAYER or detailed < num_layers
+        # Measure whole layers
         if by_layer:
             layers: list[Unit] = [(layer, range(num_heads)) for layer in range(num_layers)]
             for (layer, _), gain in rounds.gains(layers, 0 if granularity == LAYER else detailed * num_heads):
                 sums[layer] = gain / num_heads
+        # Measure single heads in the layers with the largest gains
         if granularity == HEAD:
-            most = sorted(np.argsort(-sums.sum((1, 2)), kind="stable")[:detailed].tolist())
-            for (layer, heads), gain in rounds.gains([(x, range(y, y + 1)) for x in most for y in range(num_heads)]):
+            top_layers = sorted(np.argsort(-sums.sum((1, 2)), kind="stable")[:detailed].tolist())
+            units = [(layer, range(head, head + 1)) for layer in top_layers for head in range(num_heads)]
+            for (layer, heads), gain in rounds.gains(units):
                 sums[layer, heads] = gain
     base = rounds.scores[rounds.before]
-    what = granularity if by_layer is (granularity == LAYER) else MIXED
-    return _Found(sums, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), what)
+    measured_as = granularity if by_layer is (granularity == LAYER) else MIXED
+    return _Measurement(sums, base.num_tokens, round(base.mean, 6), round(rounds.passes, 2), measured_as)
 
 
 @dataclass
 class _Rounds:
-    """Gains of units in one round after another, nothing scored twice.
+    """Measurer of unit gains in successive rounds, which scores no set of windows twice.
 
     Attributes:
-        score: the NLL of windows in order, and the passes that it took; told of its steps by ``step``.
-        local, whole: windows of all heads where all are local, and where none is.
-        opens: whether units are opened in the local model, or closed in the other.
-        num_blocks: of a pass, in this process.
+        score: function that returns the NLLs of a sequence of windows and the passes used; calls ``step`` as it runs.
+        local: windows of all heads in the all-local model.
+        whole: windows of all heads in the all-global model.
+        opens: True to make units global in the all-local model, False to make them local in the all-global one.
+        num_blocks: blocks per pass on this rank.
+        progress: called with (blocks done, total) of this rank.
+        scores: NLLs measured so far.
+        passes: forward passes used so far.
     """
 
     score: Callable[..., tuple[list[DocumentNLL], float]]
@@ -197,19 +226,26 @@ class _Rounds:
 
     @property
     def before(self) -> Windows:
-        """Of what no unit has changed."""
+        """Return the windows of the unchanged model."""
         return self.local if self.opens else self.whole
 
     def gains(self, units: Sequence[Unit], later: int = 0) -> Iterator[tuple[Unit, NDArray[np.float64]]]:
-        """Each unit with what it gains [documents], in nats; ``later``: at most so many windows come after these."""
+        """Yield each unit with its gain by document [documents], in nats.
+
+        Args:
+            units: heads to switch together.
+            later: maximum number of windows still to be scored in later rounds, for the progress total.
+        """
+        # Score the windows that are new
         after = self.whole if self.opens else self.local
         changed = {unit: _changed(self.before, after, unit) for unit in units}
         ordered = sorted({self.before, *changed.values()} - self.scores.keys())
         self._total = self._done + (len(ordered) + later) * self.num_blocks
         if ordered:
-            found, took = self.score(ordered, step=self._step)
-            self.scores.update(zip(ordered, found, strict=True))
-            self.passes += took
+            scored, passes = self.score(ordered, step=self._step)
+            self.scores.update(zip(ordered, scored, strict=True))
+            self.passes += passes
+        # Difference from the unchanged model
         sign = 1 if self.opens else -1
         for unit, windows in changed.items():
             yield unit, sign * (self.scores[self.before].total - self.scores[windows].total)
@@ -221,7 +257,7 @@ class _Rounds:
 
 
 def _changed(before: Windows, after: Windows, unit: Unit) -> Windows:
-    """``before``, with the heads of ``unit`` as in ``after``."""
+    """Return ``before`` with the windows of the heads in ``unit`` taken from ``after``."""
     layer, heads = unit
     row = tuple(after[layer][head] if head in heads else window for head, window in enumerate(before[layer]))
     return (*before[:layer], row, *before[layer + 1 :])

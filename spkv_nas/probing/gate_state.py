@@ -1,7 +1,7 @@
-"""Gates that have learned for a while, on disk: the predictors, the optimizer's moments, and the step.
+"""Checkpoints of gate training on a frozen model: predictor weights, optimizer moments, and the step.
 
-A folder with one safetensors file and a manifest of hashes, so that damage is noticed. Numbers are text in the file's
-header, exactly as Python prints them.
+A checkpoint is a folder with one safetensors file and a manifest of hashes, which detects damage. Scalars are stored as
+JSON text in the file's header, without loss of precision.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class GateState:
-    """All that training goes on from.
+    """State from which gate training resumes.
 
     Attributes:
-        tensors: by the parameter's name, and its moments' by that name and "|exp_avg", "|exp_avg_sq".
-        step: steps done.
-        numbers: of the price and the log.
+        tensors: parameters by name, and their moments by "<name>|exp_avg" and "<name>|exp_avg_sq".
+        step: number of finished steps.
+        numbers: scalars of the price controller and of the log.
     """
 
     tensors: dict[str, Tensor]
@@ -47,38 +47,50 @@ class GateState:
         step: int,
         numbers: Mapping[str, float],
     ) -> GateState:
-        """The state of ``parameters`` and of the optimizer that moves them."""
+        """Collect the state of ``parameters`` and of their AdamW optimizer."""
         tensors = {name: parameter.detach() for name, parameter in parameters.items()}
         for name, parameter in parameters.items():
             tensors |= {f"{name}|{moment}": optimizer.state[parameter][moment] for moment in _MOMENTS}
         return cls(tensors, step, dict(numbers))
 
     def write(self, folder: Path) -> None:
-        """In one step, in place of what is there. Raises ``UserError``: the place cannot be written."""
+        """Write the checkpoint atomically, replacing an earlier one in ``folder``.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
         tensors = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        said = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
+        header = {"step": str(self.step), "numbers": json.dumps(self.numbers)}
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(folder) as new:
+        with new_folder(folder) as new_path:
             try:
-                save_file(tensors, new / _FILE, metadata=said)
+                save_file(tensors, new_path / _FILE, metadata=header)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"cannot write {folder}: {first_line(error)}\nmake room") from error
-            write_manifest(new)
+            write_manifest(new_path)
 
     @classmethod
     def read(cls, folder: Path) -> GateState | None:
-        """What ``write`` wrote; None if nothing did. Raises ``UserError``: it is damaged."""
+        """Read the checkpoint in ``folder``, or return None if there is no complete one.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
         if not is_complete(folder):
             return None
         check_manifest(folder, what="gates")
         with safe_open(folder / _FILE, "pt") as file:
-            said = file.metadata()
+            header = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return cls(tensors, int(said["step"]), json.loads(said["numbers"]))
+        return cls(tensors, int(header["step"]), json.loads(header["numbers"]))
 
     @torch.no_grad()
     def restore(self, parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        """Put it all back. Raises ``UserError``: it is of another model's gates."""
+        """Copy the state into ``parameters`` and ``optimizer``.
+
+        Raises:
+            UserError: the checkpoint belongs to another model's gates.
+        """
         if {name for name in self.tensors if "|" not in name} != set(parameters):
             raise UserError("the gates that were kept are of another model: give another folder for their state")
         for name, parameter in parameters.items():

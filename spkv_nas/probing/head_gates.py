@@ -1,22 +1,22 @@
-"""Head gates: how much global attention each KV head gets under a budget, learned to keep the model's predictions.
+"""Head gates: learn which KV heads to make global under a budget so that the model's predictions change least.
 
-The question of a layout, with its answer relaxed from {0, 1} to [0, 1]. The model is frozen; each KV head learns a
-gate, and the gates of all heads add up to the budget at every step:
+This is the layout selection problem relaxed from {0, 1} to [0, 1]. The model is frozen and each KV head learns a gate;
+the gates of all heads sum to the budget at every step:
 
     out_h = g_h global_h + (1 - g_h) local_h,   0 <= g_h <= 1,   sum g_h = budget
-    loss  = KL(predictions of the model as it is || predictions with gates), per token
+    loss  = KL(predictions of the unchanged model || predictions with gates), per token
 
-At gates of 0 and 1 this is the layout's own forward pass. The loss is what the NLL rises by on text that is as the
-model expects it, and has less noise than the NLL of a few hundred thousand tokens, which chooses no better
-(reports/LOG.md). DuoAttention's alpha (``duo``) mixes likewise, but keeps the last hidden states, at a fixed price of a
-head; here heads compete for a budget by what they keep of the predictions.
+With gates of 0 and 1 this is the forward pass of a layout. The loss estimates the increase in NLL. It has less noise
+than the NLL itself over a few hundred thousand tokens, and selects heads at least as well (reports/LOG.md).
+DuoAttention's alpha (``duo``) uses the same mixture but preserves the last hidden states at a fixed cost per head; here
+heads compete for a budget.
 
-A step follows the gradient and projects onto the budget: all gates fall by one amount, the price of a head, and are
-clamped. The gradient is scaled by its root mean square over all heads, not by each head's own as Adam's is, which would
-move a head that keeps little as fast as one that keeps much (reports/LOG.md). A head's value is the mean of its gate
-over all steps, which also orders heads that end at 0 or 1, by when they got there.
+Each step is a projected gradient step: all gates are lowered by the same amount and clamped so that they sum to the
+budget. The gradient is scaled by its root mean square over all heads, not per head as in Adam, which would move
+unimportant heads as fast as important ones (reports/LOG.md). A head's score is the mean of its gate over all steps,
+which also ranks the heads that end at exactly 0 or 1, by how early they got there.
 
-The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
+The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
 from __future__ import annotations
@@ -51,29 +51,30 @@ from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
 STEP_TOKENS = LEARNING_TOKENS
-_RATE = 0.05  # of a gate's way from 0 to 1, for a head of root mean square gradient
+_RATE = 0.05  # peak step size of a gate whose gradient equals the root mean square over heads
 _MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
-_STEP_PASSES = 3  # of a step's tokens: of the model as it is, with gates, and back without gradients of weights
+_STEP_PASSES = 3  # passes over a step's tokens: unchanged model, gated forward, backward without weight gradients
 
 
 def forward_passes(steps: int | None = None) -> tuple[int, int]:
-    """Count the work of head gates: (forward passes, tokens of each)."""
+    """Return the cost of learning head gates: (forward passes, tokens per pass)."""
     return _STEP_PASSES * (HEAD_GATE_STEPS if steps is None else steps), STEP_TOKENS
 
 
 class HeadGate:
-    """The observer of one layer: the mixture of global and local attention.
+    """Attention observer of one layer: the gated mixture of global and local attention.
 
     Attributes:
-        window: recent keys that local attention sees, the query's own included, as in a layout.
-        gate: float [Hkv], of the heads.
+        window: number of recent keys that local attention sees, including the query's own key, as in a layout.
+        gate: float [Hkv], share of global attention by KV head.
     """
 
     def __init__(self, window: int, gate: Tensor) -> None:
+        """Mix with ``gate`` [Hkv]; local attention sees ``window`` keys."""
         self.window, self.gate = window, gate
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """[B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
+        """Compute the attention output [B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
         q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for both
         everywhere, local = (attention(q, k, v, window=seen, scale=scale) for seen in (GLOBAL_WINDOW, self.window))
         gate = self.gate.to(q.device, q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
@@ -93,13 +94,19 @@ def head_gates(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
-    """The gate of every KV head, learned on ``blocks``. The model is left as it was. Collective.
+    """Learn a gate for every KV head on ``blocks``; the model is restored. Must be called on all ranks.
 
     Args:
-        window: recent keys that a local head sees, the query's own included; by default ``default_window``.
-        budget: global KV heads, as a number or a share of all; by default the paper's share.
-        step_tokens: of a step, in whole blocks, in an order drawn by ``seed``.
-        progress: called with (steps done, steps in all).
+        model: any supported decoder.
+        blocks: training text.
+        window: recent keys a local head sees, including the query's own; defaults to ``default_window``.
+        budget: number of global KV heads, or their share such as "25%"; defaults to the paper's share.
+        steps: number of gradient steps.
+        step_tokens: tokens per step, rounded down to whole blocks.
+        seed: seed of the order of the blocks.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (steps done, total).
 
     Raises:
         UserError: the blocks are not longer than the window, steps are below 1, or the model cannot be hooked.
@@ -109,32 +116,40 @@ def head_gates(
     window = default_window(model, blocks.block_size) if window is None else window
     check_window(blocks, window)
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
-    fitting, recomputes = passes(model, blocks.block_size, size, mixes=True)
-    together = AdaptiveBatchSize(fitting)
+    pass_size, recomputes = passes(model, blocks.block_size, size, mixes=True)
+    micro_batch = AdaptiveBatchSize(pass_size)
     with full_attention(model) as states, frozen(model), recomputed(model) if recomputes else nullcontext():
         grid, divergence = (len(states), states[0].num_kv_heads), math.nan
+        # One projected gradient step per batch
         learning = _Learning(grid, parse_budget(budget, math.prod(grid)), steps)
-        for step, chosen in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
+        for step, block_indices in enumerate(shuffled_batches(blocks.num_blocks, size, steps, seed), 1):
             gates = learning.gates.detach().to(model.device).requires_grad_()
             for state, gate in zip(states, gates, strict=True):
                 state.observer = HeadGate(window, gate)
-            divergence, gradient = _slope(model, states, gates, blocks.tokens[np.sort(chosen)], together)
-            if not (math.isfinite(divergence) and torch.isfinite(gradient).all()):
-                raise UserError(
-                    f"head gates: the loss is {divergence} at step {step}\nthe model's weights are damaged or "
-                    "diverged, or its activations overflow in its dtype: load it in float32"
-                )
+            divergence, gradient = _slope(model, states, gates, blocks.tokens[np.sort(block_indices)], micro_batch)
+            _check_finite(divergence, gradient, step)
             learning.step(step, gradient)
             if progress is not None:
                 progress(step, steps)
-    facts = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
-    facts |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
+
+    # Build the table
+    table_metadata = {**(metadata or {}), "budget": learning.budget, "steps": steps, "seed": seed}
+    table_metadata |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
     tokens_seen = steps * size * blocks.block_size
     means = HeadMeans(learning.mean.numpy(), "all", tokens_seen, 0)
+    size, num_passes = blocks.tokens.size, _STEP_PASSES * tokens_seen / blocks.tokens.size
     return signal_table(
-        "head-gates", [means], window, passes=_STEP_PASSES * tokens_seen / blocks.tokens.size,
-        tokens=blocks.tokens.size, name=name, metadata=facts,
-    )  # fmt: skip
+        "head-gates", [means], window, passes=num_passes, tokens=size, name=name, metadata=table_metadata
+    )
+
+
+def _check_finite(divergence: float, gradient: Tensor, step: int) -> None:
+    """Raise ``UserError`` if the loss or a gradient is not finite."""
+    if not (math.isfinite(divergence) and torch.isfinite(gradient).all()):
+        raise UserError(
+            f"head gates: the loss is {divergence} at step {step}\nthe model's weights are damaged or "
+            "diverged, or its activations overflow in its dtype: load it in float32"
+        )
 
 
 def _slope(
@@ -142,31 +157,38 @@ def _slope(
     states: Sequence[LayerState],
     gates: Tensor,
     blocks: NDArray[np.int32],
-    together: AdaptiveBatchSize,
+    micro_batch: AdaptiveBatchSize,
 ) -> tuple[float, Tensor]:
-    """The divergence of a step's ``blocks`` [B, T], and its gradient by ``gates`` [layers, KV heads]. Collective.
+    """Compute the KL divergence of a step and its gradient with respect to the gates; must be called on all ranks.
 
     Args:
-        together: how many blocks pass at once.
+        model: the frozen model, with a ``HeadGate`` on each layer.
+        states: the model's layers.
+        gates: float [layers, KV heads], the leaf tensor that the observers use.
+        blocks: int32 [B, T], tokens of the step, the same on all ranks.
+        micro_batch: micro-batch size.
+
+    Returns:
+        (divergence in nats per token, gradient float64 [layers, KV heads] on the CPU).
     """
-    mine = own_share(len(blocks))
-    own = torch.from_numpy(blocks[mine.start : mine.stop].astype(np.int64)).to(model.device)
+    share = own_share(len(blocks))
+    step_tokens = torch.from_numpy(blocks[share.start : share.stop].astype(np.int64)).to(model.device)
 
     def gradients(size: int) -> Tensor:
         sums = torch.zeros(1 + gates.numel(), device=model.device)
-        for tokens in filter(len, torch.split(own, size)):  # this process may have none
+        for tokens in filter(len, torch.split(step_tokens, size)):  # this rank may have none
             loss = mean_divergence(model, tokens, partial(_unobserved, states)) * (len(tokens) / len(blocks))
             (gradient,) = torch.autograd.grad(loss, gates)
             sums += torch.cat([loss.detach()[None], gradient.flatten()]).float()
         return sums
 
-    sums = sum_over_processes(together.run(gradients, max(1, len(own)))).double().cpu()
+    sums = sum_over_processes(micro_batch.run(gradients, max(1, len(step_tokens)))).double().cpu()
     return float(sums[0]), sums[1:].view(gates.shape)
 
 
 @contextmanager
 def _unobserved(states: Sequence[LayerState]) -> Iterator[None]:
-    """Inside the ``with`` block the layers' attention is the model's own."""
+    """Remove the layers' observers inside the ``with`` block, so that attention is unchanged."""
     observers = [state.observer for state in states]
     for state in states:
         state.observer = None
@@ -178,15 +200,16 @@ def _unobserved(states: Sequence[LayerState]) -> Iterator[None]:
 
 
 class _Learning:
-    """Gates that learn: one ``step`` after the other.
+    """Projected gradient descent on the gates, one ``step`` at a time.
 
     Attributes:
-        budget: what the gates add up to.
-        gates: float64 [layers, KV heads] of the next step.
-        total: their sum over the steps so far.
+        budget: sum of the gates.
+        gates: float64 [layers, KV heads], gates for the next step.
+        total: float64 [layers, KV heads], sum of the gates over the steps so far.
     """
 
     def __init__(self, grid: tuple[int, int], budget: int, steps: int) -> None:
+        """Start with equal gates that sum to ``budget``."""
         self.budget, self._steps = budget, steps
         self.gates = torch.full(grid, budget / math.prod(grid), dtype=torch.float64)
         self.total = torch.zeros_like(self.gates)
@@ -195,29 +218,32 @@ class _Learning:
 
     @property
     def mean(self) -> Tensor:
-        """Of the gates after each step; float64 [layers, KV heads]."""
+        """Return the mean of the gates over all steps, float64 [layers, KV heads]."""
         return self.total / self._steps
 
     def step(self, number: int, gradient: Tensor) -> None:
-        """Update ``number``, from 1, by the loss's ``gradient`` [layers, KV heads]."""
+        """Apply update ``number``, counted from 1, with the loss's ``gradient`` [layers, KV heads]."""
+        # Momentum, and a running mean square over all heads
         self._direction.lerp_(gradient, 1.0 - _MOMENTUM)
         self._square += (1.0 - _SCALE_MOMENTUM) * (float(gradient.square().mean()) - self._square)
         scale = math.sqrt(self._square / (1.0 - _SCALE_MOMENTUM**number))
-        way = self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
-        self.gates = project(self.gates - _RATE * ramp(number - 1, self._steps) * way, self.budget)
+        # Step and projection onto the budget
+        direction = self._direction / (1.0 - _MOMENTUM**number) / max(scale, np.finfo(np.float64).tiny)
+        self.gates = project(self.gates - _RATE * ramp(number - 1, self._steps) * direction, self.budget)
         self.total += self.gates
 
 
 def project(values: Tensor, budget: float) -> Tensor:
-    """The point nearest to ``values`` in [0, 1] that adds up to ``budget``: all less one price, clamped.
+    """Project ``values`` onto the points in [0, 1] that sum to ``budget`` (Euclidean projection).
 
-    The sum falls with the price, so that bisection finds it.
+    The projection subtracts a constant from all values and clamps them; bisection finds the constant, because the sum
+    falls as it grows.
     """
-    low, high = float(values.min()) - 1.0, float(values.max())  # all at 1, all at 0
+    low, high = float(values.min()) - 1.0, float(values.max())  # all clamped to 1, all clamped to 0
     for _ in range(60):
-        price = (low + high) / 2.0
-        if float((values - price).clamp(0.0, 1.0).sum()) > budget:
-            low = price
+        shift = (low + high) / 2.0
+        if float((values - shift).clamp(0.0, 1.0).sum()) > budget:
+            low = shift
         else:
-            high = price
+            high = shift
     return (values - high).clamp(0.0, 1.0)

@@ -1,8 +1,8 @@
-"""What the signals share: attention weights by chunks of queries, means over documents, a table of them.
+"""Shared helpers for probing signals: chunked attention weights, per-document sums and means, and result tables.
 
-Every table says what it took: ``passes`` over ``tokens`` of text, each as much work as one forward pass of the whole
-model. A pass of some layers counts as its share of them; a backward pass through a frozen model as one, because it
-makes gradients of activations alone.
+Every table records its cost as ``passes`` over ``tokens`` of text, in units of one forward pass of the whole model. A
+pass through some of the layers counts as that fraction. A backward pass through a frozen model counts as one forward
+pass, because it computes gradients of activations only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from spkv_nas.base.statistics import jackknife_ratio
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.hooks import not_finite
 
-_CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # of one chunk's attention weights: near the processor's cache; at least rows
+_CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # attention weights per chunk: about the CPU cache size; minimum query rows
 
 
 def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
-    """Raise ``UserError`` unless blocks have keys that a window and the first keys, the sinks, leave out."""
+    """Raise ``UserError`` unless blocks are longer than the window plus the first ``sinks`` keys."""
     if blocks.block_size <= window + sinks:
         beside = f" and {sinks} sinks" if sinks else ""
         raise UserError(
@@ -41,13 +41,14 @@ def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
 def attention_weights(
     q: Tensor, k: Tensor, scale: float, *, window: int, start: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Softmax attention weights in float32, by chunks of queries, so that memory is O(T).
+    """Yield causal softmax attention weights in float32, in chunks of queries so that memory is O(T).
 
     Args:
-        q: [B, Hq, T, D].
-        k: [B, Hkv, T, D].
-        window: visible recent keys, the query's own included; T or more is all of them.
-        start: the first query wanted.
+        q: queries [B, Hq, T, D].
+        k: keys [B, Hkv, T, D].
+        scale: factor applied to the dot products.
+        window: number of recent keys visible to a query, including its own; T or more means all keys.
+        start: position of the first query to return.
 
     Yields:
         (positions of the chunk's queries, int64 [c]; weights [B, Hkv, G, c, n] on keys 0 to n - 1, G = Hq / Hkv).
@@ -57,17 +58,19 @@ def attention_weights(
     keys = k.to(groups.dtype).transpose(2, 3)
     step = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * batch * num_heads * length))
     for first in range(start, length, step):
+        # Scores of one chunk of queries against all earlier keys: [B, Hkv, G, c, n]
         stop = min(first + step, length)
         query, key = torch.arange(first, stop, device=q.device), torch.arange(stop, device=q.device)
         rows = groups[:, :, :, first:stop].reshape(batch, k.shape[1], -1, size)
         scores = (rows @ keys[..., :stop] * scale).view(*groups.shape[:3], stop - first, stop)
+        # Causal window mask, then softmax
         age = query[:, None] - key[None, :]
         yield query, scores.masked_fill_((age < 0) | (age >= window), -torch.inf).softmax(-1)
 
 
 @dataclass(frozen=True)
 class HeadMeans:
-    """Values of one domain [L, Hkv], and of how much text; errors where known."""
+    """Mean score of every head [L, Hkv] on one domain, the amount of text, and standard errors if available."""
 
     values: NDArray[np.float64]
     domain: str
@@ -77,44 +80,49 @@ class HeadMeans:
 
 
 class HeadSums:
-    """Sums of a value per token and head, by document.
+    """Accumulator of per-token, per-head values, summed by document.
 
     Attributes:
-        sums: float64 [L, H, documents].
-        counts: int64 [documents], tokens.
+        sums: float64 [L, H, documents], sum of the values.
+        counts: int64 [documents], number of tokens summed.
     """
 
     def __init__(self, blocks: TokenBlocks, num_layers: int, num_heads: int, device: torch.device) -> None:
+        """Allocate zero sums on ``device`` for the documents of ``blocks``."""
         self._blocks = blocks
         self.sums = torch.zeros(num_layers, num_heads, len(blocks.documents), dtype=torch.float64, device=device)
         self.counts = np.zeros(len(blocks.documents), dtype=np.int64)
 
     def count(self, start: int, stop: int, positions: slice) -> None:
-        """The tokens at ``positions`` of the blocks ``start:stop`` are those that ``add`` gets next, once per layer."""
+        """Count the tokens at ``positions`` of blocks ``start:stop``, whose values each layer's ``add`` will pass."""
         owner = self._blocks.document[start:stop, positions].ravel()
         self.counts += np.bincount(owner, minlength=len(self.counts))
         self._owner = torch.from_numpy(owner.astype(np.int64)).to(self.sums.device)
 
     def add(self, layer: int, values: Tensor) -> None:
-        """``values`` [B, H, tokens] of the tokens that ``count`` announced."""
+        """Add one layer's ``values`` [B, H, tokens] for the tokens of the last ``count`` call."""
         rows = values.transpose(0, 1).flatten(1).to(self.sums.device, torch.float64)
         self.sums[layer].index_add_(1, self._owner, rows)
 
     def add_up(self) -> None:
-        """Take in what the other processes have added; collective, once all is there."""
+        """Sum over all ranks after the last ``add``; must be called on all ranks."""
         self.sums, self.counts = sum_over_processes(self.sums), sum_over_processes(self.counts)
 
     def means(self, sums: NDArray[np.float64] | None = None) -> list[HeadMeans]:
-        """``domain_means`` of what was added; of other ``sums`` over the same tokens if given."""
+        """Return ``domain_means`` of the accumulated sums, or of ``sums`` [L, Hkv, documents] over the same tokens."""
         return domain_means(self._blocks, self.sums.cpu().numpy() if sums is None else sums, self.counts)
 
 
 def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray[np.int64]) -> list[HeadMeans]:
-    """Means over tokens by domain, errors those of a ratio estimator by document.
+    """Compute token means by domain, with jackknife standard errors of the ratio estimator over documents.
 
     Args:
-        sums: [L, Hkv, documents], of the tokens of each document of ``blocks``.
-        counts: [documents], how many these are.
+        blocks: text that the sums were measured on; names the documents' domains.
+        sums: [L, Hkv, documents], sum of the values over each document's tokens.
+        counts: [documents], number of tokens in each sum.
+
+    Returns:
+        One entry for each domain that has at least one counted token.
     """
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []
@@ -136,21 +144,28 @@ def signal_table(
     name: str,
     metadata: Mapping[str, Any],
 ) -> HeadScores:
-    """A signal in place of densities; ``metadata`` says what it is, and what its layouts give as their source.
+    """Build the ``HeadScores`` table of a signal from its means by domain.
 
     Args:
-        means: those of a signal in nats are kept as they are, where ``metadata`` has it as ``unit``; those of others
-            lie in [0, 1] but for rounding.
-        passes: forward passes that it took, over ``tokens`` each.
+        signal: name of the signal, recorded in the metadata.
+        means: one entry per domain. Values are clipped to [0, 1], against rounding, unless ``metadata["unit"]`` is
+            nats.
+        window: number of recent keys a local head sees, including the query's own key.
+        passes: cost in forward passes over ``tokens``.
+        tokens: number of tokens in the text.
+        name: name of the table.
+        metadata: provenance and options; ``metadata["model"]`` becomes the source of proposed layouts.
 
     Raises:
         UserError: a value is not finite.
     """
+    # Reject NaN and infinity
     low, high = (-np.inf, np.inf) if metadata.get("unit") == NATS else (0.0, 1.0)
     for part in means:
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
             raise UserError(not_finite(f"the score '{signal}'", len(wrong), part.values.size, tuple(wrong[0])))
+    # One row per layer, KV head and domain
     parts = []
     for part in means:
         layer, head = (axis.ravel() for axis in np.indices(part.values.shape))
@@ -158,5 +173,5 @@ def signal_table(
         columns = (layer, head, part.values.ravel().clip(low, high), part.domain, part.num_tokens, part.num_documents)
         parts.append(pd.DataFrame(dict(zip(COLUMNS, (*columns, error), strict=True))))
     rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
-    facts = {"signal": signal, "source": metadata.get("model"), "passes": round(passes, 2), "tokens": tokens}
-    return HeadScores(name, rows, window=window, metadata={**facts, **metadata})
+    cost = {"signal": signal, "source": metadata.get("model"), "passes": round(passes, 2), "tokens": tokens}
+    return HeadScores(name, rows, window=window, metadata={**cost, **metadata})

@@ -1,15 +1,15 @@
-"""Priced gates on a frozen model: a density for any decoder, at a fraction of what training a reference takes.
+"""Priced gates on a frozen model: train SP-KV gates for a density probe at a fraction of a reference's training cost.
 
-No weight of the model moves. New predictors alone learn, from next-token loss at a price of keys (``model.price``) that
-keeps a target share of them. The choice of heads that follows is as good as that of a reference whose weights learn too
-(reports/LOG.md), and takes a few hundred thousand tokens.
+The model's weights are frozen. Only new utility predictors are trained, on the next-token loss plus a price per key
+kept (``model.price``), which is adjusted until gates keep a target share of the keys. The heads selected this way are
+as good as those of a reference whose weights are trained too (reports/LOG.md), for a few hundred thousand tokens.
 
-Adam without decay of vectors, betas 0.9 and 0.95, and a cosine to a hundredth of the rate, as in the paper ("Scaling
-analysis details"). Memory is that of inference, the predictors with their moments, and the activations of a pass; where
-those of a single block would not fit, each layer's are computed again (activation checkpointing). A step for which a
-GPU has no memory all the same is begun again in smaller passes.
+The optimizer is AdamW with betas 0.9 and 0.95, no weight decay for vectors, and a cosine decay to 1 % of the learning
+rate, as in the paper ("Scaling analysis details"). Memory is that of inference, plus the predictors with their moments
+and the activations of one pass. Activation checkpointing is used if the activations of a single block would not fit.
+A step that still runs out of GPU memory is repeated in smaller micro-batches.
 
-The processes of torchrun part the blocks of a step; more processes than it has blocks are of no use.
+The blocks of each step are sharded across ranks (torchrun); ranks beyond the number of blocks per step stay idle.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ _SAVE_EVERY = 20  # steps
 
 @dataclass(frozen=True)
 class Learned:
-    """What learning took, and where it ended.
+    """Result of training gates on a frozen model.
 
     Attributes:
-        steps, tokens: of the training.
-        density: mean over heads in the last step.
-        price: of a key in the last step.
-        resumed_at: step from which this call went on; ``steps`` if all was done before.
+        steps: number of training steps.
+        tokens: number of training tokens.
+        density: mean density over heads in the last step.
+        price: price of a key in the last step.
+        resumed_at: step from which this call resumed; ``steps`` if training had already finished.
     """
 
     steps: int
@@ -72,11 +73,13 @@ class Learned:
     resumed_at: int
 
     def as_mapping(self) -> dict[str, Any]:
-        """As ``probe.yaml`` has it."""
+        """Return the entries for ``probe.yaml``."""
         return {
-            "training": FROZEN, "training_steps": self.steps, "training_tokens": self.tokens,
+            "training": FROZEN,
+            "training_steps": self.steps,
+            "training_tokens": self.tokens,
             "price": float(f"{self.price:.4g}"),
-        }  # fmt: skip
+        }
 
 
 def learn_gates(
@@ -91,42 +94,49 @@ def learn_gates(
     state: Path | None = None,
     progress: Bar = no_progress,
 ) -> Learned:
-    """Put gates on ``model`` and have them learn on ``blocks`` at the price of ``config.target_density``. Collective.
+    """Attach gates to ``model`` and train them on ``blocks`` toward a target density; must be called on all ranks.
 
     Args:
-        model: a decoder without gates; its own weights are left as they are. The gates are left soft.
-        blocks: training text; each block comes once before any comes again, in an order drawn by ``seed``.
-        config: of the gates, with a target density (or a fixed price).
-        steps, step_tokens: how long, and the tokens of a step; fewer if there are not so many.
-        learning_rate: of the predictors, at first; by default what suits the model's size.
-        state: folder in which the gates are kept meanwhile, and from which this goes on.
-        progress: called with (steps done, in all, density).
+        model: a decoder without gates; its own weights do not change. The gates are left in soft mode.
+        blocks: training text; every block is used once before any is repeated.
+        config: gate configuration with a target density or a fixed price.
+        steps: number of training steps.
+        step_tokens: tokens per step, rounded down to whole blocks.
+        learning_rate: initial learning rate of the predictors; defaults to a rate for the model's size.
+        seed: seed of the predictors and of the order of the blocks.
+        state: folder for checkpoints, from which an interrupted run resumes.
+        progress: called with (steps done, total, density).
 
     Raises:
-        UserError: the model has gates, or cannot have them; no price; no text; a loss that is not finite.
+        UserError: the model has gates or cannot have them, there is no price or text, or a loss is not finite.
     """
+    # Check the arguments
     if config.target_density is None and not config.price:
         raise UserError("gates on a frozen model need a price: give a target density")
     if blocks.num_blocks == 0:
         raise UserError("there is no text for gates to learn on")
     check_placed(model)
+
+    # Attach gates and restore the last checkpoint
     size = min(blocks.num_blocks, max(1, step_tokens // blocks.block_size))
     attach_gates(model, config, seed=seed)
     rate = learning_rate or predictor_learning_rate(model_size(model).without_embeddings)
     learning = _Learning(model, config, rate, steps)
     with frozen(model, predictor_parameters(model)), evaluation_mode(model):
-        fitting, recomputes = passes(model, blocks.block_size, size, config)
-        together = AdaptiveBatchSize(fitting)
+        pass_size, recomputes = passes(model, blocks.block_size, size, config)
+        micro_batch = AdaptiveBatchSize(pass_size)
         first = learning.restore(state)
         batches = shuffled_batches(blocks.num_blocks, size, steps, seed + 1)
+
+        # Train on this rank's share of each batch
         with recomputed(model) if recomputes else nullcontext():
-            for step, chosen in enumerate(batches):
+            for step, block_indices in enumerate(batches):
                 if step < first:
                     continue
-                mine = own_share(size)
-                own = np.sort(chosen)[mine.start : mine.stop]
-                tokens = torch.from_numpy(blocks.tokens[own].astype(np.int64)).to(model.device)
-                learning.step(step, tokens, size, together)
+                share = own_share(size)
+                indices = np.sort(block_indices)[share.start : share.stop]
+                tokens = torch.from_numpy(blocks.tokens[indices].astype(np.int64)).to(model.device)
+                learning.step(step, tokens, size, micro_batch)
                 progress(step + 1, steps, f"density {learning.density:.2f}")
                 if state is not None and ((step + 1) % _SAVE_EVERY == 0 or step + 1 == steps):
                     on_main(partial(learning.save, state, step + 1))
@@ -135,18 +145,19 @@ def learn_gates(
 
 
 class _Learning:
-    """Predictors that learn: one ``step`` after the other.
+    """Training loop state of the predictors, advanced one ``step`` at a time.
 
     Attributes:
-        density: mean over heads in the last step.
-        last_price: in the last step.
+        density: mean density over heads in the last step.
+        last_price: price of a key in the last step.
     """
 
     def __init__(self, model: PreTrainedModel, config: GateConfig, learning_rate: float, steps: int) -> None:
+        """Create the optimizer, the learning-rate schedule and the price controller."""
         self._model, self._config = model, config
         named = dict(model.named_parameters())
-        own = predictor_parameters(model)
-        self._parameters = {name: parameter for name, parameter in named.items() if parameter in own}
+        predictors = predictor_parameters(model)
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter in predictors}
         groups = [
             {"params": [p for p in self._parameters.values() if p.ndim >= 2], "weight_decay": _WEIGHT_DECAY},
             {"params": [p for p in self._parameters.values() if p.ndim < 2], "weight_decay": 0.0},
@@ -157,15 +168,23 @@ class _Learning:
         self._watch = DensityTracker(model)
         self.density = self.last_price = math.nan
 
-    def step(self, number: int, tokens: Tensor, num_blocks: int, together: AdaptiveBatchSize) -> None:
-        """Update ``number``, from 0, from int64 [B, T] tokens: ``num_blocks`` of all processes. Collective."""
-        moved = self._price
-        self.last_price = self._config.price if moved is None else moved.value
+    def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: AdaptiveBatchSize) -> None:
+        """Apply update ``number``, counted from 0; must be called on all ranks.
 
+        Args:
+            number: step, which selects the learning rate.
+            tokens: int64 [B, T], this rank's blocks; B may be 0.
+            num_blocks: blocks of all ranks together.
+            micro_batch: micro-batch size.
+        """
+        price = self._price
+        self.last_price = self._config.price if price is None else price.value
+
+        # Gradients, summed over ranks
         def gradients(size: int) -> tuple[Tensor, NDArray[np.float64] | None]:
             return self._add_gradients(torch.split(tokens, size), num_blocks)
 
-        total, benefits = together.run(gradients, max(1, len(tokens)))
+        total, benefits = micro_batch.run(gradients, max(1, len(tokens)))
         total = sum_over_processes(total)
         if not torch.isfinite(total):
             raise UserError(
@@ -173,44 +192,54 @@ class _Learning:
                 "in its dtype: --dtype float32"
             )
         sum_gradients(self._parameters.values())
+        # Adjust the price toward the target density
         measured = self._watch.stop()
         assert measured is not None
         self.density = float(np.nanmean(measured))
-        if moved is not None:
+        if price is not None:
             if benefits is not None:
-                moved.begin(sum_over_processes(benefits))
-            moved.move(self.density, self._rates[number])
+                price.begin(sum_over_processes(benefits))
+            price.move(self.density, self._rates[number])
+        # Update the predictors
         for group in self._optimizer.param_groups:
             group["lr"] = self._rates[number]
         self._optimizer.step()
 
     def _add_gradients(self, parts: tuple[Tensor, ...], num_blocks: int) -> tuple[Tensor, NDArray[np.float64] | None]:
-        """The loss of a step's tokens, and the benefits of keys until the first price is known; from the beginning."""
+        """Compute a step's gradients from zero, one micro-batch of ``parts`` at a time.
+
+        Args:
+            parts: int64 [b, T] tokens of this rank.
+            num_blocks: blocks of all ranks together.
+
+        Returns:
+            (loss, this rank's share of the mean; estimated benefits of keys while the first price is not set, or None).
+        """
         measures = self._price is not None and not self._price.is_measured
         benefits = KeyBenefitEstimator(self._model) if measures else None
         self._optimizer.zero_grad()
         self._watch.start()
         total = torch.zeros((), device=self._model.device)
         try:
-            for tokens in filter(len, parts):  # this process may have none
-                share = len(tokens) / num_blocks  # the last part may be smaller
+            for tokens in filter(len, parts):  # this rank may have none
+                share = len(tokens) / num_blocks  # the last micro-batch may be smaller
                 set_price(self._model, self.last_price * share)
                 loss = mean_nll(self._model, tokens) * share
                 total += loss.detach()
                 torch.autograd.backward(loss)
         finally:
-            found = None if benefits is None else benefits.stop()
-        return total, found
+            estimates = None if benefits is None else benefits.stop()
+        return total, estimates
 
     def save(self, folder: Path, step: int) -> None:
-        """Write the gates after ``step`` steps, and all that going on takes."""
+        """Write a checkpoint after ``step`` steps."""
         numbers = {"density": self.density, "last_price": self.last_price}
         if self._price is not None:
             numbers |= {f"price.{key}": value for key, value in self._price.state().items()}
         GateState.of(self._parameters, self._optimizer, step, numbers).write(folder)
 
     def restore(self, folder: Path | None) -> int:
-        """Go on from what ``save`` wrote; the steps that are done."""
+        """Restore the checkpoint in ``folder``, if there is one, and return the number of finished steps."""
         saved = None if folder is None else GateState.read(folder)
         if saved is None:
             return 0
@@ -222,4 +251,5 @@ class _Learning:
 
 
 def _cosine(step: int, steps: int) -> float:
+    """Return the learning-rate factor of a cosine decay from 1 to ``_FINAL``."""
     return _FINAL + (1.0 - _FINAL) * 0.5 * (1.0 + math.cos(math.pi * step / steps))

@@ -1,15 +1,16 @@
-"""Regression: what a head's global attention saves on average, among random layouts of one budget.
+"""Regression: the NLL that a head's global attention saves on average over random layouts of one budget.
 
     NLL(layout) = c - sum over the layout's global heads of gain_h + interactions
 
-``opening`` asks what a head does alone and ``closing`` what it does last; here the others are global as a budget has
-them, so that interactions are averaged in. Layouts of the budget, drawn at random, are scored without training
-(``evaluation.zero_shot``), and ridge regression on their letters gives the gains, its penalty that of least error when
-each layout in turn is left out. Finished scores of the same model, text, window and budget count too, those of a search
-among them.
+``opening`` measures a head when all others are local and ``closing`` when all others are global; here, the others are
+global as often as the budget allows, so that interactions are averaged in. Random layouts of the budget are scored
+without training (``evaluation.zero_shot``). Ridge regression on their global-head masks gives the gains, with the
+penalty chosen by leave-one-out cross-validation. Cached scores for the same model, text, window and budget, such as
+those of a search, are used too.
 
-All layouts have as many global heads, so only differences between heads are known: the least useful head has gain 0.
-Standard errors are of the text, by document, and of the fit; those of several domains are taken as independent.
+All layouts have the same number of global heads, so only differences between heads are identified: the least useful
+head gets gain 0. Standard errors combine the sampling error over documents and the error of the fit, which are treated
+as independent.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.heads import HeadMeans, check_window, domain_means, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
-_FEWEST = 10  # layouts
-_EXPLAINED = 0.1  # share of the variance between layouts that is predicted, below which the gains are warned about
+_FEWEST = 10  # minimum number of layouts
+_EXPLAINED = 0.1  # explained share of the variance between layouts below which to warn
 
 Float = NDArray[np.float64]
 
@@ -59,59 +60,63 @@ def regression(
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> HeadScores:
-    """The gain of every KV head among layouts of a budget, by domain. The model is left as it was.
+    """Estimate the gain of every KV head over layouts of a budget, by domain; the model is restored afterwards.
 
     Args:
-        window: recent keys that a local head sees, the query's own included.
-        budget: global heads of every layout, or a share such as "25%"; by default the paper's.
-        num_layouts: random layouts, drawn by ``seed``; what the cache has beside them counts as well.
-        cache: folder of the finished scores of this model on this text (``cache_folder``); read and added to.
-        progress: called with (blocks done, in all) of this process, of all layouts.
+        model: any supported decoder.
+        blocks: held-out text.
+        window: number of recent keys a local head sees, including the query's own key.
+        budget: number of global heads per layout, or a share such as "25%"; defaults to the paper's share.
+        num_layouts: number of random layouts to score; cached ones are used in addition.
+        seed: seed of the random layouts.
+        batch_size: blocks per forward pass.
+        cache: folder of finished scores of this model on this text (``cache_folder``), read and added to.
+        name: name of the table.
+        metadata: provenance of the model and the text.
+        progress: called with (blocks done, total) of this rank, over all layouts.
 
     Raises:
         UserError: the blocks are not longer than the window, there are too few layouts, or an NLL is not finite.
 
     Warns:
-        UserWarning: what the layouts lose is hardly the sum of what their heads do.
+        UserWarning: the sum of the heads' gains hardly explains the layouts' NLLs.
     """
+    # Draw layouts and add cached ones
     check_window(blocks, window)
     with full_attention(model) as states:
         grid = len(states), states[0].num_kv_heads
     num_global = parse_budget(budget, grid[0] * grid[1])
     earlier = on_main(lambda: [] if cache is None else kept_layouts(cache))
     layouts = _layouts(grid, num_global, window, num_layouts, seed, earlier)
+
+    # Score the layouts and fit the gains
     work = Work()
     scores = zero_shot(
         model, layouts, blocks, batch_size=batch_size, cache=cache, reporter=_shown_by(progress), work=work
     )
     totals, counts = np.stack([score.total for score in scores]), scores[0].num_tokens
-    found = _fit(layouts, totals.sum(1) / counts.sum())
-    facts = {
-        **(metadata or {}),
-        "unit": NATS,
-        "budget": num_global,
-        "layouts": len(layouts),
-        "reused_scores": work.reused,
-        "penalty": float(f"{found.penalty:.4g}"),
-        "explained": round(found.explained, 4),
-        "seed": seed,
-    }
+    fit = _fit(layouts, totals.sum(1) / counts.sum())
+
+    # Build the table
+    table_metadata = {**(metadata or {}), "unit": NATS, "budget": num_global, "layouts": len(layouts)}
+    table_metadata |= {"reused_scores": work.reused, "penalty": float(f"{fit.penalty:.4g}")}
+    table_metadata |= {"explained": round(fit.explained, 4), "seed": seed}
+    gains, num_tokens = _gains(fit, totals, counts, blocks, grid), blocks.tokens.size
     return signal_table(
-        "regression", _gains(found, totals, counts, blocks, grid), window,
-        passes=work.passes, tokens=blocks.tokens.size, name=name, metadata=facts,
-    )  # fmt: skip
+        "regression", gains, window, passes=work.passes, tokens=num_tokens, name=name, metadata=table_metadata
+    )
 
 
 def _layouts(grid: Grid, num_global: int, window: int, number: int, seed: int, earlier: list[Layout]) -> list[Layout]:
-    """``number`` random layouts and those of ``earlier`` that are of the same kind, each once.
+    """Draw ``number`` random layouts and add those of ``earlier`` with the same grid, budget and window.
 
     Raises:
-        UserError: they are too few.
+        UserError: there are too few distinct layouts.
     """
     order = np.random.default_rng(seed).random((number, grid[0] * grid[1])).argsort(1)
     drawn = [Layout.from_mask((row < num_global).reshape(grid), window=window) for row in order]
-    alike = [x for x in earlier if (x.grid, x.num_global, x.window) == (grid, num_global, window)]
-    layouts = list(dict.fromkeys([*drawn, *alike]))
+    matching = [x for x in earlier if (x.grid, x.num_global, x.window) == (grid, num_global, window)]
+    layouts = list(dict.fromkeys([*drawn, *matching]))
     if len(layouts) < _FEWEST:
         raise UserError(
             f"{len(layouts)} distinct layouts with {num_global} of {grid[0] * grid[1]} heads global are too few for a "
@@ -121,32 +126,34 @@ def _layouts(grid: Grid, num_global: int, window: int, number: int, seed: int, e
 
 
 def _shown_by(progress: Progress | None) -> Reporter:
-    """A reporter whose bars are ``progress``."""
+    """Return a reporter whose progress bars call ``progress``."""
     if progress is None:
         return SILENT
     return Reporter(bar=lambda _: nullcontext(lambda done, total, note="": progress(done, total)))
 
 
 def _fit(layouts: list[Layout], nll: Float) -> Ridge:
-    """The regression of ``nll`` [layouts], nats per token, on the layouts' letters. Warns if they explain little."""
-    found = Ridge.fit(np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float), nll)
-    if found.explained < _EXPLAINED:
+    """Regress ``nll`` [layouts] (nats per token) on the layouts' global-head masks; warn if the fit explains little."""
+    fit = Ridge.fit(np.stack([layout.global_mask.ravel() for layout in layouts]).astype(float), nll)
+    if fit.explained < _EXPLAINED:
         warnings.warn(
             f"what {len(layouts)} layouts lose is hardly the sum of what their heads do (predicted: "
-            f"{max(found.explained, 0.0):.0%} of the variance), so these gains say little: give more --num-layouts",
+            f"{max(fit.explained, 0.0):.0%} of the variance), so these gains say little: give more --num-layouts",
             stacklevel=4,
         )
-    return found
+    return fit
 
 
-def _gains(found: Ridge, totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid) -> list[HeadMeans]:
-    """The gains by domain, of NLL ``totals`` [layouts, documents] over ``counts`` [documents] tokens."""
-    sums = -found.operator @ totals
+def _gains(fit: Ridge, totals: Float, counts: NDArray[np.int64], blocks: TokenBlocks, grid: Grid) -> list[HeadMeans]:
+    """Compute gains by domain from NLL ``totals`` [layouts, documents] over ``counts`` [documents] tokens."""
+    # Gains by document, shifted so that the least useful head has gain 0: [layers * KV heads, documents]
+    sums = -fit.operator @ totals
     sums -= counts * (sums.sum(1) / counts.sum()).min()
+    # Means by domain, adding the error of the fit
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []
     for part in domain_means(blocks, sums.reshape(*grid, -1), counts):
         assert part.standard_error is not None
-        own = found.error(totals[:, domain_of == part.domain].sum(1) / part.num_tokens).reshape(grid)
-        means.append(replace(part, standard_error=np.hypot(part.standard_error, own)))
+        fit_error = fit.error(totals[:, domain_of == part.domain].sum(1) / part.num_tokens).reshape(grid)
+        means.append(replace(part, standard_error=np.hypot(part.standard_error, fit_error)))
     return means

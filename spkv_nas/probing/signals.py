@@ -1,7 +1,8 @@
-"""Other signals than density that say which KV heads need global attention, measured on the same model.
+"""Public entry point for probing: measure one of the signals that rank KV heads by their need for global attention.
 
-Each is a table in the format of density's, higher for heads that need global attention, so that layouts can be proposed
-from it and retrained: density is judged and not assumed. They need a model, not gates; gates, if it has any, are open.
+Every signal returns the same ``HeadScores`` table, with higher values for heads that need global attention, so that
+layouts can be proposed from any of them and compared by retraining. Density needs a model with SP-KV gates. The other
+signals work on any supported decoder and keep gates, if the model has them, fully open.
 """
 
 from __future__ import annotations
@@ -59,20 +60,21 @@ def probe(
     progress: Progress | None = None,
     **options: Any,
 ) -> HeadScores:
-    """Measure a signal that says which KV heads of ``model`` need global attention; the model is left as it was.
+    """Score every KV head of ``model`` by its need for global attention; the model is restored afterwards.
 
     Args:
-        model: any supported decoder; "density" needs gates, every other signal keeps those of a model open.
-        blocks: held-out text: blocks, or strings, which are made into blocks.
-        tau: threshold of "density" in [0, 1]; None takes the model's own.
-        signal: one of ``SIGNALS``; "head-gates" chooses heads best (reports/study).
-        window: of local heads, the query's own key included, of other signals than "density"; by default
-            ``default_window``.
-        tokenizer: the model's, needed with strings.
-        name: of the table; the signal's by default, "probe" for a density.
-        metadata: where the model and the text come from.
-        progress: called with (blocks or steps done, in all).
-        options: the signal's own, such as ``batch_size`` of "density", ``budget`` and ``steps`` of "head-gates".
+        model: any supported decoder; "density" needs gates, every other signal keeps gates open.
+        blocks: held-out text, either as token blocks or as strings, which are tokenized into blocks.
+        tau: gate threshold in [0, 1], for "density" only; None uses the model's threshold.
+        signal: one of ``SIGNALS``; "head-gates" selects the best heads (reports/study).
+        window: number of recent keys a local head sees, including the query's own key. Not accepted by "density";
+            defaults to ``default_window``.
+        tokenizer: the model's tokenizer; required if ``blocks`` are strings.
+        name: name of the table; defaults to the signal's name, or to "probe" for density.
+        metadata: provenance of the model and the text, stored with the table.
+        progress: called with (blocks or steps done, total).
+        options: options of the signal, such as ``batch_size`` for "density" or ``budget`` and ``steps`` for
+            "head-gates".
 
     Raises:
         UserError: the signal is unknown or lacks an option, or it cannot be measured on this model and text.
@@ -81,9 +83,15 @@ def probe(
         if window is not None:
             raise UserError("a density has the window of the model's gates: leave window out")
         return density.probe(
-            model, blocks, tau,
-            tokenizer=tokenizer, name=name or "probe", metadata=metadata, progress=progress, **options,
-        )  # fmt: skip
+            model,
+            blocks,
+            tau,
+            tokenizer=tokenizer,
+            name=name or "probe",
+            metadata=metadata,
+            progress=progress,
+            **options,
+        )
     check_options(signal, tau=tau)
     blocks = blocks if isinstance(blocks, TokenBlocks) else density.text_blocks(model, blocks, tokenizer)
     return measure_signal(
@@ -100,24 +108,29 @@ def measure_signal(
     name: str = "probe",
     metadata: dict[str, Any] | None = None,
     progress: Progress | None = None,
-    **own: Any,
+    **options: Any,
 ) -> HeadScores:
-    """A signal other than density.
+    """Measure a signal other than density on token blocks.
 
     Args:
-        window: of local heads, the query's own key included; by default ``default_window``.
-        metadata: where the model and the text come from; the signal's own facts are added.
-        progress: called with (blocks or steps done, in all).
-        own: options that not all signals have; the signal's default in place of None.
+        signal: one of ``SIGNALS`` except "density".
+        model: any supported decoder; gates are kept open.
+        blocks: held-out text.
+        window: number of recent keys a local head sees, including the query's own key; defaults to
+            ``default_window``.
+        name: name of the table.
+        metadata: provenance of the model and the text; the signal adds its own entries.
+        progress: called with (blocks or steps done, total).
+        options: options specific to the signal; None selects the signal's default.
 
     Raises:
-        UserError: the signal is unknown, the window below 1, there is no text, or its blocks are too short.
+        UserError: the signal is unknown, the window is below 1, there is no text, or its blocks are too short.
     """
-    check_options(signal, **own)
+    check_options(signal, **options)
     window = default_window(model, blocks.block_size) if window is None else window
     if window < 1:
         raise UserError(f"the window is {window}; it counts the query's own key: at least 1")
     if blocks.num_blocks == 0:
         raise UserError(f"there is no text to measure {signal} on")
-    given = {option: value for option, value in own.items() if value is not None}
-    return _MEASURES[signal](model, blocks, window, name=name, metadata=metadata, progress=progress, **given)
+    set_options = {option: value for option, value in options.items() if value is not None}
+    return _MEASURES[signal](model, blocks, window, name=name, metadata=metadata, progress=progress, **set_options)
