@@ -1,1 +1,1 @@
-"""Negative log-likelihood on held-out text, its paired comparison over documents, and rankings."""
+"""Evaluation of models and layouts: held-out NLL, paired comparison by document, ranking, and downstream tasks."""

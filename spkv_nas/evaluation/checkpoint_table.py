@@ -14,11 +14,11 @@ from spkv_nas.evaluation.sweep import Evaluation
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """A checkpoint and what it scored.
+    """A checkpoint and its evaluation.
 
     Attributes:
-        checkpoint: folder or id.
-        variant: what its run trained, such as the name of a layout; "" where no run record says it.
+        checkpoint: folder or model id.
+        variant: what its run trained, such as the name of a layout; "" if no run record says it.
         evaluation: NLL by document, and density of its gates.
     """
 
@@ -28,13 +28,15 @@ class EvaluatedCheckpoint:
 
 
 def checkpoint_table(text: str, candidate: EvaluatedCheckpoint, baseline: EvaluatedCheckpoint) -> pd.DataFrame:
-    """Make the rows of two checkpoints, columns of ``EVALUATION``: the baseline, which counts from nothing, is first.
+    """Return the rows of two checkpoints, columns of ``EVALUATION``; the baseline is first and has no difference.
 
     Args:
         text: hash of the blocks that both were measured on.
+        candidate: checkpoint to compare.
+        baseline: checkpoint to compare with.
 
     Raises:
-        UserError: they were not evaluated on the same text.
+        UserError: if they were not evaluated on the same text.
     """
     change = paired_difference(candidate.evaluation.nll, baseline.evaluation.nll)
     rows = [
@@ -45,32 +47,32 @@ def checkpoint_table(text: str, candidate: EvaluatedCheckpoint, baseline: Evalua
 
 
 def _measured(text: str, scored: EvaluatedCheckpoint) -> tuple[object, ...]:
-    """The columns of a row that need no baseline."""
-    found = scored.evaluation
+    """Return the columns of a row that need no baseline."""
+    evaluation = scored.evaluation
     return (
         scored.checkpoint,
         scored.variant,
-        found.nll.mean,
-        np.nan if found.density is None else found.density,
-        np.nan if found.tau is None else found.tau,
+        evaluation.nll.mean,
+        np.nan if evaluation.density is None else evaluation.density,
+        np.nan if evaluation.tau is None else evaluation.tau,
         text,
-        int(found.nll.num_tokens.sum()),
-        found.nll.num_documents,
-        found.nll.effective_documents,
+        int(evaluation.nll.num_tokens.sum()),
+        evaluation.nll.num_documents,
+        evaluation.nll.effective_documents,
     )
 
 
 def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add ``rows`` to an earlier table: rows of another text go, a checkpoint measured anew replaces its row.
+    """Merge ``rows`` into an earlier table: rows of another text are dropped, a checkpoint measured again is replaced.
 
-    A baseline that is there already keeps its row, which may count from another checkpoint.
+    A baseline that the table already has keeps its row, which may compare it with another checkpoint.
     """
     kept = earlier[earlier["text"] == rows["text"].iloc[0]]
     added = rows[~((rows["against"] == "") & _keys(rows).isin(_keys(kept)))]
-    stays = kept[~_keys(kept).isin(_keys(added))]
-    return pd.DataFrame([*stays.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
+    unchanged = kept[~_keys(kept).isin(_keys(added))]
+    return pd.DataFrame([*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
 
 
 def _keys(rows: pd.DataFrame) -> pd.Series[str]:
-    """Name the measurement of each row: a checkpoint at a threshold, of one without gates -1."""
+    """Return a key for the measurement of each row: checkpoint and threshold, -1 for one without gates."""
     return rows["checkpoint"] + " " + rows["tau"].fillna(-1.0).round(6).astype(str)

@@ -1,8 +1,8 @@
 """Compare any two rows of a comparison on the held-out documents that they share; needs no torch.
 
 ``comparison-documents.npz`` lies beside ``comparison.csv`` and holds the NLL of every row by document. Rows share their
-documents, so the error of a difference is that of the difference by document: adding the errors of both rows in
-quadrature gives one that is several times too large.
+documents, so the error of a difference is computed from the differences by document: adding the errors of both rows in
+quadrature would overestimate it several times.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ _ARRAYS = (
 
 
 def write_documents(path: Path, rows: Mapping[str, DocumentNLL]) -> None:
-    """Write the NLL sums of every row, all of the same documents."""
+    """Write the NLL sums of every row; all rows must share the same documents."""
     totals = np.stack([row.total for row in rows.values()])
     write_npz(path, {"strategy": np.array([*rows]), "total": totals, "num_tokens": rows[DENSE].num_tokens})
 
 
 def read_documents(path: Path) -> dict[str, DocumentNLL]:
-    """Read what ``write_documents`` wrote, by strategy. Raises ``UserError`` for a damaged file."""
+    """Read a file written by ``write_documents``, by strategy.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
     arrays = read_arrays(path, _ARRAYS, _REMEDY)
     num_tokens = arrays["num_tokens"].astype(np.int64)
     return {
@@ -45,9 +49,9 @@ def read_documents(path: Path) -> dict[str, DocumentNLL]:
 
 
 def pair_error(rows: Mapping[str, DocumentNLL]) -> Callable[[str, str], float]:
-    """Return a function of two strategies: the standard error of the difference of their ΔNLL, in percentage points.
+    """Return a function that gives the standard error (percentage points) of the ΔNLL difference of two strategies.
 
-    It is NaN for a strategy that ``rows`` does not have, and without the dense model as it is, from which ΔNLL counts.
+    It gives NaN for a strategy that ``rows`` does not have, and if ``rows`` lacks the dense baseline of ΔNLL.
     """
 
     def error(one: str, other: str) -> float:

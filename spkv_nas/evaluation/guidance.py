@@ -1,4 +1,4 @@
-"""What the guidance of a search was worth, and how well cheap measures foretold the retraining, from its table."""
+"""Measure, from a search's table, the benefit of guidance and how well cheap measures predict full retraining."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Retrained:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a sampler reached.
+    """Results of one sampler.
 
     Attributes:
-        after_trials: the mean quality (``best_so_far``) over seeds after so many trials; empty for the baselines.
-        by_seed: the quality of each study at its end.
-        standard_error: of the last mean, over seeds; None of a single seed.
+        after_trials: mean quality (``best_so_far``) over seeds by number of trials; empty for the baselines.
+        by_seed: final quality of each study.
+        standard_error: standard error over seeds of the last mean; None for a single seed.
         retrained: the layout that counts; None if none was retrained in full.
     """
 
@@ -42,7 +42,7 @@ class Reached:
     retrained: Retrained | None = None
 
     def as_mapping(self) -> dict[str, Any]:
-        """As ``search.yaml`` has it."""
+        """Return the mapping that is written to ``search.yaml``."""
         studies = {name: getattr(self, name) for name in ("after_trials", "by_seed", "standard_error")}
         return {
             **(studies if self.after_trials else {}),
@@ -51,56 +51,58 @@ class Reached:
 
 
 def best_layouts(rows: pd.DataFrame, number: int = 12) -> pd.DataFrame:
-    """The first ``number`` distinct layouts by full retraining, then short, then zero-shot; no stopped one."""
+    """Return the best ``number`` distinct layouts by full, then short retraining, then zero-shot; none stopped."""
     columns = [f"{fidelity}_delta_percent" for fidelity in reversed(FIDELITIES)]
     return whole_scores(rows).drop_duplicates("hash").sort_values(columns).head(number)
 
 
 def best_so_far(rows: pd.DataFrame) -> pd.DataFrame:
-    """How good each study was after each trial: columns sampler, seed, trials, quality.
+    """Compute how good each study was after each trial: columns sampler, seed, trials, quality.
 
-    ``quality`` is the lowest zero-shot ΔNLL so far; with a cost, the share of the box around all trials that the front
-    so far leaves on its good side (hypervolume, the higher the better).
+    ``quality`` is the lowest zero-shot ΔNLL so far. With a cost it is the hypervolume of the front so far: the share of
+    the bounding box of all trials that the front dominates (higher is better).
     """
-    tried = rows[rows["sampler"] != BASELINE]
-    has_cost = tried["cost"].notna().all() and len(tried) > 0
-    values = tried[["zero_shot_delta_percent", "cost"]].to_numpy() if has_cost else None
+    trials = rows[rows["sampler"] != BASELINE]
+    has_cost = trials["cost"].notna().all() and len(trials) > 0
+    values = trials[["zero_shot_delta_percent", "cost"]].to_numpy() if has_cost else None
     box = None if values is None else (values.min(0), values.max(0))
-    reached = []
-    for (sampler, seed), study in tried.groupby(["sampler", "seed"], sort=False):
+    records = []
+    # Accumulate the best value or the hypervolume over the trials of each study
+    for (sampler, seed), study in trials.groupby(["sampler", "seed"], sort=False):
         ordered = study.sort_values("trial")
         if box is None:
             quality = np.minimum.accumulate(ordered["zero_shot_delta_percent"].to_numpy())
         else:
             points = ordered[["zero_shot_delta_percent", "cost"]].to_numpy()
             quality = np.array([hypervolume(points[: count + 1], *box) for count in range(len(points))])
-        reached += [(sampler, seed, number, value) for number, value in enumerate(quality, 1)]
-    return pd.DataFrame(reached, columns=["sampler", "seed", "trials", "quality"])
+        records += [(sampler, seed, number, value) for number, value in enumerate(quality, 1)]
+    return pd.DataFrame(records, columns=["sampler", "seed", "trials", "quality"])
 
 
 def hypervolume(points: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> float:
-    """Share of the box from ``low`` to ``high`` [2] in which one of ``points`` [n, 2] is as good."""
+    """Return the share of the box from ``low`` to ``high`` [2] that ``points`` [n, 2] dominate (lower is better)."""
     size = np.where(high > low, high - low, 1.0)
     scaled = (points - low) / size
-    area, floor = 0.0, 1.0
+    area, lowest = 0.0, 1.0
+    # Add the strip that each non-dominated point contributes
     for first, second in scaled[np.lexsort((scaled[:, 1], scaled[:, 0]))]:
-        if second < floor:
-            area += (1.0 - first) * (floor - second)
-            floor = float(second)
+        if second < lowest:
+            area += (1.0 - first) * (lowest - second)
+            lowest = float(second)
     return float(area)
 
 
 def guidance(rows: pd.DataFrame) -> dict[str, Reached]:
-    """What each sampler reached, by its name: the samplers in order, then the baselines if they were retrained.
+    """Summarize each sampler by name: the samplers in order, then the baselines if they were retrained.
 
-    Of its layouts that were retrained in full, without the baselines, the one that the short retraining calls the best
-    counts: it was chosen on other text than it is judged on.
+    Of a sampler's fully retrained layouts, without the baselines, the one with the best short retraining counts: it was
+    chosen on other text than it is evaluated on.
     """
     reached = {str(sampler): _reached(study) for sampler, study in best_so_far(rows).groupby("sampler", sort=False)}
     baselines = rows.loc[rows["sampler"] == BASELINE, "hash"]
-    for sampler, tried in rows.groupby("sampler", sort=False):
-        own = tried if sampler == BASELINE else tried[~tried["hash"].isin(baselines)]
-        retrained = own.dropna(subset="full_delta_percent").sort_values("short_delta_percent")
+    for sampler, trials in rows.groupby("sampler", sort=False):
+        candidates = trials if sampler == BASELINE else trials[~trials["hash"].isin(baselines)]
+        retrained = candidates.dropna(subset="full_delta_percent").sort_values("short_delta_percent")
         if not retrained.empty:
             best = retrained.iloc[0]
             change, error = _rounded(best["full_delta_percent"]), _rounded(best["full_standard_error"])
@@ -110,7 +112,7 @@ def guidance(rows: pd.DataFrame) -> dict[str, Reached]:
 
 
 def _reached(curve: pd.DataFrame) -> Reached:
-    """By the trials of one sampler: rows of ``best_so_far``."""
+    """Summarize the trials of one sampler, given its rows of ``best_so_far``."""
     last = int(curve["trials"].max())
     counts = sorted({*(count for count in _MILESTONES if count < last), last})
     means = curve.groupby("trials")["quality"].mean()
@@ -123,7 +125,7 @@ def _reached(curve: pd.DataFrame) -> Reached:
 
 
 def correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:
-    """Rank correlations over distinct layouts: of cheap measures with the full retraining, and with each other."""
+    """Compute rank correlations over distinct layouts: of cheap measures with full retraining, and with each other."""
     layouts = rows.drop_duplicates("hash")
     pairs = {
         "coverage and full": ("coverage_percent", "full_delta_percent"),
@@ -131,8 +133,11 @@ def correlations(rows: pd.DataFrame) -> dict[str, dict[str, Any] | None]:
         "short and full": ("short_delta_percent", "full_delta_percent"),
         "coverage and zero-shot": ("coverage_percent", "zero_shot_delta_percent"),
     }
-    return {name: rank_correlation(layouts[one], layouts[other]) for name, (one, other) in pairs.items()}
+    return {
+        name: rank_correlation(layouts[column], layouts[other_column]) for name, (column, other_column) in pairs.items()
+    }
 
 
 def _rounded(value: Any) -> float:
+    """Round to five significant digits."""
     return float(f"{float(value):.5g}")

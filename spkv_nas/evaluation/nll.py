@@ -1,6 +1,6 @@
-"""Next-token negative log-likelihood (NLL, nats per token) of a model on token blocks, by document.
+"""Compute the next-token negative log-likelihood (NLL, nats per token) of a model on token blocks, by document.
 
-Collective: each process of torchrun runs its share of the blocks, and all have the whole result.
+Must be called on all ranks: each process of torchrun runs its share of the blocks, and all get the whole result.
 """
 
 from __future__ import annotations
@@ -24,30 +24,36 @@ from spkv_nas.model.modes import evaluation_mode
 
 
 class DocumentSums:
-    """Adds up the NLL of predicted tokens by document. A token belongs to the document it is in."""
+    """Accumulator of the NLL of predicted tokens by document; a token counts for the document it belongs to."""
 
     def __init__(self, blocks: TokenBlocks) -> None:
+        """Start with zero for every document of ``blocks``."""
         self._blocks = blocks
         self._total = np.zeros(len(blocks.documents))
         self._count = np.zeros(len(blocks.documents), dtype=np.int64)
 
     def add(self, start: int, losses: Tensor) -> None:
-        """``losses`` [B, T - 1] of the blocks from ``start`` on, each one's first token left out."""
+        """Add the token losses of consecutive blocks.
+
+        Args:
+            start: index of the first of these blocks.
+            losses: [B, T - 1], in nats, without the first token of each block.
+        """
         owner = self._blocks.document[start : start + len(losses), 1:].ravel()
         np.add.at(self._total, owner, losses.flatten().cpu().numpy().astype(np.float64))
         np.add.at(self._count, owner, 1)
 
     def result(self) -> DocumentNLL:
-        """The sums so far, of all processes; collective.
+        """Return the sums so far over all processes; must be called on all ranks.
 
         Raises:
-            UserError: one is not finite, so that a mean over the others would be invented.
+            UserError: if a sum is not finite, so that the mean would silently leave documents out.
         """
         total, count = sum_over_processes(self._total), sum_over_processes(self._count)
-        wrong, seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
-        if wrong:
+        num_invalid, num_seen = int((~np.isfinite(total)).sum()), int((count > 0).sum())
+        if num_invalid:
             raise UserError(
-                f"the NLL of {wrong} of {seen} documents is not a finite number\n"
+                f"the NLL of {num_invalid} of {num_seen} documents is not a finite number\n"
                 "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in "
                 "float32"
             )
@@ -63,15 +69,17 @@ def document_nll(
     watch: DensityTracker | None = None,
     progress: Progress | None = None,
 ) -> DocumentNLL:
-    """NLL of ``blocks`` under ``model``, in evaluation mode, by document.
+    """Compute the NLL of ``blocks`` under ``model``, in evaluation mode, by document.
 
     Args:
-        batch_size: blocks of a pass, fewer where a GPU has no memory for them.
-        watch: started; counts every block once.
+        model: any causal language model.
+        blocks: text to evaluate on.
+        batch_size: blocks per forward pass, reduced where a GPU runs out of memory.
+        watch: density tracker that has been started; counts every block once.
         progress: called with (blocks done, in all) of this process.
 
     Raises:
-        UserError: a document's NLL is not finite.
+        UserError: if the NLL of a document is not finite.
     """
     sums = DocumentSums(blocks)
 
@@ -79,6 +87,6 @@ def document_nll(
         with nullcontext() if watch is None else watch.whole_pass():
             return token_nll(model, tokens)
 
-    with evaluation_mode(model):  # a sharded model's pass is one of all processes
+    with evaluation_mode(model):  # all ranks join in each pass of a sharded model
         run_own_batches(run, sums.add, blocks, batch_size, pass_device(model), progress, divides=not is_sharded(model))
     return sums.result()

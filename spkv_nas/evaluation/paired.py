@@ -1,7 +1,7 @@
 """NLL (negative log-likelihood) by document, and the paired difference of two models; needs no torch.
 
 Two models are compared on the same tokens, so the standard error is that of the *paired* difference with documents
-as clusters: far smaller than that of either NLL, and honest about tokens of one document being alike.
+as clusters: far smaller than that of either NLL, and it accounts for the correlation of tokens in one document.
 """
 
 from __future__ import annotations
@@ -18,39 +18,48 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import write_npz
 from spkv_nas.base.statistics import effective_number, jackknife_ratio
 
-MOST_NATS = 1e15  # of a document; its square is still far from the largest float
+MOST_NATS = 1e15  # upper bound per document; its square is still far from the largest float
 _ARRAYS = (Array("total", "number", "documents", low=-1, high=MOST_NATS), Array("num_tokens", "whole", "documents"))
 
 
 @dataclass(frozen=True)
 class DocumentNLL:
-    """Sums of token NLL and predicted tokens for each held-out document, both [documents]."""
+    """Sums over each held-out document.
+
+    Attributes:
+        total: [documents], summed NLL of the predicted tokens in nats.
+        num_tokens: [documents], number of predicted tokens.
+    """
 
     total: NDArray[np.float64]
     num_tokens: NDArray[np.int64]
 
     @property
     def mean(self) -> float:
-        """NLL in nats per token over all documents."""
+        """Return the NLL in nats per token over all documents."""
         return float(self.total.sum() / self.num_tokens.sum())
 
     @property
     def num_documents(self) -> int:
-        """Number of documents with at least one predicted token."""
+        """Return the number of documents with at least one predicted token."""
         return int((self.num_tokens > 0).sum())
 
     @property
     def effective_documents(self) -> float:
-        """Number of documents of equal length that would give errors as wide as these documents do."""
+        """Return how many documents of equal length would give equally wide errors."""
         return effective_number(self.num_tokens)
 
     def save(self, path: Path, **others: NDArray[Any]) -> None:
-        """Write both arrays as ``.npz``, atomically, and ``others`` with them, which ``read`` leaves out."""
+        """Write both arrays atomically as ``.npz``, together with ``others``, which ``read`` ignores."""
         write_npz(path, {"total": self.total, "num_tokens": self.num_tokens, **others})
 
     @classmethod
     def read(cls, path: Path) -> DocumentNLL:
-        """What ``save`` wrote. Raises ``UserError`` if the file is not there or damaged."""
+        """Read a file written by ``save``.
+
+        Raises:
+            UserError: if the file is missing or damaged.
+        """
         remedy = "remove its folder and run the command again"
         arrays = read_arrays(path, _ARRAYS, remedy)
         nll = cls(arrays["total"], arrays["num_tokens"].astype(np.int64))
@@ -61,7 +70,7 @@ class DocumentNLL:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Relative change of NLL against a baseline, in percent, with its standard error; NaN of a single document."""
+    """Relative change of NLL against a baseline in percent, and its standard error (NaN for a single document)."""
 
     percent: float
     standard_error: float
@@ -69,9 +78,11 @@ class PairedDifference:
 
 @dataclass(frozen=True)
 class Score(PairedDifference):
-    """A layout's change of NLL without training, and the tokens of text that it rests on.
+    """Change of a layout's NLL against full attention without training.
 
-    ``stopped``: it was behind on the first of the text (``evaluation.early_stopping``), and what it has is an estimate.
+    Attributes:
+        num_tokens: number of tokens that the score is based on.
+        stopped: True if scoring stopped early (``evaluation.early_stopping``), so that the score is an estimate.
     """
 
     num_tokens: int
@@ -79,16 +90,19 @@ class Score(PairedDifference):
 
     @classmethod
     def of(cls, change: PairedDifference, num_tokens: int) -> Score:
-        """A change that was measured on the whole text."""
+        """Return the score for a change that was measured on the whole text."""
         return cls(change.percent, change.standard_error, num_tokens)
 
 
 def paired_difference(candidate: DocumentNLL, baseline: DocumentNLL) -> PairedDifference:
     """Compute ΔNLL of ``candidate`` against ``baseline`` in percent of the baseline's NLL.
 
-    The change is 100 (R - 1) with R the ratio of the two sums of NLL, so its standard error counts that the baseline
-    varies between documents too. It is the delete-one-document jackknife (CR3 of the cluster-robust estimators), which
-    stays honest where documents are few or of unequal length. NaN of fewer than two documents.
+    The change is 100 (R - 1) with R the ratio of the two NLL sums, so its standard error includes the variance of the
+    baseline between documents. It is the delete-one-document jackknife (CR3 of the cluster-robust estimators), which
+    stays valid for few documents and for documents of unequal length. NaN for fewer than two documents.
+
+    Raises:
+        UserError: if the two were not evaluated on the same text.
     """
     if not np.array_equal(candidate.num_tokens, baseline.num_tokens):
         raise UserError("the two models were not evaluated on the same held-out text")

@@ -1,4 +1,4 @@
-"""Ridge regression in closed form: coefficients, their errors, and the penalty of least leave-one-out error."""
+"""Fit ridge regression in closed form: coefficients, their errors, and the penalty of least leave-one-out error."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Float = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Ridge:
-    """A ridge regression of responses [n] on a design [n, p], with an intercept, ready for other responses.
+    """A ridge regression of responses [n] on a design [n, p] with an intercept, reusable for other responses.
 
     Attributes:
-        design: [n, p], less its means.
-        operator: [p, n], from responses to coefficients.
-        variance: [p], of the coefficients, in units of the residuals' variance.
-        freedom: of the residuals: n less the effective number of parameters.
-        penalty: chosen.
-        squared_error: mean over the responses, each predicted from the others (leave-one-out).
-        explained: 1 - squared error / that of the others' mean.
+        design: [n, p], minus its column means.
+        operator: [p, n], maps responses to coefficients.
+        variance: [p], variance of the coefficients in units of the residual variance.
+        freedom: residual degrees of freedom, n minus the effective number of parameters.
+        penalty: the chosen penalty.
+        squared_error: mean squared leave-one-out error.
+        explained: 1 - squared_error / leave-one-out error of predicting the mean.
     """
 
     design: Float
@@ -36,12 +36,14 @@ class Ridge:
 
     @classmethod
     def fit(cls, design: Float, responses: Float) -> Ridge:
-        """The one whose penalty has the least squared leave-one-out error: the residual / (1 - leverage)."""
+        """Fit with the penalty of least squared leave-one-out error, where each error is residual / (1 - leverage)."""
         number = len(design)
         design, centred = design - design.mean(0), responses - responses.mean()
+        # Decompose the design, leaving out null directions
         left, singular, right = np.linalg.svd(design, full_matrices=False)
         kept = singular > singular[0] * 1e-9
         left, square, right = left[:, kept], singular[kept] ** 2, right[kept]
+        # Compute the leave-one-out error of every penalty
         penalties = _PENALTIES * square.mean()
         shrunk = square / (square + penalties[:, None])  # [penalties, rank]
         residuals = centred - (shrunk * (left.T @ centred)) @ left.T
@@ -59,6 +61,6 @@ class Ridge:
         )
 
     def error(self, responses: Float) -> Float:
-        """[p], standard errors of the coefficients for ``responses`` [n], of what the design leaves unexplained."""
+        """Return [p], the standard errors of the coefficients for ``responses`` [n], from the residual variance."""
         residuals = responses - responses.mean() - self.design @ (self.operator @ responses)
         return np.asarray(np.sqrt(self.variance * np.square(residuals).sum() / self.freedom))

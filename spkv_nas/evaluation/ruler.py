@@ -1,7 +1,7 @@
-"""RULER (arXiv 2404.06654): how many of the answers a model gives that its text has, and at which density.
+"""Evaluate a model on RULER (arXiv 2404.06654): the share of correct answers, and the density at which it gives them.
 
-The score of a sample is the share of its answers that are in what the model writes, upper and lower case alike; of
-questions on documents one will do. A task's is the mean over its samples, with the standard error of that mean.
+The score of a sample is the share of its answers that occur in the model's output, ignoring case; for questions on
+documents any one answer suffices. The score of a task is the mean over its samples, with its standard error.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from spkv_nas.data.ruler.sample import Sample
 from spkv_nas.data.ruler.tasks import accepts_any
 from spkv_nas.model.continuation import continue_greedily
 
-_TOGETHER = 1 << 15  # tokens of the prompts that pass at once
+_TOGETHER = 1 << 15  # prompt tokens per batch
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
-_QUESTION = 400  # characters of a prompt's end that are kept
+_QUESTION = 400  # characters kept from the end of a prompt
 
 Make = Callable[[int], Sample | None]
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of a model to the samples of a task at a length: scores and densities, both [samples].
+    """Scores and densities, both [samples], of a model's answers to one task at one length.
 
-    NaN where there is no room for a sample; the density also of a model that has none.
+    NaN for samples that do not fit in the length; densities also for a model that has none.
     """
 
     scores: NDArray[np.float64]
@@ -45,16 +45,16 @@ class Answers:
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]], number: int) -> Answers:
-        """From what ``answer`` gives of samples 0 to ``number``."""
-        found = np.full((2, number), np.nan)
+        """Collect the records that ``answer`` returns for samples 0 to ``number`` - 1."""
+        columns = np.full((2, number), np.nan)
         for line in lines:
-            found[:, line["index"]] = line["score"], line["density"]
-        return cls(*found)
+            columns[:, line["index"]] = line["score"], line["density"]
+        return cls(*columns)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A task at a length: a model's answers, its answers with every head local, and those of another checkpoint."""
+    """Answers to one task at one length: of a model, of it with every head local, and of another checkpoint."""
 
     task: str
     length: int
@@ -64,10 +64,10 @@ class Cell:
 
 
 def score(output: str, answers: Sequence[str], *, any_will_do: bool) -> float:
-    """What RULER gives a model's output: the share of the answers that are in it, or 1 if one of them is."""
+    """Return RULER's score of an output: the share of answers it contains, or 1 if any one suffices and occurs."""
     text = _CONTROL.sub("\n", output.strip()).strip().lower()
-    found = [answer.lower() in text for answer in answers]
-    return float(any(found)) if any_will_do else sum(found) / len(found)
+    matches = [answer.lower() in text for answer in answers]
+    return float(any(matches)) if any_will_do else sum(matches) / len(matches)
 
 
 def answer(
@@ -77,42 +77,49 @@ def answer(
     number: int,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """Answers to samples 0 to ``number``, each with its score and density; collective: every process does its share.
+    """Answer samples 0 to ``number`` - 1, and return a record with score and density for each.
+
+    Must be called on all ranks.
 
     Args:
-        model: with its gates, if it has any, as they are to be: hard, or open below windows.
-        make: makes a sample, or None where there is no room for it.
+        model: model with its gates, if any, set by the caller: hard, or open on top of windows.
+        tokenizer: tokenizer of the model.
+        make: returns a sample by index, or None if it does not fit in the length.
+        number: number of samples.
         progress: called with (samples done, in all) of this process.
 
     Raises:
-        UserError: logits that are not finite.
+        UserError: if logits are not finite.
     """
     lines: list[dict[str, Any]] = []
     share = own_share(number)
     first = make(0)
-    place, together = share.start, AdaptiveBatchSize(max(1, _TOGETHER // first.num_tokens) if first else 1)
-    while place < share.stop:
+    position, batching = share.start, AdaptiveBatchSize(max(1, _TOGETHER // first.num_tokens) if first else 1)
+    # Answer this process's share in batches that fit in memory
+    while position < share.stop:
 
-        def attempt(size: int, place: int = place) -> tuple[int, list[dict[str, Any]]]:
-            return size, _answer(model, tokenizer, {index: make(index) for index in range(place, place + size)})
+        def attempt(size: int, start: int = position) -> tuple[int, list[dict[str, Any]]]:
+            return size, _answer(model, tokenizer, {index: make(index) for index in range(start, start + size)})
 
-        size, found = together.run(attempt, share.stop - place)
-        lines += found
-        place += size
+        size, records = batching.run(attempt, share.stop - position)
+        lines += records
+        position += size
         if progress is not None:
-            progress(place - share.start, len(share))
+            progress(position - share.start, len(share))
     return [line for part in gathered(lines) for line in part]
 
 
 def _answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: Mapping[int, Sample | None]
 ) -> list[dict[str, Any]]:
-    """The answers to those samples that there are, at once."""
-    there = {index: sample for index, sample in samples.items() if sample is not None}
-    if not there:
+    """Answer, as one batch, the samples that are not None."""
+    existing = {index: sample for index, sample in samples.items() if sample is not None}
+    if not existing:
         return []
-    asked = there.values()
-    found = continue_greedily(model, tokenizer, [one.text for one in asked], [one.new_tokens for one in asked])
+    batch = existing.values()
+    continuations = continue_greedily(
+        model, tokenizer, [sample.text for sample in batch], [sample.new_tokens for sample in batch]
+    )
     return [
         {
             "index": index,
@@ -122,14 +129,16 @@ def _answer(
             "score": score(output, sample.answers, any_will_do=accepts_any(sample.task)),
             "density": float(density),
         }
-        for (index, sample), output, density in zip(there.items(), found.texts, found.densities, strict=True)
+        for (index, sample), output, density in zip(
+            existing.items(), continuations.texts, continuations.densities, strict=True
+        )
     ]
 
 
 def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
-    """One row per cell, columns of ``RULER``, and after each length the average of its tasks; scores in [0, 1].
+    """Return one row per cell, columns of ``RULER``, and after each length the average of its tasks; scores in [0, 1].
 
-    ``difference`` is the model's score minus the other checkpoint's, its error that of the difference by sample.
+    ``difference`` is the model's score minus that of the other checkpoint, with the error of the difference by sample.
     """
     frames = []
     for length in dict.fromkeys(cell.length for cell in cells):
@@ -139,22 +148,22 @@ def ruler_table(cells: Sequence[Cell]) -> pd.DataFrame:
 
 
 def _row(cell: Cell) -> tuple[Any, ...]:
-    """Of the samples that there was room for."""
-    there = ~np.isnan(cell.own.scores)
-    own = cell.own.scores[there]
-    row = (cell.length, cell.task, len(own), *mean_and_error(own), cell.floor.scores[there].mean())
+    """Return the row of a cell, over the samples that fit in the length."""
+    fits = ~np.isnan(cell.own.scores)
+    scores = cell.own.scores[fits]
+    row = (cell.length, cell.task, len(scores), *mean_and_error(scores), cell.floor.scores[fits].mean())
     if cell.against is None:
-        return *row, cell.own.densities[there].mean(), *(np.nan,) * 4
-    other = cell.against.scores[there]
-    density, others = (one.densities[there].mean() for one in (cell.own, cell.against))
-    return *row, density, other.mean(), others, *mean_and_error(own - other)
+        return *row, cell.own.densities[fits].mean(), *(np.nan,) * 4
+    other = cell.against.scores[fits]
+    density, other_density = (answers.densities[fits].mean() for answers in (cell.own, cell.against))
+    return *row, density, other.mean(), other_density, *mean_and_error(scores - other)
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:
-    """The mean over tasks, whose samples are independent."""
+    """Return the mean over tasks, whose samples are independent."""
     errors = ["standard_error", "difference_standard_error"]
     average = rows.drop(columns="task").mean()
     average[errors] = np.sqrt((rows[errors] ** 2).sum(skipna=False)) / len(rows)
-    whole = {"length": rows["length"].iloc[0], "task": f"average of {len(rows)}"}
-    whole["num_samples"] = rows["num_samples"].sum()
-    return pd.DataFrame([{**average, **whole}])[RULER.header]
+    labels = {"length": rows["length"].iloc[0], "task": f"average of {len(rows)}"}
+    labels["num_samples"] = rows["num_samples"].sum()
+    return pd.DataFrame([{**average, **labels}])[RULER.header]

@@ -1,4 +1,4 @@
-"""Score layouts on a model in memory: what each costs before any retraining."""
+"""Score layouts on a model in memory: the NLL that each costs before any retraining."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ def score(
     *,
     batch_size: int = 8,
 ) -> pd.DataFrame:
-    """Score layouts on the weights of ``model`` as they are, which is left as it was.
+    """Score layouts on the current weights of ``model``, without retraining; the model is left unchanged.
 
     Args:
-        model: dense, hybrid or gated.
-        blocks: text, best held out; the same for all layouts, so that their differences are paired by document.
-        layouts: one, several, or several by name; without names those of their strategies.
-        batch_size: blocks of a forward pass.
+        model: dense, hybrid or gated model.
+        blocks: text, preferably held out; the same for all layouts, so that their differences are paired by document.
+        layouts: one layout, several, or several by name; without names each is called by its strategy.
+        batch_size: blocks per forward pass.
 
     Returns:
-        A row for full attention and one for each layout, the lowest NLL first: strategy, hash, num_global,
-        density_percent, nll (nats per token), and its change from full attention in percent with the standard error.
+        One row for full attention and one per layout, lowest NLL first: strategy, hash, num_global, density_percent,
+        nll (nats per token), and its change from full attention in percent with the standard error.
 
     Raises:
-        UserError: there is no text, no layout or one that does not fit the model, or two have one name.
+        UserError: if there is no text or no layout, a layout does not fit the model, or two have the same name.
     """
     if isinstance(layouts, Layout):
         layouts = [layouts]
-    by_name = layouts if isinstance(layouts, Mapping) else {one.strategy or one.hash: one for one in layouts}
+    by_name = (
+        layouts if isinstance(layouts, Mapping) else {layout.strategy or layout.hash: layout for layout in layouts}
+    )
     if not by_name or len(by_name) < len(layouts):
         raise UserError("give at least one layout, each with a name of its own: score(model, blocks, {name: layout})")
     full, *scores = zero_shot(model, [None, *by_name.values()], blocks, batch_size=batch_size)

@@ -1,7 +1,7 @@
-"""Evaluate a model on held-out text, and sweep the threshold tau: what NLL costs which density.
+"""Evaluate a model on held-out text, and sweep the threshold tau to trade NLL against density.
 
-SP-KV paper, "Threshold Optimization" and "Controlling sparsity at inference time": tau moves the density of a trained
-model without touching its weights. Each threshold is a pass of its own, because a key that is dropped in one layer
+SP-KV paper, "Threshold Optimization" and "Controlling sparsity at inference time": tau changes the density of a trained
+model without changing its weights. Each threshold needs its own pass, because a key that is dropped in one layer
 changes the utilities in all later ones.
 """
 
@@ -49,17 +49,19 @@ def evaluate(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """NLL of ``blocks`` under ``model``; its gates, if it has any, are hard at ``tau``. Leaves them as they were.
+    """Compute the NLL of ``blocks`` under ``model``, with hard gates at ``tau`` if it has gates.
 
-    Collective, as ``document_nll``.
+    Restores the gate mode of the model. Must be called on all ranks, like ``document_nll``.
 
     Args:
         model: any causal language model, with or without gates.
-        tau: threshold in [0, 1]; None takes the model's own.
+        blocks: text to evaluate on.
+        tau: threshold in [0, 1]; None uses that of the model's config.
+        batch_size: blocks per forward pass.
         progress: called with (blocks done, in all) of this process.
 
     Raises:
-        UserError: ``tau`` is outside [0, 1], or given for a model without gates.
+        UserError: if ``tau`` is outside [0, 1], or given for a model without gates.
     """
     gates = gate_config(model)
     if gates is None:
@@ -72,10 +74,10 @@ def evaluate(
         watch.start()
         try:
             nll = document_nll(model, blocks, batch_size=batch_size, watch=watch, progress=progress)
-            heads = watch.stop()
+            head_densities = watch.stop()
         finally:
             watch.close()
-    return Evaluation(nll, tau, None if heads is None else float(np.nanmean(heads)))
+    return Evaluation(nll, tau, None if head_densities is None else float(np.nanmean(head_densities)))
 
 
 def tau_sweep(
@@ -86,34 +88,39 @@ def tau_sweep(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Evaluation]:
-    """The model with its gates open (tau 0, density 1), then with hard gates at each of ``taus`` above 0, ascending.
+    """Evaluate the model with open gates (tau 0, density 1), then with hard gates at each threshold above 0, ascending.
 
     Args:
+        model: model with gates.
+        blocks: text to evaluate on.
+        taus: thresholds in [0, 1].
+        batch_size: blocks per forward pass.
         progress: called with (blocks done, blocks in all) over all passes.
 
     Raises:
-        UserError: the model has no gates, or a threshold is outside [0, 1].
+        UserError: if the model has no gates, or a threshold is outside [0, 1].
     """
     if gate_config(model) is None:
         raise UserError("this model has no gates, so there is no threshold to sweep: it has one NLL and one density")
-    passes = [tau for tau in sorted(set(taus)) if tau != 0.0]
+    hard_taus = [tau for tau in sorted(set(taus)) if tau != 0.0]
 
     def step(done: int, num_blocks: int) -> None:
         if progress is not None:
-            progress(len(sweep) * num_blocks + done, (1 + len(passes)) * num_blocks)
+            progress(len(sweep) * num_blocks + done, (1 + len(hard_taus)) * num_blocks)
 
     sweep: list[Evaluation] = []
     with gate_mode(model, "open"):
         sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))
-    for tau in passes:
+    for tau in hard_taus:
         sweep.append(evaluate(model, blocks, tau, batch_size=batch_size, progress=step))
     return sweep
 
 
 def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
-    """One row per evaluation, columns ``COLUMNS``: NLL in nats per token, its change in percent of the first one's.
+    """Return one row per evaluation with columns ``COLUMNS``.
 
-    The standard error is that of the difference paired by document.
+    NLL is in nats per token; its change is in percent of the first evaluation's NLL, with the standard error of the
+    difference paired by document.
     """
     changes = [paired_difference(evaluation.nll, sweep[0].nll) for evaluation in sweep]
     rows = [
@@ -124,14 +131,18 @@ def sweep_table(sweep: Sequence[Evaluation]) -> pd.DataFrame:
 
 
 def write_sweep(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``sweep_table`` to ``tau-sweep.csv``, and where it comes from to ``tau-sweep.yaml``."""
+    """Write the table of ``sweep_table`` to ``tau-sweep.csv``, and its provenance to ``tau-sweep.yaml``."""
     with replacing(folder) as new:
         write_csv(new / "tau-sweep.csv", rows)
         write_record(new / "tau-sweep.yaml", origin)
 
 
 def read_sweep(path: Path) -> pd.DataFrame:
-    """What ``write_sweep`` wrote. Raises ``UserError``: a column is missing, or a cell is not a number."""
+    """Read a table written by ``write_sweep``.
+
+    Raises:
+        UserError: if a column is missing, or a cell is not a number.
+    """
     return read_table(
         path, "sweep", tuple(Column(name, "number", low=-MOST_SHOWN, high=MOST_SHOWN) for name in COLUMNS)
     )

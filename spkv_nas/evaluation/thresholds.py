@@ -1,4 +1,4 @@
-"""Parse the thresholds of a sweep (``--tau-sweep``). Needs no torch, so that a mistake shows before it is imported."""
+"""Parse the thresholds of a sweep (``--tau-sweep``). Needs no torch, so that mistakes show before it is imported."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from spkv_nas.base.limits import MOST_REPEATS
 
 
 def check_tau(tau: float | None) -> None:
-    """Raise ``UserError`` for a threshold outside [0, 1]; None is none."""
+    """Check that a threshold lies in [0, 1]; None is accepted.
+
+    Raises:
+        UserError: if it does not.
+    """
     if tau is not None and not 0.0 <= tau <= 1.0:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
 def check_sweep(tau: float | None, tau_sweep: str | None, points: int | None) -> list[float] | None:
-    """Parse the thresholds of the options ``--tau``, ``--tau-sweep`` and ``--points``; None without a sweep.
+    """Parse the options ``--tau``, ``--tau-sweep`` and ``--points`` into thresholds; None without a sweep.
 
     Raises:
-        UserError: a threshold outside [0, 1], a damaged range, or options that exclude each other.
+        UserError: if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
     """
     if tau is not None and tau_sweep is not None:
         raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
@@ -32,7 +36,11 @@ def check_sweep(tau: float | None, tau_sweep: str | None, points: int | None) ->
 
 
 def parse_taus(text: str, points: int | None = None) -> list[float]:
-    """Thresholds, ascending: ``0.1,0.5,0.9`` as it is, ``0.01..0.99`` as ``points`` values evenly spaced in logit.
+    """Parse thresholds, ascending.
+
+    Args:
+        text: a list such as ``0.1,0.5,0.9``, or a range such as ``0.01..0.99``.
+        points: number of thresholds in a range, evenly spaced in logit, endpoints included.
 
     Raises:
         UserError: naming what is wrong with ``text`` or ``points``.
@@ -48,6 +56,7 @@ def parse_taus(text: str, points: int | None = None) -> list[float]:
     outside = [tau for tau in taus if not 0.0 <= tau <= 1.0]
     if outside:
         raise UserError(f"thresholds must lie in [0, 1]; found {outside[0]:g} in '{text}'")
+    # Space a range evenly in logit
     if dots:
         return _logit_spaced(taus[0], taus[1], TAU_POINTS if points is None else points)
     if points is not None:
@@ -58,6 +67,7 @@ def parse_taus(text: str, points: int | None = None) -> list[float]:
 
 
 def _logit_spaced(low: float, high: float, points: int) -> list[float]:
+    """Return ``points`` thresholds from ``low`` to ``high``, evenly spaced in logit."""
     if low >= high:
         raise UserError(f"a range LOW..HIGH must rise; found {low:g}..{high:g}")
     if low == 0.0 or high == 1.0:
@@ -68,5 +78,5 @@ def _logit_spaced(low: float, high: float, points: int) -> list[float]:
     if not 2 <= points <= MOST_REPEATS:
         raise UserError(f"a range needs at least 2 points, its ends, and at most {MOST_REPEATS}; found {points}")
     logits = np.linspace(math.log(low / (1.0 - low)), math.log(high / (1.0 - high)), points)[1:-1]
-    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits: as the CSV shows them
+    between = (round(1.0 / (1.0 + math.exp(-logit)), 6) for logit in logits)  # six digits, as in the CSV
     return [low, *between, high]

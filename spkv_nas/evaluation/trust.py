@@ -1,10 +1,10 @@
-"""A number for trust: how well a table orders what matters, judged by what opening single heads saves.
+"""Summarize how well a head table ranks the heads, judged by the gains of opening single heads.
 
-Opening gains (``artifacts.gains``) are noisy, and know nothing of what heads do together: the heads of largest gain
-lose more, once retrained, than those that head gates choose (``reports/study``). So they describe a table and recommend
-nothing, and no optimum of the gains is quoted, which would be chosen and judged on the same tokens. Only heads whose
-gain stands out of its noise are named, and none where documents are few. Errors take heads as independent; that heads
-gain in the same documents makes the true ones up to 1.7 times as large (reports/LOG.md).
+Opening gains (``artifacts.gains``) are noisy and ignore interactions between heads: the heads of largest gain lose
+more, once retrained, than those chosen by head gates (``reports/study``). They therefore describe a table but recommend
+nothing, and no optimum over the gains is reported, which would be chosen and evaluated on the same tokens. Only heads
+whose gain is significant are named, and none where documents are few. Standard errors treat heads as independent;
+because heads gain on the same documents, the true errors are up to 1.7 times as large (reports/LOG.md).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.evaluation.ranking import spearman
 
-_CLEAR = 2.0  # standard errors of a head's gain from which on it is one
-FEWEST_DOCUMENTS = 8  # from which on single heads are named
+_CLEAR = 2.0  # standard errors above which a head's gain is significant
+FEWEST_DOCUMENTS = 8  # minimum number of documents for naming single heads
 
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -27,7 +27,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Missed:
-    """A head that is left out, and its gain in nats per token."""
+    """A head that the table leaves out, with its gain in nats per token."""
 
     layer: int
     kv_head: int
@@ -35,23 +35,24 @@ class Missed:
     standard_error: float
 
     def __str__(self) -> str:
+        """Return for example "layer 3, head 1 (0.012 ± 0.003 nats)"."""
         error = "" if math.isnan(self.standard_error) else f" ± {self.standard_error:.3f}"
         return f"layer {self.layer}, head {self.kv_head} ({self.gain:.3f}{error} nats)"
 
 
 @dataclass(frozen=True)
 class Trust:
-    """How well a table orders what opening single heads saves.
+    """Agreement of a head table with the gains of opening single heads.
 
     Attributes:
         rho: Spearman's rank correlation of the table with the gains; None where it is not defined.
-        interval: its 95 % interval, over resamples of the heads.
+        interval: 95 % interval of ``rho``, over resamples of the heads.
         budget: number of heads that the table chooses.
-        left_out: share in [0, 1] of all gains above 0 that the other heads have; NaN where no gain is known from noise.
-        left_out_error: its standard error.
-        left_out_nats: the same in nats per token.
-        missed: the heads left out whose gains are known from noise, the largest first; none where documents are few.
-        num_documents: on which the gains were measured; None where that is not known.
+        left_out: share in [0, 1] of all positive gains that belongs to the other heads; NaN if no gain is significant.
+        left_out_error: standard error of ``left_out``.
+        left_out_nats: the left-out gains in nats per token.
+        missed: heads left out although their gains are significant, largest first; none where documents are few.
+        num_documents: documents on which the gains were measured; None if unknown.
     """
 
     rho: float | None
@@ -65,20 +66,23 @@ class Trust:
 
     @classmethod
     def of(cls, values: Float, chosen: Mask, gains: Gains, num_documents: int | None = None) -> Trust:
-        """Judge a table by gains that it was not chosen by.
+        """Judge a table by gains that were not used to choose its heads.
 
         Args:
-            values: the table's [L, Hkv].
-            chosen: bool [L, Hkv], the heads that it chooses.
-            num_documents: on which ``gains`` were measured, if that is known.
+            values: [L, Hkv], the table.
+            chosen: bool [L, Hkv], the heads that the table chooses.
+            gains: gain of opening each head alone.
+            num_documents: documents on which ``gains`` were measured, if known.
         """
-        clear = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
-        saved = np.where(clear.any(), gains.values.clip(0.0), np.nan)
+        # Keep all positive gains, provided that at least one is significant
+        significant = gains.values > _CLEAR * np.nan_to_num(gains.standard_error, nan=0.0)
+        saved = np.where(significant.any(), gains.values.clip(0.0), np.nan)
         left_out, error = _share(saved, gains.standard_error, ~chosen)
         rho, interval = spearman(values.ravel(), gains.values.ravel()) or (None, None)
+        # List the significant heads that the table leaves out
         missed = [
             Missed(int(layer), int(head), float(gains.values[layer, head]), float(gains.standard_error[layer, head]))
-            for layer, head in np.argwhere(clear & ~chosen)
+            for layer, head in np.argwhere(significant & ~chosen)
         ]
         return cls(
             rho,
@@ -92,7 +96,7 @@ class Trust:
         )
 
     def sentence(self) -> str:
-        """How well the table orders the heads, and what its choice leaves out."""
+        """Return one sentence on how well the table orders the heads, and what its choice leaves out."""
         if math.isnan(self.left_out):
             return "no head's gain, opened alone, stands out of the noise: how far the order can be trusted is open"
         order = "the table orders what opening single heads saves"
@@ -107,18 +111,18 @@ class Trust:
         return f"{share}, most in {self.missed[0]}" if self.missed else share
 
     def share(self) -> str:
-        """Such as "12 ± 3 %"."""
+        """Return the left-out share with its error, for example "12 ± 3 %"."""
         error = "" if math.isnan(self.left_out_error) else f" ± {100 * self.left_out_error:.0f}"
         return f"{100 * self.left_out:.0f}{error} %"
 
 
 def _are_few(num_documents: int | None) -> bool:
-    """Whether gains are known to come from too few documents to name heads by."""
+    """Return True if the gains are known to come from too few documents to name heads by."""
     return num_documents is not None and num_documents < FEWEST_DOCUMENTS
 
 
 def _share(saved: Float, errors: Float, part: Mask) -> tuple[float, float]:
-    """The share of ``saved`` that ``part`` of the heads has, and its standard error, that of a ratio."""
+    """Return the share of ``saved`` that belongs to ``part`` of the heads, and its standard error as a ratio."""
     total = float(saved.sum())
     share = float(saved[part].sum()) / total
     return share, _norm(np.where(saved > 0, (part - share) * errors, 0.0)) / total

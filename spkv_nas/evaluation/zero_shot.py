@@ -1,8 +1,8 @@
-"""Zero-shot score of layouts: the NLL of a checkpoint's own weights under each layout, without training.
+"""Score layouts zero-shot: the NLL of a checkpoint's own weights under each layout, without training.
 
-A score costs seconds where retraining costs minutes to hours, so that a search can afford thousands. Layouts that
-agree on their first layers share the hidden states up to there, which is exact: what enters a layer depends on the
-layers before it alone. Finished scores are kept on disk by the layout's content hash.
+A score takes seconds where retraining takes minutes to hours, so a search can afford thousands. Layouts with equal
+first layers share the hidden states of those layers, which is exact: the input of a layer depends only on the layers
+before it. Finished scores are cached on disk by the content hash of the layout.
 """
 
 from __future__ import annotations
@@ -50,16 +50,21 @@ COLUMNS = (
     "delta_nll_percent",
     "delta_nll_standard_error",
 )
-_GROUP = 64  # layouts that run together; a killed run loses at most these
+_GROUP = 64  # layouts scored per group; a killed run loses at most one group
 
-_LAYOUT = Array("layout", "text")  # in a finished score's file: what its hash is of
+_LAYOUT = Array("layout", "text")  # in the file of a finished score: the layout that its name is the hash of
 
-Windows = tuple[tuple[int, ...], ...]  # of every KV head, by layer
+Windows = tuple[tuple[int, ...], ...]  # window of every KV head, by layer
 
 
 @dataclass
 class Work:
-    """What scoring took, added up: passes over the text, parts of one counted as such, and scores that were there."""
+    """Running totals of the cost of scoring.
+
+    Attributes:
+        passes: passes over the text; partial passes count as fractions.
+        reused: scores that came from the cache.
+    """
 
     passes: float = 0.0
     reused: int = 0
@@ -76,68 +81,78 @@ def zero_shot(
     reporter: Reporter = SILENT,
     work: Work | None = None,
 ) -> list[DocumentNLL]:
-    """NLL by document of ``blocks`` under ``model`` with each layout on its weights, in the order of ``layouts``.
+    """Compute the NLL by document of ``blocks`` under ``model`` with each layout on its weights, in order.
 
-    Collective: each process of torchrun runs its share of the blocks, process 0 alone reads and writes the cache.
+    Must be called on all ranks: each runs its share of the blocks, and rank 0 alone reads and writes the cache.
 
     Args:
-        model: dense, hybrid or SP-KV. Its own windows are lifted and its gates open meanwhile, so that a global head
-            sees every key and a local one its window; it is left as it was.
+        model: dense, hybrid or SP-KV; left unchanged. During scoring its windows are lifted and its gates are open, so
+            that a global head sees every key and a local head its window.
         layouts: None is full attention.
+        blocks: text to score on.
         batch_size: blocks per forward pass; at most one hidden state per layer is kept of them.
-        cache: folder of the finished scores of this model on this text (``cache_folder``); read and added to.
-        reporter: told how many scores the cache has, and shows the others.
-        work: added to.
+        cache: folder of finished scores of this model on this text (``cache_folder``), read and extended.
+        reporter: receives the number of cached scores and the progress of the others.
+        work: totals to add to.
 
     Raises:
-        UserError: there is no text, or a layout is for another number of layers or KV heads.
+        UserError: if there is no text, or a layout is for another number of layers or KV heads.
     """
     if blocks.num_blocks == 0:
         raise UserError("there is no text to score layouts on")
     work = work or Work()
     with full_attention(model) as states:
         full = tuple(state.head_windows(gated=False) for state in states)
-        wanted = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
-        layout_of = dict(zip(wanted, layouts, strict=True))
-        known = partial(read_score, cache, num_documents=len(blocks.documents))
-        kept = on_main(lambda: {windows: known(layout) for windows, layout in layout_of.items()})
-        scores = {windows: score for windows, score in kept.items() if score is not None}
+        # Different layouts may have equal windows, which are scored once
+        requested = [full if x is None else tuple(layout_windows(model, x)) for x in layouts]
+        layout_of = dict(zip(requested, layouts, strict=True))
+        # Read the scores that are cached
+        read_cached = partial(read_score, cache, num_documents=len(blocks.documents))
+        cached = on_main(lambda: {windows: read_cached(layout) for windows, layout in layout_of.items()})
+        scores = {windows: score for windows, score in cached.items() if score is not None}
         missing = sorted(layout_of.keys() - scores.keys())
         reporter.reused(len(scores), len(layout_of), "zero-shot scores")
         work.reused += len(scores)
-        done, own = 0, num_own_blocks(blocks.num_blocks, batch_size)
+        done, num_own = 0, num_own_blocks(blocks.num_blocks, batch_size)
         with reporter.bar("scoring without training") as progress:
 
             def step(num_blocks: int) -> None:
                 nonlocal done
                 done += num_blocks
-                progress(done, len(missing) * own)
+                progress(done, len(missing) * num_own)
 
+            # Score the others in sorted groups, where neighbours share the most layers
             for start in range(0, len(missing), _GROUP):
                 group = missing[start : start + _GROUP]
-                found, passes = score_windows(model, states, group, blocks, batch_size=batch_size, step=step)
+                group_scores, passes = score_windows(model, states, group, blocks, batch_size=batch_size, step=step)
                 work.passes += passes
-                for windows, score in zip(group, found, strict=True):
+                for windows, score in zip(group, group_scores, strict=True):
                     scores[windows] = score
                     on_main(partial(keep_score, cache, layout_of[windows], score))
-    return [scores[windows] for windows in wanted]
+    return [scores[windows] for windows in requested]
 
 
 def cache_folder(root: Path, model: PreTrainedModel, path_or_id: str | Path, blocks: TokenBlocks) -> Path:
-    """The folder below ``root`` for scores of this checkpoint, in this dtype, on this text."""
+    """Return the folder below ``root`` for scores of this checkpoint, in this dtype, on this text."""
     key = hashlib.sha256(f"{checkpoint_hash(path_or_id)} {model.dtype} {blocks.tokens.shape}".encode())
-    for part in (blocks.tokens, blocks.document):
-        key.update(np.ascontiguousarray(part).data)
+    for array in (blocks.tokens, blocks.document):
+        key.update(np.ascontiguousarray(array).data)
     return root / key.hexdigest()[:16]
 
 
 def score_table(
     layouts: Mapping[str, Layout], scores: Mapping[str, DocumentNLL], full: DocumentNLL, covered: Mapping[str, float]
 ) -> pd.DataFrame:
-    """One row per layout, lowest NLL first, after that of full attention; columns ``COLUMNS``.
+    """Return one row per layout, lowest NLL first, below a row for full attention; columns ``COLUMNS``.
 
-    NLL in nats per token, its change in percent of full attention's, with the standard error of the difference paired
-    by document. ``covered`` is each layout's coverage in [0, 1]; NaN in the table where it has none.
+    NLL is in nats per token; its change is in percent of full attention's, with the standard error of the difference
+    paired by document.
+
+    Args:
+        layouts: layouts by name.
+        scores: NLL of each layout, by name.
+        full: NLL of full attention.
+        covered: coverage in [0, 1] by name; NaN in the table for a layout that has none.
     """
     num_heads = next(iter(layouts.values())).num_heads
     rows = [(FULL_ATTENTION, "", num_heads, 100.0, 100.0 if covered else np.nan, full.mean, np.nan, np.nan)]
@@ -150,14 +165,17 @@ def score_table(
 
 
 def write_scores(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) -> None:
-    """Write the table of ``score_table`` to ``zero-shot.csv``, and where it comes from to ``zero-shot.yaml``."""
+    """Write the table of ``score_table`` to ``zero-shot.csv``, and its provenance to ``zero-shot.yaml``."""
     with replacing(folder) as new:
         write_csv(new / "zero-shot.csv", rows)
         write_record(new / "zero-shot.yaml", origin)
 
 
 def kept_layouts(cache: Path) -> list[Layout]:
-    """The layouts whose finished scores a cache has; files of an older version do not say theirs."""
+    """Return the layouts whose finished scores are in a cache.
+
+    Files of older versions, which do not store their layout, are skipped.
+    """
     layouts = []
     for file in sorted(cache.glob("*.npz")):
         try:
@@ -171,19 +189,21 @@ def kept_layouts(cache: Path) -> list[Layout]:
 
 
 def _file(cache: Path | None, layout: Layout | None) -> Path | None:
+    """Return the path of a layout's score in the cache; None without a cache."""
     return cache and cache / f"{FULL_ATTENTION if layout is None else layout.content_hash}.npz"
 
 
 def keep_score(cache: Path | None, layout: Layout | None, score: DocumentNLL) -> None:
-    """Write a finished score, and which layout it is of."""
+    """Write a finished score to the cache, together with its layout."""
     if (file := _file(cache, layout)) is not None:
         score.save(file, **({} if layout is None else {_LAYOUT.name: np.array(layout.content)}))
 
 
 def read_score(cache: Path | None, layout: Layout | None, num_documents: int) -> DocumentNLL | None:
-    """A finished score of a cache; None if it is not there or cannot be read, and so must be computed.
+    """Read a finished score from a cache; None if it is missing or unreadable, so that it must be computed.
 
-    The same blocks may have been cut from more or from fewer documents, of which they hold no token.
+    The same blocks may have been cut from more or from fewer documents, of which they contain no token, so the score is
+    padded or cropped to ``num_documents``.
     """
     file = _file(cache, layout)
     if file is None or not file.is_file():
@@ -192,8 +212,8 @@ def read_score(cache: Path | None, layout: Layout | None, num_documents: int) ->
         score = DocumentNLL.read(file)
     except UserError:
         return None
-    missing = (0, max(0, num_documents - len(score.total)))
-    total, num_tokens = np.pad(score.total, missing), np.pad(score.num_tokens, missing)
+    padding = (0, max(0, num_documents - len(score.total)))
+    total, num_tokens = np.pad(score.total, padding), np.pad(score.num_tokens, padding)
     return DocumentNLL(total[:num_documents], num_tokens[:num_documents])
 
 
@@ -206,15 +226,18 @@ def score_windows(
     batch_size: int,
     step: Callable[[int], None],
 ) -> tuple[list[DocumentNLL], float]:
-    """The NLL under each of ``ordered``, and the passes over the text that this took, parts counted as such.
+    """Compute the NLL under each of ``ordered``, and the number of passes over the text (partial ones as fractions).
 
-    Collective.
+    Must be called on all ranks.
 
     Args:
-        model: inside ``full_attention``, which yields ``states``; their windows are set.
-        ordered: different from each other and sorted, so that neighbours share the most layers.
-        step: called with the number of blocks that this process has run under one of them; below 0 where it has to
-            run them again.
+        model: model inside ``full_attention``, which yields ``states``.
+        states: attention layers of the model; their windows are set.
+        ordered: distinct windows, sorted so that neighbours share the most layers.
+        blocks: text to score on.
+        batch_size: blocks per forward pass.
+        step: called with the number of blocks that this process has run under one of ``ordered``; negative where they
+            have to be run again.
     """
     sums = [DocumentSums(blocks) for _ in ordered]
     with _Resumable.of(model, block_tokens(blocks, 0, 1, model.device)) as decoder:
@@ -223,80 +246,89 @@ def score_windows(
         def run(_first: int, tokens: Tensor) -> list[Tensor]:
             losses: list[Tensor] = []
             try:
+                # Run each layout from the first layer in which it differs from the one before
                 for i, windows in enumerate(ordered):
-                    for state, own in zip(states, windows, strict=True):
-                        state.windows = own
+                    for state, layer_windows in zip(states, windows, strict=True):
+                        state.windows = layer_windows
                     losses.append(decoder.nll(tokens, starts[i], _falling(starts[i + 1 :])).cpu())
                     step(len(tokens))
             except Exception:
-                step(-len(losses) * len(tokens))  # they may be run again
+                step(-len(losses) * len(tokens))  # an out-of-memory error halves the batch and runs it again
                 raise
             finally:
                 decoder.forget()
             return losses
 
         def add(first: int, losses: list[Tensor]) -> None:
-            for each, own in zip(sums, losses, strict=True):
-                each.add(first, own)
+            for document_sums, block_losses in zip(sums, losses, strict=True):
+                document_sums.add(first, block_losses)
 
         run_own_batches(run, add, blocks, batch_size, model.device)
         passes = sum(decoder.share(start) for start in starts)
-    return [each.result() for each in sums], passes
+    return [document_sums.result() for document_sums in sums], passes
 
 
 def _falling(starts: Sequence[int]) -> set[int]:
-    """The depths at which later passes will resume on hidden states of this one or an earlier one."""
+    """Return the depths from which later passes resume on a hidden state of this pass or an earlier one."""
     return {depth for i, depth in enumerate(starts) if depth < min(starts[:i], default=depth + 1)}
 
 
 class _Resumable:
-    """A model's forward pass that can start at any decoder layer, on a hidden state kept from an earlier pass.
+    """A model's forward pass that can start at any decoder layer, from a hidden state kept from an earlier pass.
 
-    The layers' ``forward`` is replaced while ``of`` is open. Where the attention layers have no common list of
-    decoder layers, or such a pass gives another NLL (layers that share more than hidden states), every pass is whole.
+    ``forward`` of the layers is replaced while ``of`` is open. If the attention layers have no common list of decoder
+    layers, or a resumed pass gives another NLL (layers that share more than hidden states), every pass is complete.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        places = [name.rsplit(".", 2) for name in attention_layers(model)]  # list of layers, number, attention module
-        stack = model.get_submodule(places[0][0]) if len({tuple(place[:-2]) for place in places}) == 1 else None
+        paths = [name.rsplit(".", 2) for name in attention_layers(model)]  # list of layers, index, attention module
+        stack = model.get_submodule(paths[0][0]) if len({tuple(path[:-2]) for path in paths}) == 1 else None
         self._layers = list(stack) if isinstance(stack, nn.ModuleList) else []
-        self._depth = [int(place[1]) for place in places] if self._layers else []  # of each attention layer
-        self._first = 0
-        self._wanted: set[int] = set()
-        self._kept: dict[int, Tensor] = {}  # by depth: what enters that layer
+        self._depth = [int(path[1]) for path in paths] if self._layers else []  # decoder layer of each attention layer
+        self._first = 0  # layer that the pass starts at
+        self._wanted: set[int] = set()  # depths whose hidden states are kept for later passes
+        self._kept: dict[int, Tensor] = {}  # hidden states [B, T, C] that enter a layer, by depth
 
     @classmethod
     @contextmanager
     def of(cls, model: PreTrainedModel, tokens: Tensor) -> Iterator[_Resumable]:
-        """``tokens`` int64 [1, T]: the first of them are run to see whether resuming is exact."""
+        """Replace ``forward`` of the layers while open.
+
+        Args:
+            model: model to run.
+            tokens: int64 [1, T], the first of which test whether resuming is exact.
+        """
         decoder = cls(model)
-        before = [vars(layer).get("forward") for layer in decoder._layers]
+        originals = [vars(layer).get("forward") for layer in decoder._layers]
         try:
             for depth, layer in enumerate(decoder._layers):
                 layer.forward = partial(decoder._forward, depth, layer.forward)
             decoder._check(tokens[:, :16])
             yield decoder
         finally:
-            for layer, forward in zip(decoder._layers, before, strict=True):
+            for layer, forward in zip(decoder._layers, originals, strict=True):
                 del layer.forward
                 if forward is not None:
                     layer.forward = forward
 
     def shared(self, one: Windows, other: Windows) -> int:
-        """Number of decoder layers from the first on that do the same with both windows."""
+        """Return the number of leading decoder layers that are equal under both windows."""
         if not self._depth:
             return 0
         return next(depth for depth, *pair in zip(self._depth, one, other, strict=True) if pair[0] != pair[1])
 
     def share(self, first: int) -> float:
-        """Share of the decoder layers that a pass from ``first`` on runs."""
+        """Return the share of the decoder layers that a pass from layer ``first`` runs."""
         return 1.0 - first / len(self._layers) if first else 1.0
 
     def nll(self, tokens: Tensor, first: int, wanted: set[int]) -> Tensor:
-        """[B, T - 1] of ``tokens`` [B, T]; layers before ``first`` are left out, on the state that was kept for it.
+        """Compute the token NLL [B, T - 1] of ``tokens`` [B, T] from layer ``first``, on the hidden state kept for it.
 
-        ``wanted``: the depths whose states to keep for later passes; of those below ``first`` it has them.
+        Args:
+            tokens: int64 [B, T].
+            first: layer to start at.
+            wanted: depths whose hidden states are kept for later passes; those below ``first`` are kept already.
         """
         self._first, self._wanted = first, wanted
         losses = token_nll(self._model, tokens)
@@ -304,12 +336,13 @@ class _Resumable:
         return losses
 
     def forget(self) -> None:
-        """Keep no states any more."""
+        """Discard all kept hidden states."""
         self._kept = {}
 
     def _forward(
         self, depth: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        """Run, skip or resume one decoder layer in place of its ``forward``."""
         if depth < self._first:
             return hidden_states
         if depth == self._first > 0:
@@ -319,12 +352,13 @@ class _Resumable:
         return forward(hidden_states, *args, **kwargs)
 
     def _check(self, tokens: Tensor) -> None:
-        count = len(self._layers)
-        depths = {1, count // 2, count - 1} - {0, count}
-        whole = self.nll(tokens, 0, depths)
+        """Disable resuming unless passes from several layers reproduce a complete pass bit by bit."""
+        num_layers = len(self._layers)
+        depths = {1, num_layers // 2, num_layers - 1} - {0, num_layers}
+        complete = self.nll(tokens, 0, depths)
         try:
-            exact = all(torch.equal(self.nll(tokens, depth, depths), whole) for depth in depths)
-        except Exception:  # whatever a model does with what its layers return
+            exact = all(torch.equal(self.nll(tokens, depth, depths), complete) for depth in depths)
+        except Exception:  # models may fail in any way on the tensors that skipped layers return
             exact = False
         if not exact:
             self._depth = []

@@ -1,1 +1,1 @@
-"""Pruning after the fact: what rules cost that evict keys from the cache of a model trained without them."""
+"""Post-hoc (training-free) KV-cache compression: the NLL cost of rules that evict keys from a dense model's cache."""

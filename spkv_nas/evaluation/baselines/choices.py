@@ -1,4 +1,4 @@
-"""Parse what ``baselines`` is asked to measure: methods, densities, sinks. Needs no torch."""
+"""Parse the methods, densities and sinks that ``baselines`` measures. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ Value = TypeVar("Value")
 
 
 def parse_methods(text: str | None) -> list[str]:
-    """Parse comma-separated methods, in the order of ``METHODS``; None is all. Raises ``UserError``."""
+    """Parse comma-separated methods, in the order of ``METHODS``; None selects all.
+
+    Raises:
+        UserError: if a method is unknown.
+    """
     if text is None:
         return list(METHODS)
     names = _listed(text, str)
@@ -24,21 +28,30 @@ def parse_methods(text: str | None) -> list[str]:
 
 
 def parse_densities(text: str) -> list[float]:
-    """Parse comma-separated shares of keys, such as ``20%,0.15``, highest first. Raises ``UserError``."""
+    """Parse comma-separated shares of keys, such as ``20%,0.15``, highest first.
+
+    Raises:
+        UserError: if one is not a number in (0, 1].
+    """
     return sorted(_listed(text, _density), reverse=True)
 
 
 def parse_sinks(text: str) -> list[int]:
-    """Parse comma-separated numbers of first keys, such as ``0,4``, ascending. Raises ``UserError``."""
+    """Parse comma-separated numbers of sink tokens, such as ``0,4``, ascending.
+
+    Raises:
+        UserError: if one is not a whole number.
+    """
     return sorted(_listed(text, _sinks))
 
 
 def _listed(text: str, parse: Callable[[str], Value]) -> list[Value]:
-    """The values of a comma-separated list, each once."""
+    """Return the parsed values of a comma-separated list, without duplicates."""
     return list(dict.fromkeys(parse(part.strip()) for part in text.split(",")))
 
 
 def _density(text: str) -> float:
+    """Parse one density, in percent or as a fraction."""
     try:
         density = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
@@ -49,6 +62,7 @@ def _density(text: str) -> float:
 
 
 def _sinks(text: str) -> int:
+    """Parse one number of sink tokens."""
     if not (text.isascii() and text.isdigit() and len(text) < 9):
         raise UserError(f"--sinks are numbers of tokens; found '{text}'; give for example 0,4")
     return int(text)

@@ -1,8 +1,7 @@
-"""Rules: attention of a layer under a protocol, with the keys that a method keeps. Those that look at nothing are here.
+"""Rules that read a layer with some of its keys evicted, and the ones that ignore the content of keys.
 
-``reading`` puts a rule on a model. A method whose score of a key needs that key's token alone keeps a key or not once
-and for all (``keeping``); one whose scores change with the queries that came since ranks the keys anew before every
-chunk (``ranking``).
+``reading`` installs a rule on a model. A method that scores a key from its token alone decides on it once
+(``keeping``); one whose scores change with later queries ranks the keys again before every chunk (``ranking``).
 """
 
 from __future__ import annotations
@@ -25,14 +24,16 @@ from spkv_nas.model.windows import full_attention
 
 
 class Read(NamedTuple):
-    """What a layer has of the blocks of a pass.
+    """Inputs of a layer's attention for the blocks of one pass.
 
     Attributes:
-        layer: number of the layer, from 0.
-        block: number of the first block.
-        hidden: [B, T, C], what enters the layer's attention.
-        q, k, v: [B, Hq, T, D] and [B, Hkv, T, D], positions in them.
-        scale: of the scores.
+        layer: index of the layer, from 0.
+        block: index of the first block.
+        hidden: [B, T, C], hidden states that enter the layer's attention.
+        q: [B, Hq, T, D], with positions applied.
+        k: [B, Hkv, T, D], with positions applied.
+        v: [B, Hkv, T, D].
+        scale: factor of the scores.
     """
 
     layer: int
@@ -44,7 +45,7 @@ class Read(NamedTuple):
     scale: float
 
 
-# to (attention [B, Hq, T, D]; int64, pairs of query and kept key outside the window, of all heads)
+# -> (attention [B, Hq, T, D]; int64, pairs of a query and a kept key outside the window, over all heads)
 Rule = Callable[[Read], tuple[Tensor, Tensor]]
 
 
@@ -53,10 +54,11 @@ class Reading:
     """A model that reads by a rule.
 
     Attributes:
+        layers: attention layers that the rule applies to: those without a native window.
+        num_heads: number of KV heads in these layers.
         rule: None is the model's own attention.
-        block: number of the first block of the pass to come.
-        kept: what the rule said it kept, by layer that it was asked, of the pass.
-        layers: attention layers that the rule is asked about: those without a window of their own.
+        block: index of the first block of the next pass.
+        kept: pairs that the rule reported in this pass, one entry per call.
     """
 
     layers: list[nn.Module]
@@ -66,16 +68,16 @@ class Reading:
     kept: list[Tensor] = field(default_factory=list)
 
     def begin(self, block: int) -> None:
-        """A pass of blocks from ``block`` on comes."""
+        """Start a pass over the blocks from ``block`` on."""
         self.block, self.kept = block, []
 
 
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Reading]:
-    """Inside the ``with`` block the model reads by the rule that is put on what it yields; as before after it.
+    """Make the model read by the rule that is set on the yielded object; restore it on exit.
 
     Raises:
-        UserError: the model cannot be hooked (``model.attention``).
+        UserError: if the model cannot be hooked (``model.attention``).
     """
     with full_attention(model) as states, ExitStack() as hooks:
         layers = [layer for layer in attention_layers(model).values() if layer_state(layer).native_window is None]
@@ -88,6 +90,8 @@ def reading(model: PreTrainedModel) -> Iterator[Reading]:
 
 
 def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
+    """Return a pre-forward hook that stores the hidden states in ``hidden``."""
+
     def see(_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         hidden[:] = [kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]]
 
@@ -95,6 +99,8 @@ def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]
 
 
 def _observer(read: Reading, layer: int, hidden: list[Tensor]) -> Any:
+    """Return the attention replacement that applies the rule to one layer."""
+
     def observe(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
         if read.rule is None:
             return None
@@ -106,7 +112,7 @@ def _observer(read: Reading, layer: int, hidden: list[Tensor]) -> Any:
 
 
 def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention with the keys of ``keep`` bool [B, Hkv, T] and the sinks, in one pass where the operator can do it."""
+    """Attend to window, sinks and the keys of ``keep`` bool [B, Hkv, T]; one kernel call for an exact window."""
     keep = keep.clone()
     keep[..., : protocol.sinks] = True
     if protocol.kind != EXACT:
@@ -119,48 +125,52 @@ def keeping(read: Read, protocol: Protocol, keep: Tensor) -> tuple[Tensor, Tenso
 def ranking(
     read: Read, protocol: Protocol, density: float, scores: Callable[[Chunk, Tensor], Tensor], see: See | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a share ``density`` of the keys outside the window in every head: those of highest score.
+    """Attend to the window and, in every head, to the share ``density`` of the other keys with the highest scores.
 
     Args:
-        scores: (chunk, keys that are not evicted, bool [B, Hkv, start]) to [B, Hkv, start], before the chunk is read.
-        see: as ``chunked_attention`` has it.
+        read: inputs of the layer's attention.
+        protocol: window, sinks and chunks.
+        density: share of keys to keep outside the window.
+        scores: maps (chunk, bool [B, Hkv, start] of the keys not evicted) to scores [B, Hkv, start], before the chunk.
+        see: receives the attention weights after a chunk, as in ``chunked_attention``.
     """
     held = torch.ones(read.k.shape[:3], dtype=torch.bool, device=read.k.device)
 
     def keep(chunk: Chunk) -> Tensor:
-        before = held[..., : chunk.edge]
-        ranked = scores(chunk, held[..., : chunk.start])[..., : chunk.edge].masked_fill(~before, -torch.inf)
+        still_held = held[..., : chunk.edge]
+        ranked = scores(chunk, held[..., : chunk.start])[..., : chunk.edge].masked_fill(~still_held, -torch.inf)
         ranked[..., : protocol.sinks] = torch.inf
-        number = max(round(density * chunk.edge), min(protocol.sinks, chunk.edge))
-        before &= torch.zeros_like(before).scatter_(-1, ranked.topk(number, -1).indices, True)
-        return before
+        num_kept = max(round(density * chunk.edge), min(protocol.sinks, chunk.edge))
+        # ``still_held`` is a view of ``held``, so evicted keys stay evicted
+        still_held &= torch.zeros_like(still_held).scatter_(-1, ranked.topk(num_kept, -1).indices, True)
+        return still_held
 
     return chunked_attention(read.q, read.k, read.v, read.scale, protocol, keep, see)
 
 
 def streaming(protocol: Protocol) -> Rule:
-    """StreamingLLM (Xiao et al., arXiv 2309.17453): sinks and the window alone."""
+    """Return the rule of StreamingLLM (Xiao et al., arXiv 2309.17453): keep only sinks and the window."""
     return lambda read: keeping(read, protocol, torch.zeros(read.k.shape[:3], dtype=torch.bool, device=read.k.device))
 
 
 def random_keys(protocol: Protocol, density: float, *, seed: int) -> Rule:
-    """Every head keeps each key with the same probability, such that with the sinks ``density`` is reached.
+    """Return the rule that keeps each key with equal probability, such that ``density`` is reached, sinks included.
 
-    Which keys depends on ``seed``, the block, the layer and the head alone, not on the batch.
+    The choice depends only on ``seed``, block, layer and head, not on the batch.
     """
 
     def rule(read: Read) -> tuple[Tensor, Tensor]:
-        _, heads, length, _ = read.k.shape
-        chance = chance_beside_sinks(protocol, density, length)
+        _, num_heads, length, _ = read.k.shape
+        probability = chance_beside_sinks(protocol, density, length)
         blocks = range(read.block, read.block + len(read.k))
-        drawn = [np.random.default_rng([seed, read.layer, block]).random((heads, length)) for block in blocks]
-        return keeping(read, protocol, torch.from_numpy(np.stack(drawn) < chance).to(read.k.device))
+        uniform = [np.random.default_rng([seed, read.layer, block]).random((num_heads, length)) for block in blocks]
+        return keeping(read, protocol, torch.from_numpy(np.stack(uniform) < probability).to(read.k.device))
 
     return rule
 
 
 def chance_beside_sinks(protocol: Protocol, density: float, length: int) -> float:
-    """The share to keep of keys that are no sinks, for a ``density`` in which sinks count."""
+    """Return the share of non-sink keys to keep for a ``density`` that includes the sinks."""
     outside = protocol.num_outside(length).double()
     sinks = float(outside[: protocol.sinks].sum() / outside.sum())
     return max(0.0, (density - sinks) / (1.0 - sinks))

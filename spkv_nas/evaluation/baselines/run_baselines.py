@@ -1,8 +1,8 @@
-"""What pruning after the fact costs: NLL of every method at every density, against the model's own with all keys.
+"""Measure the cost of post-hoc KV pruning: NLL of every method at every density, against the dense model.
 
-SP-KV paper, table "Comparison of KV-cache reduction methods". Densities count pairs of query and key: of the keys
-outside the window, the share that is kept, sinks among them, on average over all queries and heads. SP-KV's own rows
-are counted alike, where ``evaluate`` has the share of tokens whose gates are open.
+SP-KV paper, table "Comparison of KV-cache reduction methods". A density is a share of query-key pairs: of the pairs
+outside the window, those that are kept, including sinks, averaged over all queries and heads. Rows of SP-KV are counted
+in the same way, whereas ``evaluate`` reports the share of tokens whose gates are open.
 """
 
 from __future__ import annotations
@@ -38,15 +38,20 @@ from spkv_nas.model.hooks import watch_logits
 from spkv_nas.model.loss import token_nll
 from spkv_nas.model.modes import gate_mode
 
-_THRESHOLD_TOKENS = 16_384  # on which the threshold of a density is found, at most
+_THRESHOLD_TOKENS = 16_384  # maximum number of tokens used to find the threshold for a density
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row: a method with so many sinks, the density asked for, what was reached, and the NLL by document.
+    """One row of the table.
 
-    ``target`` is None where a method knows no density; ``sinks`` too where there is nothing to choose. ``tau`` is that
-    of SP-KV.
+    Attributes:
+        method: name of the method.
+        sinks: number of sink tokens; None if the method has none.
+        target: density asked for; None if the method has no density.
+        density: density reached.
+        nll: NLL by document.
+        tau: threshold of SP-KV; None for other methods.
     """
 
     method: str
@@ -59,10 +64,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: every method with every number of sinks, and at every density if it knows any.
+    """Rows to measure: every method with every number of sinks, and at every density if it has any.
 
     Attributes:
-        protocol: its ``sinks`` are those of ``sinks``.
+        protocol: makes the protocol for a number of sinks.
+        methods: names of the methods.
+        densities: target densities.
+        sinks: numbers of sink tokens.
     """
 
     protocol: Callable[[int], Protocol]
@@ -71,17 +79,22 @@ class Plan:
     sinks: Sequence[int]
 
     def rows(self) -> list[tuple[str, int, float | None]]:
-        """(method, sinks, density) of every row."""
+        """Return (method, sinks, density) of every row."""
         first = [(STREAMING, sinks, None) for sinks in self.sinks if STREAMING in self.methods]
         others = [method for method in self.methods if method != STREAMING]
         return first + [(m, sinks, density) for density in self.densities for m in others for sinks in self.sinks]
 
 
 def check_prunable(model: PreTrainedModel, blocks: TokenBlocks, max_tokens: int | None = None) -> None:
-    """Raise ``UserError`` for a model that is pruned already, or ``blocks`` of a single document.
+    """Check that the model is dense and that ``blocks`` has at least two documents.
 
     Args:
-        max_tokens: limit that the blocks were cut at, to be named where it may be what leaves one document.
+        model: model to prune.
+        blocks: text to measure on.
+        max_tokens: limit that the blocks were cut at, named in the error if it may be the reason for a single document.
+
+    Raises:
+        UserError: if the model is pruned already, or the text is a single document.
     """
     if gate_config(model) is not None:
         raise UserError("the model has gates, which prune already: give a dense one, and this one to --against")
@@ -107,14 +120,20 @@ def measure(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Measurement]:
-    """The model itself, and then every row of ``plan``.
+    """Measure the dense model, and then every row of ``plan``.
 
     Args:
-        kvzap, rotation: of the model, for kvzap and for expected-attention.
+        model: dense model.
+        blocks: text to measure on.
+        plan: rows to measure.
+        kvzap: fitted predictors, for kvzap.
+        rotation: RoPE of the model, for expected-attention.
+        seed: seed for random keys.
+        batch_size: blocks per forward pass.
         progress: called with (blocks done, in all) over all rows.
 
     Raises:
-        UserError: the model cannot be hooked, or an NLL is not finite.
+        UserError: if the model cannot be hooked, or an NLL is not finite.
     """
     rows = plan.rows()
 
@@ -126,8 +145,8 @@ def measure(
             return random_keys(protocol, density, seed=seed)
         if method == KVZAP:
             assert kvzap is not None
-            some = blocks.spread(max(1, _THRESHOLD_TOKENS // blocks.block_size))
-            return kvzap.rule(protocol, kvzap.threshold(model, some, protocol, density, batch_size=batch_size))
+            sample = blocks.spread(max(1, _THRESHOLD_TOKENS // blocks.block_size))
+            return kvzap.rule(protocol, kvzap.threshold(model, sample, protocol, density, batch_size=batch_size))
         if method == H2O:
             return heavy_hitters(protocol, density)
         assert rotation is not None
@@ -135,17 +154,17 @@ def measure(
 
     def step(done: int, num_blocks: int) -> None:
         if progress is not None:
-            progress(len(found) * num_blocks + done, (1 + len(rows)) * num_blocks)
+            progress(len(measurements) * num_blocks + done, (1 + len(rows)) * num_blocks)
 
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     dense = document_nll(model, blocks, batch_size=batch_size, progress=step)
-    found.append(Measurement(FULL_ATTENTION, None, None, 1.0, dense))
+    measurements.append(Measurement(FULL_ATTENTION, None, None, 1.0, dense))
     for method, sinks, density in rows:
-        nll, reached = pruned_nll(
+        nll, density_reached = pruned_nll(
             model, blocks, rule(method, sinks, density), plan.protocol(sinks), batch_size=batch_size, progress=step
         )
-        found.append(Measurement(method, sinks, density, reached, nll))
-    return found
+        measurements.append(Measurement(method, sinks, density, density_reached, nll))
+    return measurements
 
 
 @torch.inference_mode()
@@ -158,10 +177,18 @@ def pruned_nll(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> tuple[DocumentNLL, float]:
-    """NLL of ``blocks`` read by ``rule``, and the density of what it kept.
+    """Compute the NLL of ``blocks`` read by ``rule``, and the density of what it kept.
+
+    Args:
+        model: dense model.
+        blocks: text to measure on.
+        rule: rule that evicts keys.
+        protocol: protocol of the rule, whose window the density refers to.
+        batch_size: blocks per forward pass.
+        progress: called with (blocks done, in all) of this process.
 
     Raises:
-        UserError: the model cannot be hooked, or an NLL is not finite.
+        UserError: if the model cannot be hooked, or an NLL is not finite.
     """
     sums, kept = DocumentSums(blocks), 0
     with reading(model) as read:
@@ -170,7 +197,7 @@ def pruned_nll(
         def run(start: int, tokens: Tensor) -> tuple[Tensor, int]:
             read.begin(start)
             losses = token_nll(model, tokens)
-            return losses, sum(int(one) for one in read.kept)
+            return losses, sum(int(num_pairs) for num_pairs in read.kept)
 
         def add(start: int, result: tuple[Tensor, int]) -> None:
             nonlocal kept
@@ -191,62 +218,71 @@ def own_rows(
     batch_size: int = 8,
     progress: Progress | None = None,
 ) -> list[Measurement]:
-    """A model with gates: open ones (tau 0), and hard ones at each of ``taus``.
+    """Measure a model with gates: with open gates (tau 0), and with hard gates at each of ``taus``.
+
+    Args:
+        model: model with gates.
+        blocks: text to measure on.
+        taus: thresholds in [0, 1].
+        batch_size: blocks per forward pass.
+        progress: called with (blocks done, in all) over all thresholds.
 
     Raises:
-        UserError: an NLL is not finite.
+        UserError: if an NLL is not finite.
     """
     gates = gate_config(model)
     assert gates is not None
-    weight = Protocol(gates.window).num_outside(blocks.block_size)
-    wanted = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
-    found: list[Measurement] = []
+    num_outside = Protocol(gates.window).num_outside(blocks.block_size)
+    all_taus = [0.0, *(tau for tau in sorted(set(taus)) if tau > 0.0)]
+    measurements: list[Measurement] = []
 
     def step(done: int, num_blocks: int) -> None:
         if progress is not None:
-            progress(len(found) * num_blocks + done, len(wanted) * num_blocks)
+            progress(len(measurements) * num_blocks + done, len(all_taus) * num_blocks)
 
-    for tau in wanted:
+    for tau in all_taus:
         kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
 
-        def see(_layer: int, logits: Tensor, tau: float = tau) -> None:
+        def count_kept(_layer: int, logits: Tensor, tau: float = tau) -> None:
             nonlocal kept, outside
-            kept = kept + (keeps(logits, tau) * weight.to(logits.device)).sum().to(kept.device)
-            outside += int(weight.sum()) * logits.shape[0] * logits.shape[1]
+            kept = kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(kept.device)
+            outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
 
-        with gate_mode(model, "hard", tau), watch_logits(model, see):
+        with gate_mode(model, "hard", tau), watch_logits(model, count_kept):
             nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
-        found.append(Measurement(SP_KV, gates.sinks, None, int(kept) / outside, nll, tau))
-    return found
+        measurements.append(Measurement(SP_KV, gates.sinks, None, int(kept) / outside, nll, tau))
+    return measurements
 
 
 def baselines_table(found: Sequence[Measurement]) -> pd.DataFrame:
-    """One row per measurement, columns of ``BASELINES``: NLL in nats per token, its change in percent of the first.
+    """Return one row per measurement, columns of ``BASELINES``.
 
-    Standard errors are those of the difference paired by document. Among the rows of one density, ``above_lowest`` is
-    what a row loses beyond the one that loses least; SP-KV is among them where it keeps about as much. What a row does
-    not have is NaN.
+    NLL is in nats per token; its change is in percent of the first row, with the standard error of the difference
+    paired by document. Among the rows of one density, ``above_lowest`` is the loss beyond that of the best row; SP-KV
+    takes part where its density is close to the target. Missing values are NaN.
     """
     rows = pd.DataFrame(list(_cells(found)), columns=BASELINES.header)
     rows = rows.astype({"sinks": float, "target_density": float, "tau": float})
-    targets = sorted({one.target for one in found if one.target is not None})
+    targets = sorted({row.target for row in found if row.target is not None})
+    # Compare the rows of each density with the best of them
     for target in targets:
-        rivals = [number for number, one in enumerate(found) if _competes(one, target)]
-        lowest = min(rivals, key=lambda number: found[number].nll.mean)
-        for number in rivals:
-            if number != lowest:
-                more, error = jackknife_ratio(found[number].nll.total - found[lowest].nll.total, found[0].nll.total)
-                rows.loc[number, ["above_lowest", "above_lowest_standard_error"]] = 100.0 * more, 100.0 * error
+        competing = [number for number, row in enumerate(found) if _competes(row, target)]
+        best = min(competing, key=lambda number: found[number].nll.mean)
+        for number in competing:
+            if number != best:
+                excess, error = jackknife_ratio(found[number].nll.total - found[best].nll.total, found[0].nll.total)
+                rows.loc[number, ["above_lowest", "above_lowest_standard_error"]] = 100.0 * excess, 100.0 * error
     return rows
 
 
-def _competes(one: Measurement, target: float) -> bool:
+def _competes(row: Measurement, target: float) -> bool:
     """Return whether a row is compared with those of a target density."""
-    return one.target == target or (one.method == SP_KV and abs(one.density - target) <= NEAR_DENSITY)
+    return row.target == target or (row.method == SP_KV and abs(row.density - target) <= NEAR_DENSITY)
 
 
 def _cells(found: Sequence[Measurement]) -> Iterator[tuple[Any, ...]]:
-    for one in found:
-        change = paired_difference(one.nll, found[0].nll)
-        numbers = (one.nll.mean, change.percent, change.standard_error)
-        yield one.method, one.sinks, one.target, one.density, one.tau, *numbers, np.nan, np.nan
+    """Yield the cells of each row."""
+    for row in found:
+        change = paired_difference(row.nll, found[0].nll)
+        numbers = (row.nll.mean, change.percent, change.standard_error)
+        yield row.method, row.sinks, row.target, row.density, row.tau, *numbers, np.nan, np.nan

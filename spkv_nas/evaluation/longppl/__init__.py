@@ -1,1 +1,1 @@
-"""LongPPL: perplexity of the tokens that only the long context makes likely."""
+"""LongPPL: perplexity of the tokens that only a long context makes likely."""

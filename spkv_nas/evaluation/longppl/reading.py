@@ -1,14 +1,14 @@
-"""LongPPL (arXiv 2410.23771): perplexity of the tokens that only the long context makes likely.
+"""LongPPL (arXiv 2410.23771): perplexity of the tokens that only a long context makes likely.
 
-An evaluator reads each text twice: whole, and with no more than ``short`` to ``short + stride`` tokens before each. A
-token is key where the short context costs it more than ``alpha`` nats and its log-likelihood in the whole text is above
-``beta``. Key tokens are kept as spans of characters, so that every model of a comparison is judged on the same ones,
-whatever its tokenizer: its key tokens are those that lie inside a span. As in the authors' package ``longppl``, the
-evaluator reads with its tokenizer's special tokens, and the models without. Log-likelihoods are computed in float32
-from the model's logits, where the package computes them in the model's dtype: for bfloat16 models its LongPPL is 0.4 to
-5 % away from the one here, for float32 models it is the same.
+An evaluator model reads each text twice: whole, and with only ``short`` to ``short + stride`` tokens before each token.
+A token is a key token if its log-likelihood is more than ``alpha`` nats lower in the short context, and above ``beta``
+in the whole text. Key tokens are stored as spans of characters, so that every model of a comparison is evaluated on the
+same ones, whatever its tokenizer: its key tokens are those that lie inside a span. As in the authors' package
+``longppl``, the evaluator reads with its tokenizer's special tokens, and the models without. Log-likelihoods are
+computed in float32 from the model's logits, where the package computes them in the model's dtype: for bfloat16 models
+its LongPPL differs by 0.4 to 5 %, for float32 models it is the same.
 
-The SP-KV paper calls its validation text LongPPL; what it gives of it is the NLL of all tokens, and not this.
+The SP-KV paper calls its validation text LongPPL, but reports the NLL of all tokens on it, which is not this measure.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.density_tracker import DensityTracker, layout_density
 from spkv_nas.model.loss import token_nll
 
-_TOGETHER = 1 << 12  # tokens of the short contexts that pass at once
+_TOGETHER = 1 << 12  # tokens of short contexts per batch
 
-Spans = list[tuple[int, int]]  # of characters, ascending
+Spans = list[tuple[int, int]]  # (start, end) of characters, ascending
 
 
 @dataclass(frozen=True)
 class LongText:
-    """A stretch of a document that is read at once. ``document`` is the document's number, of all."""
+    """A stretch of a document that is read in one pass.
+
+    Attributes:
+        document: index of the document among all documents.
+        domain: domain of the document.
+        name: label of the document.
+        text: the stretch.
+    """
 
     document: int
     domain: str
@@ -46,7 +53,14 @@ class LongText:
 
 @dataclass(frozen=True)
 class Criterion:
-    """Which tokens are key: contexts in the evaluator's tokens, thresholds in nats."""
+    """Criterion for key tokens.
+
+    Attributes:
+        short: minimum length of the short context, in tokens of the evaluator.
+        stride: number of tokens that share a short context.
+        alpha: minimum gain in log-likelihood (nats) of the whole text over the short context.
+        beta: minimum log-likelihood (nats) in the whole text.
+    """
 
     short: int
     stride: int
@@ -56,9 +70,14 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model makes of a text: sums of NLL over its predicted tokens and over the key ones.
+    """Result of a model on a text.
 
-    ``density`` is that of its keys, NaN of a model with neither gates nor a layout.
+    Attributes:
+        total: NLL summed over the predicted tokens.
+        num_tokens: number of predicted tokens.
+        key_total: NLL summed over the key tokens.
+        num_keys: number of key tokens.
+        density: density of the attention keys; NaN for a model with neither gates nor a layout.
     """
 
     total: float
@@ -71,36 +90,43 @@ class Reading:
 def stretches(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, length: int, short: int, most: int | None
 ) -> list[LongText]:
-    """Texts of at most ``length`` tokens that make up the documents, those of at most ``short`` left out.
+    """Cut the documents into texts of at most ``length`` tokens, leaving out those of at most ``short``.
 
     Args:
-        most: tokens of all texts together; the last text ends there. None: read all.
+        documents: documents to cut.
+        tokenizer: tokenizer that counts the tokens.
+        length: maximum tokens per text.
+        short: length of the short context; a text must be longer.
+        most: maximum tokens of all texts together, where the last text ends; None reads everything.
     """
-    found: list[LongText] = []
-    seen = 0
+    texts: list[LongText] = []
+    num_seen = 0
     for number, document in enumerate(documents):
-        if most is not None and most - seen <= short:
+        if most is not None and most - num_seen <= short:
             break
         _, offsets = _encoded(tokenizer, document.text, special=False)
         for first in range(0, len(offsets), length):
-            own = offsets[first : first + length]
-            own = own if most is None else own[: most - seen]
-            if len(own) > short:
-                text = document.text[own[0][0] : own[-1][1]]
-                found.append(LongText(number, document.domain, document.label, text))
-                seen += len(own)
-    return found
+            text_offsets = offsets[first : first + length]
+            text_offsets = text_offsets if most is None else text_offsets[: most - num_seen]
+            if len(text_offsets) > short:
+                text = document.text[text_offsets[0][0] : text_offsets[-1][1]]
+                texts.append(LongText(number, document.domain, document.label, text))
+                num_seen += len(text_offsets)
+    return texts
 
 
 @torch.inference_mode()
 def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, criterion: Criterion) -> Spans:
-    """Where a text's key tokens are, those that follow each other as one span.
+    """Find the key tokens of a text as spans of characters; adjacent key tokens form one span.
 
     Args:
-        evaluator: as it is to read: in evaluation mode, its gates, if it has any, open.
+        evaluator: model in evaluation mode, with open gates if it has any.
+        tokenizer: tokenizer of the evaluator.
+        text: text to read.
+        criterion: contexts and thresholds.
 
     Raises:
-        UserError: the tokenizer does not know where its tokens are, or an NLL is not finite.
+        UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text, special=True)
     if len(ids) <= criterion.short:
@@ -109,34 +135,44 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     short = _short_losses(evaluator, ids, criterion)
     whole = whole[criterion.short - 1 :]
     is_key = (short - whole > criterion.alpha) & (whole < -criterion.beta)
-    return _merged(offsets[criterion.short + int(place)] for place in np.flatnonzero(is_key))
+    return _merged(offsets[criterion.short + int(index)] for index in np.flatnonzero(is_key))
 
 
 def _short_losses(evaluator: PreTrainedModel, ids: NDArray[np.int64], criterion: Criterion) -> NDArray[np.float64]:
-    """NLL of the tokens from ``short`` on, each after the last ``short`` to ``short + stride`` tokens alone."""
+    """Compute the NLL of the tokens from ``short`` on, each after ``short`` to ``short + stride`` tokens of context."""
     short, size = criterion.short, criterion.short + criterion.stride
     windows = [ids[start : start + size] for start in range(0, len(ids) - short, criterion.stride)]
-    whole, rest = [one for one in windows if len(one) == size], [one for one in windows if len(one) < size]
+    full_windows, last_windows = (
+        [window for window in windows if len(window) == size],
+        [window for window in windows if len(window) < size],
+    )
+    # Read the windows of full size in batches that fit in memory, and the last ones singly
     parts: list[NDArray[np.float64]] = []
-    together, done = AdaptiveBatchSize(_TOGETHER // size), 0
-    while done < len(whole):
+    batching, num_done = AdaptiveBatchSize(_TOGETHER // size), 0
+    while num_done < len(full_windows):
 
-        def attempt(number: int, done: int = done) -> NDArray[np.float64]:
-            return _losses(evaluator, np.stack(whole[done : done + number]))
+        def attempt(number: int, num_done: int = num_done) -> NDArray[np.float64]:
+            return _losses(evaluator, np.stack(full_windows[num_done : num_done + number]))
 
-        found = together.run(attempt, len(whole) - done)
-        parts += list(found)
-        done += len(found)
-    parts += [_losses(evaluator, one[None])[0] for one in rest]
+        losses = batching.run(attempt, len(full_windows) - num_done)
+        parts += list(losses)
+        num_done += len(losses)
+    parts += [_losses(evaluator, window[None])[0] for window in last_windows]
     return np.concatenate([part[short - 1 :] for part in parts])
 
 
 @torch.inference_mode()
 def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, spans: Spans) -> Reading:
-    """A text under a model, its gates, if it has any, as they are to be: hard.
+    """Evaluate a model on a text.
+
+    Args:
+        model: model with its gates, if any, set by the caller (hard).
+        tokenizer: tokenizer of the model.
+        text: text to read.
+        spans: spans of the key tokens.
 
     Raises:
-        UserError: the tokenizer does not know where its tokens are, or an NLL is not finite.
+        UserError: if the tokenizer does not support offsets, or an NLL is not finite.
     """
     ids, offsets = _encoded(tokenizer, text, special=False)
     watch = DensityTracker(model) if gate_config(model) is not None else None
@@ -144,27 +180,28 @@ def read(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, 
         watch.start()
     try:
         losses = _losses(model, ids[None])[0]
-        heads = None if watch is None else watch.stop(alone=True)
+        head_densities = None if watch is None else watch.stop(alone=True)
     finally:
         if watch is not None:
             watch.close()
     key = key_tokens(offsets, spans)
-    density = layout_density(model) if heads is None else float(np.nanmean(heads))
+    density = layout_density(model) if head_densities is None else float(np.nanmean(head_densities))
     return Reading(float(losses.sum()), len(losses), float(losses[key].sum()), len(key), density)
 
 
 def key_tokens(offsets: Sequence[tuple[int, int]], spans: Spans) -> list[int]:
-    """Which predicted tokens lie inside a span, counted from the second token of the text, the first predicted one."""
+    """Return the indices of predicted tokens inside a span, counted from the second token, the first predicted one."""
     starts = [start for start, _ in spans]
-    found = []
-    for number, (start, end) in enumerate(offsets[1:]):
-        at = bisect_right(starts, start) - 1
-        if at >= 0 and end <= spans[at][1]:
-            found.append(number)
-    return found
+    inside = []
+    for index, (start, end) in enumerate(offsets[1:]):
+        span = bisect_right(starts, start) - 1
+        if span >= 0 and end <= spans[span][1]:
+            inside.append(index)
+    return inside
 
 
 def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
+    """Merge adjacent offsets into spans."""
     spans: Spans = []
     for start, end in offsets:
         if spans and spans[-1][1] == start:
@@ -177,19 +214,27 @@ def _merged(offsets: Iterable[tuple[int, int]]) -> Spans:
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool
 ) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
-    """(tokens, the characters of each). Raises ``UserError``: the tokenizer does not know them."""
+    """Return (tokens, the characters of each).
+
+    Raises:
+        UserError: if the tokenizer does not support offsets.
+    """
     try:
-        found = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+        encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     except NotImplementedError as error:
         raise UserError(
             f"{type(tokenizer).__name__} does not say which characters its tokens are, and LongPPL marks those\n"
             "it needs a model with a fast tokenizer"
         ) from error
-    return np.array(found["input_ids"], dtype=np.int64), [tuple(pair) for pair in found["offset_mapping"]]
+    return np.array(encoding["input_ids"], dtype=np.int64), [tuple(pair) for pair in encoding["offset_mapping"]]
 
 
 def _losses(model: PreTrainedModel, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """NLL of every token but a row's first, [B, T - 1]. Raises ``UserError``: one is not finite."""
+    """Compute the NLL [B, T - 1] of every token but the first of each row.
+
+    Raises:
+        UserError: if one is not finite.
+    """
     losses = token_nll(model, torch.from_numpy(ids).to(model.device)).cpu().double().numpy()
     if not np.isfinite(losses).all():
         raise UserError(

@@ -1,4 +1,4 @@
-"""The table of LongPPL: of all texts and of each domain, with errors by document, beside another checkpoint."""
+"""Tabulate LongPPL over all texts and by domain, with errors by document, against another checkpoint."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from spkv_nas.base.statistics import clustered_error
 from spkv_nas.evaluation.longppl.reading import LongText, Reading
 
 ALL = "all"
-LEAST_KEYS = 100  # of fewer tokens no perplexity is given
+LEAST_KEYS = 100  # minimum number of key tokens to report a perplexity
 
 
 def longppl_table(
     texts: Sequence[LongText], own: Sequence[Reading], against: Sequence[Reading] | None = None
 ) -> tuple[pd.DataFrame, dict[str, str]]:
-    """(One row for all texts and, of several domains, one for each, columns those of ``LONGPPL``; why values are
-    withheld, by domain.)
+    """Tabulate readings of one checkpoint, or of two on the same key tokens.
 
-    Errors have documents as clusters. ``difference_percent`` is by how much LongPPL is above the other checkpoint's, on
-    the same key tokens; its error is that of the difference by document.
+    Standard errors have documents as clusters. ``difference_percent`` is the relative difference of LongPPL to that of
+    the other checkpoint, with the error of the difference by document.
+
+    Returns:
+        (one row for all texts and, if there are several domains, one for each, columns of ``LONGPPL``; the reasons why
+        values are withheld, by domain).
     """
     domains = sorted({text.domain for text in texts})
     rows, withheld = [], {}
     for domain in [ALL, *(domains if len(domains) > 1 else [])]:
-        chosen = [number for number, text in enumerate(texts) if domain in (ALL, text.domain)]
-        _, documents = np.unique([texts[number].document for number in chosen], return_inverse=True)
-        mine = _Sums.of([own[number] for number in chosen], documents)
-        others = None if against is None else _Sums.of([against[number] for number in chosen], documents)
-        rows.append(_row(domain, mine, others))
-        if mine.num_keys < LEAST_KEYS:
-            withheld[domain] = f"{mine.num_keys} key tokens, fewer than {LEAST_KEYS}: no LongPPL is given"
+        indices = [index for index, text in enumerate(texts) if domain in (ALL, text.domain)]
+        _, documents = np.unique([texts[index].document for index in indices], return_inverse=True)
+        sums = _Sums.of([own[index] for index in indices], documents)
+        other_sums = None if against is None else _Sums.of([against[index] for index in indices], documents)
+        rows.append(_row(domain, sums, other_sums))
+        if sums.num_keys < LEAST_KEYS:
+            withheld[domain] = f"{sums.num_keys} key tokens, fewer than {LEAST_KEYS}: no LongPPL is given"
     return pd.DataFrame(rows, columns=LONGPPL.header), withheld
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of a model over texts; ``key_total`` and ``keys`` are by document."""
+    """Sums of a model over texts; ``key_total`` and ``keys`` are [documents]."""
 
     nll: float
     num_tokens: int
@@ -53,8 +56,12 @@ class _Sums:
 
     @classmethod
     def of(cls, readings: Sequence[Reading], documents: NDArray[np.int64]) -> _Sums:
+        """Sum readings; ``documents`` holds the document index of each."""
         total, tokens, key_total, keys, density = np.array(
-            [(one.total, one.num_tokens, one.key_total, one.num_keys, one.density) for one in readings]
+            [
+                (reading.total, reading.num_tokens, reading.key_total, reading.num_keys, reading.density)
+                for reading in readings
+            ]
         ).T
         return cls(
             nll=float(total.sum() / tokens.sum()),
@@ -66,27 +73,38 @@ class _Sums:
 
     @property
     def num_keys(self) -> int:
+        """Return the number of key tokens."""
         return int(self.keys.sum())
 
     def mean(self, less: _Sums | None = None) -> tuple[float, float]:
-        """(mean NLL of key tokens in nats, or by how much it is above that of ``less``; its standard error)."""
-        seen = self.keys > 0
-        keys, total = self.keys[seen], self.key_total[seen]
+        """Return the mean NLL of key tokens in nats, or its difference to that of ``less``, and the standard error."""
+        has_keys = self.keys > 0
+        keys, total = self.keys[has_keys], self.key_total[has_keys]
         if less is not None:
-            total = total - less.key_total[seen]
+            total = total - less.key_total[has_keys]
         mean = float(total.sum() / keys.sum())
         return mean, float(clustered_error(((total - mean * keys) ** 2).sum(), len(keys), keys.sum()))
 
 
-def _row(domain: str, own: _Sums, against: _Sums | None) -> tuple[Any, ...]:
+def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
+    """Return the cells of a domain."""
     nan = float("nan")
-    enough = own.num_keys >= LEAST_KEYS
-    mean, error = own.mean() if enough else (nan, nan)
+    enough = sums.num_keys >= LEAST_KEYS
+    mean, error = sums.mean() if enough else (nan, nan)
     value = math.exp(mean)
-    row = (domain, len(own.keys), own.num_tokens, own.num_keys, value, value * error, math.exp(own.nll), own.density)
+    row = (
+        domain,
+        len(sums.keys),
+        sums.num_tokens,
+        sums.num_keys,
+        value,
+        value * error,
+        math.exp(sums.nll),
+        sums.density,
+    )
     if against is None:
         return *row, *(nan,) * 5
-    other = math.exp(against.mean()[0]) if enough else nan
-    above, error = own.mean(less=against) if enough else (nan, nan)
+    other_value = math.exp(against.mean()[0]) if enough else nan
+    above, error = sums.mean(less=against) if enough else (nan, nan)
     ratio = 100.0 * math.exp(above)
-    return *row, other, math.exp(against.nll), against.density, ratio - 100.0, ratio * error
+    return *row, other_value, math.exp(against.nll), against.density, ratio - 100.0, ratio * error

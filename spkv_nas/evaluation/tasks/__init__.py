@@ -1,1 +1,1 @@
-"""Downstream tasks, as lm-eval defines and scores them, answered by a checkpoint with its gates hard."""
+"""Evaluate checkpoints with hard gates on downstream tasks, as defined and scored by lm-eval."""

@@ -1,4 +1,4 @@
-"""What the YAML files of ``assets/tasks`` call: the data of the shipped tasks, and its form."""
+"""Functions called by the YAML files of ``assets/tasks``: load and reshape the data of the shipped tasks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from spkv_nas.base.assets import TASKS
 
 
 def stdlib_completions(**_: Any) -> dict[str, datasets.Dataset]:
-    """200 places in Python's standard library, which ``tests/golden/make_completions.py`` has found."""
+    """Load 200 completion points in Python's standard library, made by ``tests/golden/make_completions.py``."""
     lines = (TASKS / "stdlib_completions.jsonl").read_text(encoding="utf-8").splitlines()
     return {"test": datasets.Dataset.from_list([json.loads(line) for line in lines])}
 
 
 def names(doc: dict[str, Any]) -> list[str]:
-    """The choices as they follow the context."""
+    """Return the choices as they continue the context."""
     return [doc["space"] + name for name in doc["choices"]]
 
 
 def by_article(rows: datasets.Dataset) -> datasets.Dataset:
-    """RACE in lm-eval's form: one row for each article, ``problems`` being the text of a list of its questions."""
+    """Reshape RACE for lm-eval: one row per article, with ``problems`` as the text of its list of questions."""
     articles: dict[str, dict[str, Any]] = {}
     for row in rows:
-        own = articles.setdefault(row["example_id"], {"article": row["article"], "problems": []})
-        own["problems"].append({name: row[name] for name in ("question", "options", "answer")})
+        article = articles.setdefault(row["example_id"], {"article": row["article"], "problems": []})
+        article["problems"].append({name: row[name] for name in ("question", "options", "answer")})
     return datasets.Dataset.from_list(
-        [{"article": one["article"], "problems": repr(one["problems"])} for one in articles.values()]
+        [{"article": article["article"], "problems": repr(article["problems"])} for article in articles.values()]
     )

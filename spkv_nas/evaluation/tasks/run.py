@@ -1,7 +1,7 @@
-"""A task is put to a checkpoint, and what it answered is kept by sample, so that the next run need not ask again.
+"""Run a task on a checkpoint and cache its answers by sample, so that the next run can reuse them.
 
-A finished task is a file (``evaluation.samples``): what the whole of it gave, then every sample. It depends on the
-checkpoint and its gates, on the requests, and on the task's config.
+A finished task is a file (``evaluation.samples``): a header with the density, then every sample. Its name depends on
+the checkpoint and its gates, on the requests, and on the task's config.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from spkv_nas.base.files import is_file
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.evaluation.tasks.language_model import CheckpointLM
 
-_OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")  # of a config; the requests have what they led to
-_KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # of lm-eval's samples
+# Config keys left out of the hash, as the requests contain their effect
+_OF_PLACES = ("metadata", "dataset_path", "dataset_kwargs")
+_KEPT = ("doc_id", "filter", "target", "resps", "filtered_resps")  # keys kept of lm-eval's samples
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a checkpoint gave to a task.
+    """Results of a checkpoint on a task.
 
     Attributes:
-        values: of each metric, by sample; ``exact_match (strict-match)`` where the task has several filters.
-        wholes: by metric, what makes one value of those; None: their mean.
-        density: mean over the heads, of all real tokens.
-        was_kept: whether an earlier run has answered.
+        values: values of each metric by sample; named ``exact_match (strict-match)`` if the task has several filters.
+        density: mean over the heads, over all real tokens.
+        wholes: aggregation function by metric; metrics that are not in it are averaged.
+        was_kept: True if the answers come from an earlier run.
     """
 
     values: dict[str, list[Any]]
@@ -49,12 +50,15 @@ class Found:
 def run_task(
     lm: CheckpointLM, task: Task, folder: Path, identity: str, *, limit: int | None = None, allow_code: bool = False
 ) -> Found:
-    """What a checkpoint gives to a task, or has given; collective.
+    """Run a task, or read its cached answers; must be called on all ranks.
 
     Args:
-        folder: of what is finished.
-        identity: of the checkpoint, its gates and its dtype.
-        limit: the first samples alone.
+        lm: checkpoint to evaluate.
+        task: task to run.
+        folder: folder of finished tasks.
+        identity: text that identifies the checkpoint, its gates and its dtype.
+        limit: maximum number of samples, from the first; None runs all.
+        allow_code: True if the task may run code that the model writes.
     """
     with _without_bars():
         task.build_all_requests(limit=limit, rank=0, world_size=1)
@@ -62,7 +66,7 @@ def run_task(
         was_kept = on_main(partial(is_file, file))
         if not was_kept:
             lm.start()
-            found = evaluate(
+            results = evaluate(
                 lm,
                 {"tasks": {task.task_name: task}},
                 limit=limit,
@@ -70,29 +74,30 @@ def run_task(
                 confirm_run_unsafe_code=allow_code,
             )
             density = lm.stop()
-            on_main(lambda: _write(file, task, density, found["samples"][task.task_name]))
+            on_main(lambda: _write(file, task, density, results["samples"][task.task_name]))
     return on_main(partial(_read, file, task, was_kept))
 
 
 def _content(task: Task, identity: str) -> str:
-    """All that the answers to a task, and their scores, depend on."""
+    """Return a text of everything that the answers to a task, and their scores, depend on."""
     config = {key: value for key, value in task.dump_config().items() if key not in _OF_PLACES}
-    requests = [[one.request_type, one.args] for one in task.instances]
+    requests = [[instance.request_type, instance.args] for instance in task.instances]
     return json.dumps([identity, config, requests], sort_keys=True, default=_named)
 
 
 def _named(value: Any) -> str:
-    """A function by its name, not by its place in memory."""
+    """Represent a function by its name instead of its address in memory."""
     return str(getattr(value, "__qualname__", None) or value)
 
 
 def _write(file: Path, task: Task, density: float, samples: list[dict[str, Any]]) -> None:
-    head = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": density}
-    write_samples(file, [head, *map(_sample, samples)], default=handle_non_serializable)
+    """Write a finished task."""
+    header = {"task": task.task_name, "num_fewshot": task.get_config("num_fewshot"), "density": density}
+    write_samples(file, [header, *map(_sample, samples)], default=handle_non_serializable)
 
 
 def _sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of a sample: a prompt once, and what followed it in each request."""
+    """Return what is kept of a sample: its prompt once, and the continuation of each request."""
     prompt, *_ = sample["arguments"][0]
     return {
         **{key: sample[key] for key in _KEPT},
@@ -103,26 +108,27 @@ def _sample(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(file: Path, task: Task, was_kept: bool) -> Found:
-    head, *samples = read_samples(file)
-    several = len({sample["filter"] for sample in samples}) > 1
+    """Read a finished task."""
+    header, *samples = read_samples(file)
+    has_filters = len({sample["filter"] for sample in samples}) > 1
     values: dict[str, list[Any]] = {}
     wholes = {}
     for sample in samples:
         for metric, value in sample["metrics"].items():
-            name = f"{metric} ({sample['filter']})" if several else metric
+            name = f"{metric} ({sample['filter']})" if has_filters else metric
             values.setdefault(name, []).append(value)
-            whole = task.aggregation().get(metric, mean)
-            if whole is not mean:
-                wholes[name] = whole
-    return Found(values, head["density"], wholes, was_kept)
+            aggregate = task.aggregation().get(metric, mean)
+            if aggregate is not mean:
+                wholes[name] = aggregate
+    return Found(values, header["density"], wholes, was_kept)
 
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Inside the ``with`` block lm-eval shows no bar while it makes its requests."""
-    before = tasks_module.tqdm
-    tasks_module.tqdm = partial(before, disable=True)
+    """Hide lm-eval's progress bar while it builds requests."""
+    original = tasks_module.tqdm
+    tasks_module.tqdm = partial(original, disable=True)
     try:
         yield
     finally:
-        tasks_module.tqdm = before
+        tasks_module.tqdm = original

@@ -1,7 +1,7 @@
-"""Which tasks are asked for, by name, and where their data is.
+"""Load the tasks that a user names, with their data.
 
-lm-eval knows thousands of tasks by their YAML files; ``assets/tasks`` adds ours, ``--include`` those of a user. The
-paper's sixteen are asked with its number of examples (appendix "Evaluation protocol").
+lm-eval defines thousands of tasks in YAML files; ``assets/tasks`` adds those of this package, ``--include`` those of a
+user. The paper's sixteen tasks use its number of few-shot examples (appendix "Evaluation protocol").
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import Announce, silent
 
 PAPER = "paper"
-_SHOTS = {  # of the paper's tasks; HumanEval+ has functions to complete, and no examples in lm-eval
+_SHOTS = {  # few-shot examples of the paper's tasks; lm-eval has none for HumanEval+
     "arc_challenge": 0, "arc_easy": 0, "boolq": 0, "commonsense_qa": 7, "gsm8k": 8, "hellaswag": 0, "humaneval_plus": 0,
     "mbpp": 3, "mmlu": 5, "nq_open": 5, "openbookqa": 0, "piqa": 0, "race": 0, "race_middle": 0, "triviaqa": 5,
     "winogrande": 0,
 }  # fmt: skip
-_FEWSHOT_SEED = 1234  # lm-eval's own
-_ALLOW_CODE = "HF_ALLOW_CODE_EVAL"  # without which the library ``evaluate`` runs none
+_FEWSHOT_SEED = 1234  # default of lm-eval
+_ALLOW_CODE = "HF_ALLOW_CODE_EVAL"  # required by the library ``evaluate`` to run generated code
 
-Index = dict[str, Any]  # lm-eval's entries by name
+Index = dict[str, Any]  # entries of lm-eval's task index by name
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What one name stands for.
+    """The tasks that one name stands for.
 
     Attributes:
-        tasks: one, or those of a group that has a mean.
-        metrics: of a group, those that it has a mean of; empty for a single task, which has all of its own.
-        by_size: whether such a mean weights tasks by their samples.
+        name: name of a task or group.
+        tasks: one task, or those of a group that has a mean.
+        metrics: metrics that the group averages; empty for a single task, which reports all of its metrics.
+        by_size: True if such a mean weights tasks by their number of samples.
     """
 
     name: str
@@ -53,34 +54,39 @@ class Asked:
 
     @property
     def num_fewshot(self) -> int | None:
-        """Examples before each question; None if the tasks have different numbers of them."""
-        found = {task.get_config("num_fewshot") for task in self.tasks}
-        return found.pop() if len(found) == 1 else None
+        """Return the number of few-shot examples; None if it differs between the tasks."""
+        numbers = {task.get_config("num_fewshot") for task in self.tasks}
+        return numbers.pop() if len(numbers) == 1 else None
 
 
 def load_suite(
     names: str, include: Sequence[str], data: Sequence[str], *, allow_code: bool, caution: Announce = silent
 ) -> list[Asked]:
-    """The tasks of ``names``, by comma, with their data.
+    """Load the tasks of ``names`` with their data.
 
     Args:
-        include: folders with YAML files of further tasks; of one name, the last is taken.
+        names: comma-separated names of tasks, groups and tags, or "paper".
+        include: folders with YAML files of further tasks; later ones take precedence.
         data: folders with copies of data sets by their ids, ``FOLDER/Rowan/hellaswag``.
-        allow_code: whether tasks may run what a model writes, inside ``code_allowed``; the paper's that do are left out
-            otherwise.
-        caution: told what was left out.
+        allow_code: True if tasks may run code that a model writes, inside ``code_allowed``; otherwise the paper's tasks
+            that do so are left out.
+        caution: called with a message about tasks that were left out.
 
     Raises:
-        UserError: a folder or task that is not there, code that is not allowed, or data that is not there.
+        UserError: if a folder, task or its data is missing, or a task runs code that is not allowed.
     """
     for folder in [*include, *data]:
         if not Path(folder).is_dir():
             raise UserError(f"folder not found: {folder}")
-    asked: dict[str, dict[str, Any]] = {}
+    task_options: dict[str, dict[str, Any]] = {}
+    # Look up the names
     for name in (name.strip() for name in names.split(",")):
-        asked |= {task: {"num_fewshot": shots} for task, shots in _SHOTS.items()} if name == PAPER else {name: {}}
-    index = _index(asked, include)
-    unsafe = [name for name in asked if any(entry.get("unsafe_code") for entry in _configs(index, name))]
+        task_options |= (
+            {task: {"num_fewshot": shots} for task, shots in _SHOTS.items()} if name == PAPER else {name: {}}
+        )
+    index = _index(task_options, include)
+    # Leave out or refuse tasks that run code
+    unsafe = [name for name in task_options if any(entry.get("unsafe_code") for entry in _configs(index, name))]
     if unsafe and not allow_code:
         if set(unsafe) - (_SHOTS.keys() if PAPER in names else set()):
             raise UserError(
@@ -88,23 +94,24 @@ def load_suite(
                 "can do no harm"
             )
         caution(f"left out, as they run the code that a model writes: {', '.join(unsafe)} (--allow-code)")
-        asked = {name: options for name, options in asked.items() if name not in unsafe}
-    found: list[Asked] = []
+        task_options = {name: options for name, options in task_options.items() if name not in unsafe}
+    # Load tasks with their data, and report everything that is missing at once
+    suite: list[Asked] = []
     missing = {}
-    for name, options in asked.items():
+    for name, options in task_options.items():
         try:
-            found += _load(index, name, options | _local(index, name, data))
+            suite += _load(index, name, options | _local(index, name, data))
         except OSError as error:
             missing[name] = error
     if missing:
-        raise _no_data(index, missing, len(asked))
-    return found
+        raise _no_data(index, missing, len(task_options))
+    return suite
 
 
 @contextmanager
 def code_allowed(allowed: bool) -> Iterator[None]:
-    """Inside the ``with`` block the library ``evaluate`` runs what a model writes, if that is allowed."""
-    before = os.environ.get(_ALLOW_CODE)
+    """Let the library ``evaluate`` run code that a model writes while open, if ``allowed``."""
+    original = os.environ.get(_ALLOW_CODE)
     if allowed:
         os.environ[_ALLOW_CODE] = "1"
     try:
@@ -112,31 +119,35 @@ def code_allowed(allowed: bool) -> Iterator[None]:
     finally:
         if allowed:
             os.environ.pop(_ALLOW_CODE)
-            if before is not None:
-                os.environ[_ALLOW_CODE] = before
+            if original is not None:
+                os.environ[_ALLOW_CODE] = original
 
 
 @cache
 def _known() -> Index:
-    """lm-eval's own tasks; thousands of files are read."""
+    """Return the index of lm-eval's own tasks, for which thousands of files are read."""
     index: Index = TaskManager().task_index
     return index
 
 
 def _index(names: Iterable[str], include: Sequence[str]) -> Index:
-    """An index that has all names, those of ours and of the user before lm-eval's."""
+    """Return an index that has all names; this package's and the user's tasks override lm-eval's.
+
+    Raises:
+        UserError: if a name is unknown.
+    """
     index: Index = TaskManager(include_path=[str(TASKS), *include], include_defaults=False).task_index
     if not all(_is_whole(index, name) for name in names):
         index = {**_known(), **index}
     for name in names:
         if name not in index:
-            near = difflib.get_close_matches(name, [PAPER, *index], 3)
-            raise UserError(f"there is no task '{name}'" + (f"; nearest: {', '.join(near)}" if near else ""))
+            similar = difflib.get_close_matches(name, [PAPER, *index], 3)
+            raise UserError(f"there is no task '{name}'" + (f"; nearest: {', '.join(similar)}" if similar else ""))
     return index
 
 
 def _members(entry: Any) -> list[str]:
-    """The names of what a group or a tag holds; of a task, none."""
+    """Return the names of the members of a group or tag; empty for a task."""
     if entry.tags and not entry.cfg:
         return sorted(entry.tags)
     members = (entry.cfg or {}).get("task")
@@ -146,14 +157,14 @@ def _members(entry: Any) -> list[str]:
 
 
 def _is_whole(index: Index, name: str) -> bool:
-    """Whether an index has what a name stands for."""
+    """Return True if the index has a name and, recursively, all its members."""
     return name in index and all(_is_whole(index, member) for member in _members(index[name]))
 
 
 def _configs(index: Index, name: str) -> Iterator[Mapping[str, Any]]:
-    """The config of a task, or those of all tasks of a group or tag."""
+    """Yield the config of a task, or those of all tasks of a group or tag."""
     entry = index.get(name)
-    if entry is None:  # written out within a group
+    if entry is None:  # defined inline in a group
         return
     members = _members(entry)
     for member in members:
@@ -163,17 +174,17 @@ def _configs(index: Index, name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _local(index: Index, name: str, folders: Sequence[str]) -> dict[str, str]:
-    """Where the local copy of the data set of a task is; of a group, if all of its tasks have the same."""
+    """Return the option that loads the local copy of a data set; for a group only if its tasks share one data set."""
     sets = {config.get("dataset_path") for config in _configs(index, name)}
-    if len(sets) == 1 and (own := sets.pop()):
+    if len(sets) == 1 and (data_set := sets.pop()):
         for folder in folders:
-            if (copy := Path(folder) / own).is_dir():
+            if (copy := Path(folder) / data_set).is_dir():
                 return {"dataset_path": str(copy.resolve())}
     return {}
 
 
 def _load(index: Index, name: str, options: dict[str, Any]) -> list[Asked]:
-    """One name's tasks, with ``options`` in place of what their YAML files say; together if they have a mean."""
+    """Load the tasks of one name, with ``options`` overriding their YAML files; a group with a mean stays together."""
     built = TaskFactory().build(index[name], overrides=options, registry=index)
     is_group = isinstance(built, Group)
     tasks = built.get_all_tasks() if is_group else built if isinstance(built, list) else [built]
@@ -188,7 +199,7 @@ def _load(index: Index, name: str, options: dict[str, Any]) -> list[Asked]:
 
 
 def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserError:
-    """The error that names what is missing, and how to bring it."""
+    """Return the error that names the missing data sets and how to download them."""
     sets = [
         f"{name} ({', '.join(sorted({str(config.get('dataset_path')) for config in _configs(index, name)}))})"
         for name in missing

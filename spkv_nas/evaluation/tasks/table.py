@@ -1,4 +1,4 @@
-"""The table of tasks: values with their errors, densities, and differences to another checkpoint, paired by sample."""
+"""Tabulate tasks: values with standard errors, densities, and differences to another checkpoint, paired by sample."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from spkv_nas.base.statistics import mean_and_error
 from spkv_nas.evaluation.tasks.run import Found
 from spkv_nas.evaluation.tasks.suite import Asked
 
-_RESAMPLES = 200  # of samples, for the error of what is no mean of them
+_RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not means over samples
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a name stands for, and by task what a checkpoint gave, and another one if there is one."""
+    """Results for one name.
+
+    Attributes:
+        asked: tasks that the name stands for.
+        own: results of the checkpoint, by task.
+        against: results of another checkpoint, by task; None without one.
+    """
 
     asked: Asked
     own: Sequence[Found]
@@ -27,7 +33,7 @@ class Results:
 
 
 class _Cell(NamedTuple):
-    """Of a metric of a task: the columns from ``num_samples`` on."""
+    """One metric of a task: the columns from ``num_samples`` on."""
 
     num_samples: int
     value: float
@@ -40,18 +46,18 @@ class _Cell(NamedTuple):
 
 
 def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
-    """One row for each metric of each name, columns of ``TASKS``, and of several names the average of their first rows,
-    of those that are means of samples.
+    """Return one row per metric of each name, columns of ``TASKS``, and an average over several names.
 
-    A group has the means of its tasks, by samples where lm-eval says so. ``difference`` is the checkpoint's value minus
-    the other's, its error that of the difference by sample; NaN where there is no other, or a single sample.
+    The average is over the first metric of each name, if it is a mean over samples. A group averages its tasks,
+    weighted by samples where lm-eval defines it so. ``difference`` is the checkpoint's value minus that of the other
+    checkpoint, with the error of the difference by sample; NaN without another checkpoint, or for a single sample.
     """
     rows: list[tuple[Any, ...]] = []
     firsts = []
-    for one in results:
-        cells = _cells(one)
-        rows += [(one.asked.name, metric, one.asked.num_fewshot, *cell) for metric, cell in cells]
-        if cells[0][0] not in one.own[0].wholes:
+    for result in results:
+        cells = _cells(result)
+        rows += [(result.asked.name, metric, result.asked.num_fewshot, *cell) for metric, cell in cells]
+        if cells[0][0] not in result.own[0].wholes:
             firsts.append(cells[0][1])
     if len(firsts) > 1:
         rows.append((f"average of {len(firsts)}", "first of each", np.nan, *_mean(firsts, by_size=False)))
@@ -59,7 +65,7 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
 
 
 def _cells(results: Results) -> list[tuple[str, _Cell]]:
-    """(metric, its cell) of each row of a name."""
+    """Return (metric, its cell) of each row of a name."""
     asked, own = results.asked, results.own
     others: Sequence[Found | None] = results.against or [None] * len(own)
     return [
@@ -70,45 +76,50 @@ def _cells(results: Results) -> list[tuple[str, _Cell]]:
 
 
 def _cell(metric: str, own: Found, against: Found | None) -> _Cell:
+    """Return the cell of a metric of one task."""
     values = own.values[metric]
-    whole = own.wholes.get(metric)
-    value, error = _spread(whole, values)
+    aggregate = own.wholes.get(metric)
+    value, error = _spread(aggregate, values)
     if against is None:
         nan = float("nan")
         return _Cell(len(values), value, error, own.density, nan, nan, nan, nan)
-    others = against.values[metric]
-    other, _ = _spread(whole, others)
-    difference = _spread(whole, values, others)
-    return _Cell(len(values), value, error, own.density, other, against.density, *difference)
+    other_values = against.values[metric]
+    other_value, _ = _spread(aggregate, other_values)
+    difference = _spread(aggregate, values, other_values)
+    return _Cell(len(values), value, error, own.density, other_value, against.density, *difference)
 
 
 def _spread(whole: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
-    """(value of the first model, or its difference to the second, its standard error) from values by sample.
+    """Compute the value of the first model, or its difference to the second, and its standard error.
 
-    The error of what is no mean of them is that of resampling, the same samples of both models.
+    The error of a metric that is not a mean over samples is from resampling, with the same samples for both models.
+
+    Args:
+        whole: aggregation function; None is the mean.
+        models: values by sample of one or two models.
     """
     if whole is None:
-        first, *rest = (np.asarray(values, dtype=float) for values in models)
-        return mean_and_error(first - rest[0] if rest else first)
+        first, *others = (np.asarray(values, dtype=float) for values in models)
+        return mean_and_error(first - others[0] if others else first)
 
-    def found(samples: Any) -> float:
-        first, *rest = (float(whole([values[i] for i in samples])) for values in models)
-        return first - rest[0] if rest else first
+    def aggregate(samples: Any) -> float:
+        first, *others = (float(whole([values[i] for i in samples])) for values in models)
+        return first - others[0] if others else first
 
-    number = len(models[0])
+    num_samples = len(models[0])
     rng = np.random.default_rng(0)
-    drawn = [found(rng.integers(number, size=number)) for _ in range(_RESAMPLES)]
-    return found(range(number)), float(np.std(drawn, ddof=1))
+    resampled = [aggregate(rng.integers(num_samples, size=num_samples)) for _ in range(_RESAMPLES)]
+    return aggregate(range(num_samples)), float(np.std(resampled, ddof=1))
 
 
 def _mean(cells: Sequence[_Cell], *, by_size: bool) -> _Cell:
-    """The mean of the cells of several tasks, whose samples are independent."""
+    """Return the mean of the cells of several tasks, whose samples are independent."""
     sizes = np.array([cell.num_samples for cell in cells]) if by_size else np.ones(len(cells))
-    shares = sizes / sizes.sum()
+    weights = sizes / sizes.sum()
     columns = dict(zip(_Cell._fields, np.array(cells).T, strict=True))
-    found: dict[str, Any] = {
-        name: float(np.sqrt(((shares * column) ** 2).sum()) if name.endswith("error") else (shares * column).sum())
+    means: dict[str, Any] = {
+        name: float(np.sqrt(((weights * column) ** 2).sum()) if name.endswith("error") else (weights * column).sum())
         for name, column in columns.items()
     }
-    found["num_samples"] = sum(cell.num_samples for cell in cells)
-    return _Cell(**found)
+    means["num_samples"] = sum(cell.num_samples for cell in cells)
+    return _Cell(**means)
