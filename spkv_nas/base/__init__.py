@@ -1,1 +1,1 @@
-"""What every room stands on: errors, files, tables, units, the workspace, processes, versions. Knows no model."""
+"""Foundations of all other packages: errors, files, tables, units, workspace, processes, versions. Knows no model."""

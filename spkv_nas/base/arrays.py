@@ -1,7 +1,7 @@
-"""Arrays in ``.npz`` files: one strict reader, as ``base.tables`` has one for CSV.
+"""Strict reader of ``.npz`` files, as ``base.tables`` has one for CSV.
 
-A file's module declares its arrays once, as ``Array`` values: kind, shape and range of what the code will index, divide
-and take logarithms with. zip's own checksum finds a flipped bit; it does not find an array of another run.
+The module of a file format declares its arrays once, as ``Array`` values: kind, shape and the range that is safe to
+index, divide and take logarithms with. The checksum of zip detects a flipped bit, but not an array of another run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from spkv_nas.base.limits import MOST_WHOLE
 
 @dataclass(frozen=True)
 class Array:
-    """What an array of a file holds.
+    """Declaration of an array in a file.
 
     Attributes:
-        name: in the file.
+        name: name in the file.
         kind: "text", "number" (finite), or "whole" (integers).
-        shape: a word per axis, such as "N T"; an axis of one letter has the same length, at least 1, in all arrays of
-            the file, and "n+2" is two longer than "n". Empty: a single value.
-        low, high: bounds of a number, both allowed.
-        ascending: whether each number must be more than the one before.
+        shape: one word per axis, such as "N T". An axis of one letter has the same length, at least 1, in all arrays of
+            the file; "n+2" is two longer than "n". Empty: a scalar.
+        low: smallest number allowed.
+        high: largest number allowed.
+        ascending: whether numbers must increase strictly.
     """
 
     name: str
@@ -42,21 +43,29 @@ class Array:
 
 
 def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, NDArray[Any]]:
-    """The arrays of an ``.npz`` file by name: numbers as float64, whole ones as they are stored, text as str.
+    """Read and validate the arrays of an ``.npz`` file, by name.
+
+    Args:
+        path: the file.
+        arrays: declarations of the arrays to read.
+        remedy: what to do about an error, on a line of its own.
+
+    Returns:
+        Numbers as float64, integers as stored, text as str.
 
     Raises:
-        UserError: naming the file and the array that is not what it should be; ``remedy`` says what to do.
+        UserError: the file is damaged or an array is not as declared; names the file and the array.
     """
-    found = read_npz(path, tuple(array.name for array in arrays), remedy)
+    values_by_name = read_npz(path, tuple(array.name for array in arrays), remedy)
     lengths: dict[str, int] = {}
     for array in arrays:
-        values = found[array.name]
-        wrong = _wrong_kind(values, array) or _wrong_shape(values, array, lengths) or _wrong_values(values, array)
-        if wrong:
-            raise UserError(f"{path} is damaged: '{array.name}' {wrong}\n{remedy}")
+        values = values_by_name[array.name]
+        problem = _wrong_kind(values, array) or _wrong_shape(values, array, lengths) or _wrong_values(values, array)
+        if problem:
+            raise UserError(f"{path} is damaged: '{array.name}' {problem}\n{remedy}")
         if array.kind == "number":
-            found[array.name] = values.astype(np.float64)
-    return found
+            values_by_name[array.name] = values.astype(np.float64)
+    return values_by_name
 
 
 def _wrong_kind(values: NDArray[Any], array: Array) -> str:
@@ -66,17 +75,17 @@ def _wrong_kind(values: NDArray[Any], array: Array) -> str:
 
 
 def _wrong_shape(values: NDArray[Any], array: Array, lengths: dict[str, int]) -> str:
-    """Also notes the ``lengths`` of axes that no array before has had."""
+    """Return an error if the shape is wrong, and record the ``lengths`` of axes that are new."""
     axes = array.shape.split()
-    said = f"is of shape {list(values.shape)[:8]}; expected [{', '.join(axes)}]"
+    message = f"is of shape {list(values.shape)[:8]}; expected [{', '.join(axes)}]"
     if len(axes) != values.ndim:
-        return said
+        return message
     for axis, length in zip(axes, values.shape, strict=True):
         letter, _, more = axis.partition("+")
         expected = lengths.setdefault(letter, length - int(more or 0))
         if expected < 1 or length != expected + int(more or 0):
-            known = ", ".join(f"{name} = {number}" for name, number in lengths.items())
-            return f"{said}, with {known}"
+            length_text = ", ".join(f"{name} = {number}" for name, number in lengths.items())
+            return f"{message}, with {length_text}"
     return ""
 
 
@@ -91,9 +100,9 @@ def _wrong_values(values: NDArray[Any], array: Array) -> str:
         "" if array.high == math.inf else f" to {array.high:g}"
     )
     high = min(array.high, MOST_WHOLE) if array.kind == "whole" else array.high
-    right = np.isfinite(values) & (values >= array.low) & (values <= high)
-    if not right.all():
-        return f"holds {values[~right].flat[0]}; {bounds}"
+    is_valid = np.isfinite(values) & (values >= array.low) & (values <= high)
+    if not is_valid.all():
+        return f"holds {values[~is_valid].flat[0]}; {bounds}"
     if array.ascending and not (np.diff(values.astype(np.float64)) > 0).all():
         return "does not ascend"
     return ""

@@ -1,19 +1,20 @@
-"""Where the files that ship with the package are."""
+"""Paths of the files that ship with the package."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 ASSETS = Path(__file__).parent.parent / "assets"
-EMBEDDED_PREFIX = "embedded:"  # of a checkpoint's name: embedded:dense
-EMBEDDED = ASSETS / "stdlib-21x3"  # the embedded models, with the recipes that made them
-TASKS = ASSETS / "tasks"  # of lm-eval, and their data
+EMBEDDED_PREFIX = "embedded:"  # prefix of a checkpoint's name, such as embedded:dense
+EMBEDDED = ASSETS / "stdlib-21x3"  # embedded models and their recipes
+TASKS = ASSETS / "tasks"  # lm-eval tasks and their data
 PAPER_TABLE = ASSETS / "ladder.csv"  # both tables of the SP-KV paper's appendix "Scaling analysis details"
 
 
 def constraints_file() -> Path:
-    """The versions that the package was tested with: of a wheel, into which hatch_build.py puts them, or else of the
-    checkout.
+    """Return the list of tested dependency versions.
+
+    A wheel contains it (``hatch_build.py``); otherwise it is that of the checkout.
     """
     shipped = ASSETS / "constraints.txt"
     return shipped if shipped.is_file() else ASSETS.parents[1] / shipped.name

@@ -1,4 +1,4 @@
-"""Which device to compute on, and in which dtype: one that its arithmetic is made for."""
+"""Choose a device, and a dtype that its hardware supports natively."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from spkv_nas.base.errors import UserError
 if TYPE_CHECKING:
     import torch
 
-AUTO = "auto"  # of all GPUs together, for one model
+AUTO = "auto"  # distribute one model over all GPUs
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def choose_device(device: str | None = None) -> str:
-    """``device``, by default "cuda" where there is a GPU and "cpu" elsewhere.
+    """Return ``device``, or by default "cuda" if there is a GPU, else "cpu".
 
     Raises:
-        UserError: "cuda" is asked for and there is none, or ``AUTO``, which only some commands know.
+        UserError: "cuda" is requested without a GPU; or ``AUTO``, which only some commands support.
     """
     import torch
 
@@ -30,13 +30,14 @@ def choose_device(device: str | None = None) -> str:
 
 
 def check_device(device: str | None, *, spreads: bool = False) -> None:
-    """Check the name of a device without torch; None is nothing asked.
+    """Check the name of a device, without importing torch.
 
     Args:
-        spreads: whether ``AUTO`` is known.
+        device: name given by the user; None: not specified.
+        spreads: whether the command supports ``AUTO``.
 
     Raises:
-        UserError: it is none of cpu, cuda and cuda:N.
+        UserError: the name is not cpu, cuda or cuda:N.
     """
     if device == AUTO and not spreads:
         raise UserError(
@@ -48,10 +49,10 @@ def check_device(device: str | None, *, spreads: bool = False) -> None:
 
 
 def measuring_device(device: str | None) -> str:
-    """As ``choose_device``, of what also knows ``AUTO``: the kind of device that the first layers will be on.
+    """Return the device of the first layers, as ``choose_device`` but also for ``AUTO``.
 
     Raises:
-        UserError: as ``choose_device``, or ``AUTO`` in one of several processes.
+        UserError: as ``choose_device``, or ``AUTO`` is used with several processes.
     """
     if device == AUTO and num_processes() > 1:
         raise UserError(
@@ -62,12 +63,13 @@ def measuring_device(device: str | None) -> str:
 
 
 def choose_dtype(device: str, own: torch.dtype, asked: str | None = None) -> torch.dtype:
-    """What to compute in: ``asked``, by default a checkpoint's ``own`` dtype, or float32 where that is emulated.
+    """Return the dtype to compute in.
 
-    An AVX2 processor emulates bfloat16: a linear layer of the embedded model takes 8 times as long as in float32.
+    It is ``asked`` if given, else the checkpoint's dtype ``own``, or float32 if the device emulates that. An AVX2 CPU
+    emulates bfloat16: a linear layer of the embedded model then takes 8 times as long as in float32.
 
     Raises:
-        UserError: ``asked`` is none of ``DTYPES``.
+        UserError: ``asked`` is not one of ``DTYPES``.
     """
     import torch
 
@@ -78,13 +80,21 @@ def choose_dtype(device: str, own: torch.dtype, asked: str | None = None) -> tor
 
 
 def check_dtype(asked: str | None) -> None:
-    """Raises ``UserError`` for what is none of ``DTYPES``; None is nothing asked."""
+    """Check the name of a dtype; None means not specified.
+
+    Raises:
+        UserError: the name is not one of ``DTYPES``.
+    """
     if asked is not None and asked not in DTYPES:
         raise UserError(f"--dtype '{asked}' is unknown; there are {', '.join(DTYPES)}")
 
 
 def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype of a name; None for None and "auto". Raises ``UserError``: the name is none of ``DTYPES``."""
+    """Return the dtype of a name, or None for None and "auto".
+
+    Raises:
+        UserError: the name is not one of ``DTYPES``.
+    """
     import torch
 
     if not isinstance(dtype, str):
@@ -95,22 +105,22 @@ def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def training_precision(device: str) -> str:
-    """The dtype of matrix products in training that suits the device: "bfloat16" where it is native, else "float32"."""
+    """Return the dtype of matrix products in training: "bfloat16" if it is native to the device, else "float32"."""
     import torch
 
     return "bfloat16" if is_native(device, torch.bfloat16) else "float32"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as "bfloat16"."""
+    """Return the name of a dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def is_native(device: str, dtype: torch.dtype) -> bool:
-    """Whether the device has instructions for products in ``dtype``; True of dtypes that are not 16-bit floats.
+    """Return whether the device has instructions for products in ``dtype``; True for dtypes that are not 16-bit floats.
 
-    Of a CPU oneDNN is asked, which multiplies PyTorch's matrices there. It calls AVX-512 enough, which without its own
-    instructions takes 5 times as long in bfloat16 as in float32, so of x86 those are asked for too.
+    On a CPU, oneDNN multiplies PyTorch's matrices, so it is queried. It accepts plain AVX-512 as support, which without
+    dedicated instructions is 5 times slower in bfloat16 than in float32; so on x86 those instructions are required too.
     """
     import torch
 

@@ -1,13 +1,13 @@
-"""The processes that torchrun started: which one this is, what they do once, what they part and add up.
+"""Processes started by torchrun: ranks, shares of the work, and collective operations.
 
-All of them run the same command. Process 0 alone builds caches, writes files and prints; the others wait for it and
-read what it wrote, so the nodes of a cluster share the workspace's file system. What measures takes its share of the
-text (``own_share``, of blocks ``data.batches.run_own_batches``) and adds up what it has found (``sum_over_processes``),
-so that all have the whole result. Without torchrun there is one process, and everything here does nothing; nor does it
-in a program of somebody else's under torchrun, which may well measure on one process alone, unless that calls
+All processes run the same command. Process 0 builds caches, writes files and prints; the others wait for it and read
+its files, so all nodes of a cluster must share the workspace's file system. Measurements process a share of the text
+per process (``own_share``; for blocks ``data.batches.run_own_batches``) and sum the results (``sum_over_processes``),
+so that every process has the complete result. Without torchrun there is one process, and everything here is a no-op.
+It is also a no-op in other programs under torchrun, which may measure on a single process, unless they call
 ``connect``.
 
-What is collective must be called by every process, in the same order.
+Functions marked "collective" must be called on all processes, in the same order.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Values = TypeVar("Values", "Tensor", "NDArray[np.float64]", "NDArray[np.int64]")
-TIMEOUT = timedelta(hours=6)  # process 0 may tokenise for hours; a process that fails is torchrun's to notice, at once
+TIMEOUT = timedelta(hours=6)  # process 0 may tokenise for hours; torchrun detects failed processes at once
 
 
-_connected = False  # whether ``connect`` joined the other processes
+_connected = False  # whether ``connect`` joined the process group
 
 
 def num_processes() -> int:
-    """Number of processes, 1 without torchrun."""
+    """Return the number of processes; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def num_connected() -> int:
-    """Number of processes that share what they do: 1 until ``connect``."""
+    """Return the number of processes that share work; 1 before ``connect``."""
     return num_processes() if _connected else 1
 
 
 def process_index() -> int:
-    """Which of them this is, from 0."""
+    """Return the rank of this process, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def num_local_processes() -> int:
-    """How many of them this machine runs."""
+    """Return the number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def own_share(number: int) -> range:
-    """Which of ``number`` things in a row this process does, side by side: as many as any other, or one more or less.
+    """Return the contiguous range of ``number`` items that this process handles.
 
-    Some do nothing where there are fewer things than processes.
+    Shares differ by at most one; some are empty if there are fewer items than processes.
     """
     processes = num_connected()
     index = process_index() if processes > 1 else 0
@@ -66,9 +66,11 @@ def own_share(number: int) -> range:
 
 
 def connect(device: str | None = None, *, offloads: bool = False) -> None:
-    """Join the other processes: NCCL where there are GPUs, gloo with ``device="cpu"`` or without any.
+    """Join the process group: NCCL if there are GPUs, gloo with ``device="cpu"`` or without GPUs.
 
-    ``offloads``: what is on the CPU is exchanged as well.
+    Args:
+        device: device of the computation; None: not specified.
+        offloads: whether tensors on the CPU are exchanged as well.
     """
     if num_processes() == 1:
         return
@@ -85,7 +87,7 @@ def connect(device: str | None = None, *, offloads: bool = False) -> None:
 
 
 def disconnect() -> None:
-    """Leave the other processes, if ``connect`` joined them."""
+    """Leave the process group, if there is one."""
     import torch
 
     global _connected
@@ -95,9 +97,9 @@ def disconnect() -> None:
 
 
 def leave(exit_code: int) -> None:
-    """End this process if it is one of several; alone it goes on.
+    """Exit this process if it is one of several, else return.
 
-    Without Python's own end, in which the threads of a process group that is gone abort the process now and then.
+    This skips the shutdown of Python, in which threads of a process group that is gone occasionally abort the process.
     """
     if num_processes() == 1:
         return
@@ -108,19 +110,19 @@ def leave(exit_code: int) -> None:
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Whether an error says that another process is gone: gloo raises as its connection closes, NCCL as it waits."""
+    """Return whether an error means that another process exited, as gloo and NCCL report it."""
     return num_processes() > 1 and re.search(r"onnection (closed|reset|refused)|gloo|NCCL", str(error)) is not None
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters of ``model`` are sharded over processes, so that a pass of it is collective."""
+    """Return whether ``model`` is sharded across processes, so that its forward pass is collective."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
 def pass_device(model: nn.Module) -> torch.device:
-    """Where a pass of ``model`` begins: beside its first parameter, or where its shards are put together."""
+    """Return the device for inputs of ``model``: that of its first parameter, or where its shards are gathered."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -129,44 +131,44 @@ def pass_device(model: nn.Module) -> torch.device:
 
 
 def blocks_per_process(batch_size: int, together: int = 1) -> int:
-    """Blocks per process of a batch of all processes, a multiple of ``together``.
+    """Return the number of blocks per process in a global batch, a multiple of ``together``.
 
     Raises:
-        UserError: they cannot share it evenly.
+        UserError: the batch cannot be divided evenly.
     """
     processes = num_processes()
     if batch_size % (processes * together):
-        each = "" if together == 1 else f", {together} together"
+        multiple_text = "" if together == 1 else f", {together} together"
         raise UserError(
-            f"a batch_size of {batch_size} blocks cannot be shared evenly by {processes} processes{each}\n"
+            f"a batch_size of {batch_size} blocks cannot be shared evenly by {processes} processes{multiple_text}\n"
             f"batch sizes are those of all processes together: give a multiple of {processes * together}"
         )
     return batch_size // processes
 
 
 def on_main(work: Callable[[], Result]) -> Result:
-    """What ``work`` returns on process 0, which alone runs it; the others wait, and get its ``UserError`` too."""
+    """Run ``work`` on process 0; return its result, or raise its ``UserError``, on all processes. Collective."""
     if num_connected() == 1:
         return work()
     import torch
 
-    answer: list[Any] = [None, None]
+    result_and_error: list[Any] = [None, None]
     if process_index() == 0:
         try:
-            answer[0] = work()
+            result_and_error[0] = work()
         except UserError as error:
-            answer[1] = error
-    torch.distributed.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    result: Result = answer[0]
+            result_and_error[1] = error
+    torch.distributed.broadcast_object_list(result_and_error, src=0)
+    if result_and_error[1] is not None:
+        raise result_and_error[1]
+    result: Result = result_and_error[0]
     return result
 
 
 def after_main(work: Callable[[], Result]) -> Result:
-    """What ``work`` returns on each process, once process 0 is done with it: the others find on disk what it has left.
+    """Run ``work`` on process 0, then on the others, which find its files; return each process's own result.
 
-    Collective. An error of process 0 is one of all.
+    Collective. An error on process 0 is raised on all processes.
     """
     done: list[Result] = []
     on_main(lambda: done.append(work()))
@@ -174,7 +176,7 @@ def after_main(work: Callable[[], Result]) -> Result:
 
 
 def gathered(value: Result) -> list[Result]:
-    """What every process gives, in their order; collective. Tensors in it must be on the CPU."""
+    """Gather a value of every process, in order of rank; tensors in it must be on the CPU. Collective."""
     if num_connected() == 1:
         return [value]
     import torch
@@ -185,29 +187,29 @@ def gathered(value: Result) -> list[Result]:
 
 
 def sum_over_processes(values: Values) -> Values:
-    """Values added up over the processes, where they are: whole numbers as such, others in float64.
+    """Sum values over the processes, on their device: integers exactly, others in float64.
 
-    Collective, and the same bits on each of them.
+    Collective; the result has the same bits on every process.
     """
     if num_connected() == 1:
         return values
     import torch
     from accelerate import PartialState
 
-    own = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
-    dtype = torch.float64 if own.is_floating_point() else own.dtype
-    total = own.detach().to(PartialState().device, dtype, copy=True).contiguous()
+    tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+    dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+    total = tensor.detach().to(PartialState().device, dtype, copy=True).contiguous()
     torch.distributed.all_reduce(total)
-    total = total.to(own.device)
+    total = total.to(tensor.device)
     return total if isinstance(values, torch.Tensor) else total.numpy()
 
 
 def sum_gradients(parameters: Iterable[Tensor]) -> None:
-    """Add up the gradients of parameters over the processes, where one that has none counts as 0; collective."""
+    """Sum the gradients of parameters over the processes, counting a missing gradient as 0. Collective."""
     if num_connected() == 1:
         return
     import torch
 
     for parameter in parameters:
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameter.grad = sum_over_processes(own).to(parameter.dtype)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = sum_over_processes(gradient).to(parameter.dtype)

@@ -1,31 +1,35 @@
-"""The one exception type whose message is meant for the person at the keyboard."""
+"""User-facing error."""
 
 from __future__ import annotations
 
-MOST_CHARACTERS = 900  # of a message: what a hostile file holds must not fill the screen
+MOST_CHARACTERS = 900  # of a message: the content of a hostile file must not fill the screen
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave (a file, a flag, a model), said in one to three lines.
+    """User-facing error: a mistake in the input (a file, a flag, a model), described in one to three lines.
 
-    The message states what is wrong, where, and what to do. The command line prints it without a traceback and
-    exits 2; from Python it is an ordinary ``ValueError``. Control characters in it, which could drive a terminal, are
-    shown as escapes, and of a very long one the middle is left out.
+    The message says what is wrong, where, and how to fix it. The command line prints it without a traceback and exits
+    with code 2; in Python it is an ordinary ``ValueError``. Control characters, which could manipulate a terminal, are
+    escaped, and very long messages are shortened in the middle.
     """
 
     def __init__(self, message: str) -> None:
+        """Escape and shorten the message."""
         super().__init__(shortened(printable(shortened(message, 2 * MOST_CHARACTERS)), MOST_CHARACTERS))
 
 
 def printable(text: str) -> str:
-    """``text`` with every character that is not to be seen, line breaks and blanks aside, as an escape."""
+    """Return ``text`` with all unprintable characters, except line breaks, as escapes."""
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )
 
 
 def shortened(text: str, most: int) -> str:
-    """``text``, or its beginning and its end in ``most`` characters."""
+    """Return ``text``, shortened in the middle to ``most`` characters if it is longer."""
     if len(text) <= most:
         return text
     end = most // 4
@@ -33,11 +37,12 @@ def shortened(text: str, most: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in its first line and, where that ends in a colon, those that it introduces; its
-    type where it says nothing.
+    """Return the first line of a library's error, or its type if it has no message.
+
+    If the line ends in a colon, the lines that it introduces follow.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()]
     end = next((number for number, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))
-    if end > 1:  # a list: up to the next blank line
+    if end > 1:  # a list follows: up to the next blank line
         end = next((number for number, line in enumerate(lines) if number >= end and not line), len(lines))
     return " ".join(lines[:end]) or type(error).__name__

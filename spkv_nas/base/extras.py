@@ -1,7 +1,7 @@
-"""What only some commands need: which package comes with which extra of spkv-nas, and what to say where it is missing.
+"""Optional dependencies: which extra of spkv-nas provides which package, and the error if one is missing.
 
-The base reads a probe, proposes and compares. Whoever needs more imports it as if it were there; the command line and
-the package's face turn the error of the interpreter into one for people, here.
+The core reads probes, proposes and compares. Code that needs more imports it as if it were installed; the command line
+and ``spkv_nas.__getattr__`` convert the import error to a user-facing one with the functions here.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from spkv_nas.base.errors import UserError
 
-EXTRAS = {  # by what they are for; pyproject.toml has the versions
+EXTRAS = {  # packages by extra; pyproject.toml has their versions
     "report": ("jinja2", "markupsafe", "matplotlib", "seaborn"),
     "train": ("accelerate", "datasets", "safetensors", "tokenizers", "torch", "transformers", "wonderwords"),
     "lora": ("peft",),
@@ -22,7 +22,7 @@ EXTRAS = {  # by what they are for; pyproject.toml has the versions
 
 
 def missing_extra(error: ModuleNotFoundError) -> UserError | None:
-    """What a failed import means to people; None if it is of no extra's package."""
+    """Convert a failed import to a user-facing error; None if no extra provides the package."""
     for extra, packages in EXTRAS.items():
         if error.name in packages:
             return UserError(f"{error.name} is not installed\npip install 'spkv-nas[{extra}]' brings it")
@@ -30,9 +30,13 @@ def missing_extra(error: ModuleNotFoundError) -> UserError | None:
 
 
 def check_installed(package: str, key: str) -> None:
-    """Raise ``UserError`` if a package that a recipe's ``key`` asks for is not installed."""
+    """Check that a package which a recipe's ``key`` requires is installed.
+
+    Raises:
+        UserError: it is not.
+    """
     spec = find_spec(package)
-    if spec is None or spec.origin is None:  # a folder of that name, as W&B leaves behind, is no package
+    if spec is None or spec.origin is None:  # not a plain folder of that name, as W&B creates
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-        wanted = package if extra is None else f"'spkv-nas[{extra}]'"
-        raise UserError(f"{key}: {package} is not installed\npip install {wanted} brings it, or leave it out")
+        requirement = package if extra is None else f"'spkv-nas[{extra}]'"
+        raise UserError(f"{key}: {package} is not installed\npip install {requirement} brings it, or leave it out")

@@ -1,8 +1,8 @@
-"""Reading and writing the project's files: atomic writes, and one guarded reader per format.
+"""Read and write the project's files: atomic writes, and one defensive reader per format.
 
-Every file is written to a temporary name in the same folder, flushed to disk, then renamed: a killed run leaves the
-old file or the new one, never half of one. YAML is parsed strictly, because the default parser lets a duplicate key
-win silently and lets aliases explode.
+Every file is written under a temporary name in the same folder, flushed to disk and renamed: an interrupted run leaves
+the old file or the new one, never a part of one. YAML is parsed strictly, because the default parser silently accepts
+duplicate keys and lets aliases explode.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from numpy.typing import NDArray
 
 from spkv_nas.base.errors import UserError, first_line
 
-_MOST_BYTES = 64 << 20  # of a text file that is read whole
-_MOST_YAML = 2 << 20  # characters; the parser takes some seconds for them
-_MOST_UNPACKED = 1 << 30, 100  # bytes of the arrays of a file, or times its own bytes if that is more
-_MOST_DEPTH = 100  # of brackets or indentations within each other
-_MOST_BITS = 332  # of a whole number: a hundred digits, which a float can hold and Python can write
+_MOST_BYTES = 64 << 20  # maximum size of a text file
+_MOST_YAML = 2 << 20  # maximum characters of YAML, which take the parser some seconds
+_MOST_UNPACKED = 1 << 30, 100  # maximum bytes of unpacked arrays, or multiple of the file's size if that is more
+_MOST_DEPTH = 100  # maximum nesting of brackets or indentations
+_MOST_BITS = 332  # maximum bits of an integer: 100 digits, within the range of floats
 
 
-StrPath = str | os.PathLike[str]  # what public functions take for a file or a folder
+StrPath = str | os.PathLike[str]  # type of file and folder arguments of public functions
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one.
+    """Write ``content`` to ``path`` so that a reader sees either the old file or the new one; create the parent folder.
 
-    Creates the parent folder. Raises ``UserError`` if the place cannot be written.
+    Raises:
+        UserError: the file cannot be written.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = None
@@ -64,10 +65,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def read_text(path: Path, what: str, *, most: int = _MOST_BYTES) -> str:
-    """Text of ``path``, of kind ``what`` in the error ("recipe", "layout", ...), if it has at most ``most`` bytes.
+    """Read a UTF-8 text file.
+
+    Args:
+        path: the file.
+        what: kind of file in errors ("recipe", "layout", ...).
+        most: maximum size in bytes.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read or is too large.
     """
     try:
         if _would_wait(path):
@@ -86,7 +92,7 @@ def read_text(path: Path, what: str, *, most: int = _MOST_BYTES) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a file; not, like ``Path.is_file``, an ``OSError`` for a name that no file can have."""
+    """Return whether ``path`` is a file; False, instead of ``OSError``, for an invalid name."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -94,7 +100,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether there is a folder, as ``is_file`` says it of files."""
+    """Return whether ``path`` is a folder; False, instead of ``OSError``, for an invalid name."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -102,30 +108,31 @@ def is_folder(path: Path) -> bool:
 
 
 def _would_wait(path: Path) -> bool:
-    """Whether opening ``path`` may wait for another program for ever: a named pipe, but for a shell's ``<(...)``."""
+    """Return whether opening ``path`` could block forever: a named pipe, except a shell's ``<(...)``."""
     return path.is_fifo() and not str(path).startswith(("/dev/", "/proc/"))
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """YAML as the strict reader takes it: without aliases, and with quotes around text such as ``1234e567``."""
+    """YAML dumper without aliases, which quotes text that the strict reader would parse as a number (``1234e567``)."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Disable aliases."""
         return True
 
 
 def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values (text, numbers, lists, mappings) as YAML, keys in their order, as ``write_atomic`` does."""
+    """Write plain values (text, numbers, lists, mappings) as YAML, keeping the order of keys, as ``write_atomic``."""
     write_atomic(path, yaml_text(content))
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:
-    """What ``write_yaml`` writes."""
+    """Return the text that ``write_yaml`` writes."""
     text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
     return text
 
 
 def yaml_line(value: object) -> str:
-    """A plain value as YAML on one line, keys in their order."""
+    """Return a plain value as YAML on one line, keeping the order of keys."""
     text: str = yaml.dump(
         value,
         Dumper=_PlainDumper,
@@ -138,12 +145,12 @@ def yaml_line(value: object) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values as JSON, keys in their order, as ``write_atomic`` does."""
+    """Write plain values as JSON, keeping the order of keys, as ``write_atomic``."""
     write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_npz(path: Path, arrays: Mapping[str, NDArray[Any]], *, compressed: bool = True) -> None:
-    """Write arrays by name as ``.npz``, in their order, as ``write_atomic`` does."""
+    """Write arrays by name to an ``.npz`` file, in their order, as ``write_atomic``."""
     buffer = io.BytesIO()
     by_name: dict[str, Any] = dict(arrays)
     (np.savez_compressed if compressed else np.savez)(buffer, **by_name)
@@ -151,28 +158,37 @@ def write_npz(path: Path, arrays: Mapping[str, NDArray[Any]], *, compressed: boo
 
 
 def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArray[Any]]:
-    """The arrays ``names`` of an ``.npz`` file; ``base.arrays`` also says what must be in them.
+    """Read the arrays ``names`` of an ``.npz`` file; ``base.arrays`` also validates their contents.
+
+    Args:
+        path: the file.
+        names: names of the arrays.
+        remedy: what to do about an error, on a line of its own.
 
     Raises:
-        UserError: the file is damaged or lacks one of them; ``remedy`` says what to do.
+        UserError: the file is damaged or lacks one of the arrays.
     """
     if not is_file(path):
         raise UserError(f"{path} is not there, or no ordinary file\n{remedy}")
     try:
-        # opened here, because ``np.load`` leaves a file open that it fails on
+        # Open the file here, because ``np.load`` does not close it on failure
         with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about headers that other programs would have written
+            warnings.simplefilter("ignore")  # about headers of files from other programs
             _check_unpacked(file)
             with np.load(file, allow_pickle=False) as arrays:
                 return {name: arrays[name] for name in names}
     except MemoryError as error:
         raise UserError(f"{path} does not fit into memory, or is damaged: {first_line(error)}\n{remedy}") from error
-    except Exception as error:  # of numpy, zipfile, zlib and Python's own parser, which reads the arrays' headers
+    except Exception as error:  # from numpy, zipfile, zlib or Python's parser, which reads array headers
         raise UserError(f"{path} is damaged: {first_line(error)}\n{remedy}") from error
 
 
 def _check_unpacked(file: BinaryIO) -> None:
-    """Raise ``ValueError`` for a file made to fill the memory: a few bytes of it can say a thousand times as many."""
+    """Check that a file is not a zip bomb, whose few bytes expand to fill the memory.
+
+    Raises:
+        ValueError: the unpacked size is too large.
+    """
     with zipfile.ZipFile(file) as archive:
         unpacked = sum(member.file_size for member in archive.infolist())
     size = file.seek(0, os.SEEK_END)
@@ -183,7 +199,7 @@ def _check_unpacked(file: BinaryIO) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
+    """Return the hexadecimal SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -192,13 +208,15 @@ def sha256_file(path: Path) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without aliases, duplicate keys and deep nesting, and with ``2e-5`` read as a number."""
+    """YAML loader without aliases, duplicate keys and deep nesting, which parses ``2e-5`` as a number."""
 
     def __init__(self, stream: str) -> None:
+        """Start at nesting depth 0."""
         super().__init__(stream)
         self._depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, but reject aliases and deep nesting."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             raise _refusal("aliases are not allowed", event)
@@ -210,22 +228,28 @@ class _StrictLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
+        """Construct a mapping, but reject duplicate keys."""
+        keys: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable) or key in seen:
+            if not isinstance(key, Hashable) or key in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"duplicate or unusable key {key!r}", key_node.start_mark
                 )
-            seen.add(key)
+            keys.add(key)
         return super().construct_mapping(node, deep=deep)
 
     def construct_bounded_int(self, node: yaml.ScalarNode) -> int:
+        """Construct an integer of at most 100 digits."""
         return _bounded(node.value, lambda _: int(self.construct_yaml_int(node)))
 
 
 def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
-    """Parse a whole number. Raises ``ValueError`` for one that Python could not write or divide."""
+    """Parse an integer.
+
+    Raises:
+        ValueError: it has more than 100 digits, so a float cannot hold it.
+    """
     if len(text) <= _MOST_BITS + 2 and (number := parse(text)).bit_length() <= _MOST_BITS:
         return number
     raise ValueError("a number of more than 100 digits, which no such file has")
@@ -243,22 +267,34 @@ for _yaml_class in (_StrictLoader, _PlainDumper):
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """Parse a YAML mapping strictly. Raises ``UserError`` naming the file and, where known, line and column."""
+    """Read a YAML mapping strictly.
+
+    Raises:
+        UserError: the file is invalid; names it and, if known, line and column.
+    """
     return parse_yaml(read_text(path, what), f"{what} {path}")
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """A YAML mapping, strictly; ``where`` (kind and file) starts the error. Raises ``UserError``."""
+    """Parse a YAML mapping strictly.
+
+    Args:
+        text: YAML.
+        where: kind and name of the file, which start the error message.
+
+    Raises:
+        UserError: the text is invalid.
+    """
     if len(text) > _MOST_YAML:
         raise UserError(f"{where} has more than {_MOST_YAML >> 20} Mi characters, which no such file has")
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        position = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or first_line(error)
-        raise UserError(f"{where} is not valid YAML:{place} {problem}") from error
-    except Exception as error:  # of the constructors: dates and numbers that there are not
+        raise UserError(f"{where} is not valid YAML:{position} {problem}") from error
+    except Exception as error:  # from constructors: invalid dates and numbers
         raise UserError(f"{where} is not valid YAML: {first_line(error)}") from error
     if not isinstance(data, dict):
         raise UserError(f"{where}: expected a mapping of keys to values, found {type(data).__name__}")
@@ -266,12 +302,20 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON of a foreign file. Raises ``ValueError`` also for a whole number of more than 100 digits."""
+    """Parse JSON from an untrusted file.
+
+    Raises:
+        ValueError: the JSON is invalid, or has an integer of more than 100 digits.
+    """
     return json.loads(text, parse_int=_bounded)
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ``UserError`` naming the file."""
+    """Read a JSON object.
+
+    Raises:
+        UserError: the file is invalid; names it.
+    """
     try:
         data = parse_json(read_text(path, what))
     except (ValueError, RecursionError) as error:

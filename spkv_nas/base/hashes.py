@@ -1,8 +1,8 @@
-"""SHA-256 of files, computed once: that of gigabytes takes as long as to read them, and every command asks for it.
+"""Cached SHA-256 of large files: hashing gigabytes takes as long as reading them, and every command needs the hashes.
 
-What was computed is kept by user, in the cache folder of the system (``XDG_CACHE_HOME``), for the file of that number
-(inode), size and times; whatever writes to a file changes the last. Damage that the system does not know of, such as
-bits of a disk that flip, is therefore found when a file is read for the first time, or is copied, and not again.
+Hashes are cached per user, in the system's cache folder (``XDG_CACHE_HOME``), keyed by device and inode and valid for
+one size and set of timestamps, which every write changes. Damage without a write, such as bit rot on a disk, is
+therefore detected only when a file is first read or copied.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_json, sha256_file, write_json
 from spkv_nas.base.locks import shared_lock
 
-_LARGE = 64 << 20  # bytes; a smaller file is read within a tenth of a second
-_SETTLED = 2.0  # seconds since a file was changed, after which another change is sure to have another time
+_LARGE = 64 << 20  # bytes; smaller files are read within a tenth of a second
+_SETTLED = 2.0  # seconds since a change, after which another change surely has another timestamp
 _MOST_THREADS = 8
 _HEX = re.compile("[0-9a-f]{64}")
 
 
 def file_hash(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes, as they were when they were read; processes that ask together read once.
+    """Return the hexadecimal SHA-256 of a file's bytes; concurrent processes read the file only once.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found = path.stat()
-    if found.st_size < _LARGE or time.time() - max(found.st_mtime, found.st_ctime) < _SETTLED:
+    status = path.stat()
+    if status.st_size < _LARGE or time.time() - max(status.st_mtime, status.st_ctime) < _SETTLED:
         return sha256_file(path)
-    note = _folder() / f"{found.st_dev}-{found.st_ino}.json"
-    with suppress(UserError, OSError, NotImplementedError):  # no place for a cache, or no locks there
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with shared_lock(note.with_suffix(".lock")):
-            return _noted(note, found) or _note(note, path, found)
+    cache_file = _folder() / f"{status.st_dev}-{status.st_ino}.json"
+    with suppress(UserError, OSError, NotImplementedError):  # no folder for a cache, or no locks in it
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        with shared_lock(cache_file.with_suffix(".lock")):
+            return _read_cached_hash(cache_file, status) or _compute_and_cache(cache_file, path, status)
     return sha256_file(path)
 
 
 def file_hashes(paths: Iterable[Path]) -> list[str]:
-    """``file_hash`` of each, several at a time."""
+    """Return the ``file_hash`` of each file, computed in parallel."""
     with hashing(paths) as wait:
         return wait()
 
 
 @contextmanager
 def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
-    """``file_hashes`` while the block runs, which is given a function that waits for them."""
+    """Compute ``file_hashes`` in the background; yield a function that waits for and returns them."""
     pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1))
     try:
         futures = [pool.submit(file_hash, path) for path in paths]
@@ -61,7 +61,7 @@ def hashing(paths: Iterable[Path]) -> Iterator[Callable[[], list[str]]]:
 
 
 def named_hash(path: Path) -> str | None:
-    """The SHA-256 that a file of the hub's cache has for a name, if it is one; nothing is read."""
+    """Return the SHA-256 that names a blob in the Hugging Face cache, without reading it; None for other files."""
     target = path.resolve() if path.is_symlink() else path
     return target.name if target.parent.name == "blobs" and _HEX.fullmatch(target.name) else None
 
@@ -70,24 +70,24 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
 
 
-def _times(found: os.stat_result) -> dict[str, Any]:
-    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
+def _file_state(status: os.stat_result) -> dict[str, Any]:
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 
-def _noted(note: Path, found: os.stat_result) -> str | None:
-    """The hash that a note has of the file that was found so; None where it has none."""
+def _read_cached_hash(cache_file: Path, status: os.stat_result) -> str | None:
+    """Return the cached hash, or None if there is none for a file in this state."""
     try:
-        content = read_json(note, "hash")
+        content = read_json(cache_file, "hash")
     except UserError:
         return None
     digest = content.pop("sha256", None)
-    return digest if content == _times(found) and isinstance(digest, str) and _HEX.fullmatch(digest) else None
+    return digest if content == _file_state(status) and isinstance(digest, str) and _HEX.fullmatch(digest) else None
 
 
-def _note(note: Path, path: Path, found: os.stat_result) -> str:
-    """Read the file and note its hash, unless it was changed meanwhile."""
+def _compute_and_cache(cache_file: Path, path: Path, status: os.stat_result) -> str:
+    """Hash the file and cache the result, unless the file changed meanwhile."""
     digest = sha256_file(path)
-    if _times(path.stat()) == _times(found):
+    if _file_state(path.stat()) == _file_state(status):
         with suppress(UserError):
-            write_json(note, {**_times(found), "sha256": digest})
+            write_json(cache_file, {**_file_state(status), "sha256": digest})
     return digest

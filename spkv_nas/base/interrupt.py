@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM, which schedulers send, and SIGHUP of a terminal that closes: all end a command in order.
+"""Graceful shutdown on Ctrl-C, SIGTERM (sent by schedulers) and SIGHUP (sent when a terminal closes).
 
-The command line turns such a signal into ``Interrupted`` where it strikes. Training defers it to the end of the step,
-saves a checkpoint, and goes then. Schedulers and torchrun send a signal twice or to every process of a job, so only a
-second Ctrl-C, by a person who no longer waits, is not deferred. What the shell had ignored, as nohup does, stays so.
+The command line raises ``Interrupted`` on such a signal. Training defers it to the end of the step, saves a checkpoint
+and then exits. Schedulers and torchrun may send a signal twice or to every process of a job, so only a second Ctrl-C,
+from a user who no longer waits, is not deferred. Signals that the shell ignores, as with nohup, stay ignored.
 """
 
 from __future__ import annotations
@@ -16,69 +16,75 @@ from types import FrameType
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
-_AT_ONCE = 0.5  # seconds within which a second Ctrl-C is the first, come twice
+_AT_ONCE = 0.5  # seconds within which a second SIGINT counts as a duplicate of the first
 
 
 class Interrupted(BaseException):
-    """A signal has asked this process to end. No ``Exception``, and no ``KeyboardInterrupt``, which libraries catch."""
+    """Request by a signal to exit; neither an ``Exception`` nor a ``KeyboardInterrupt``, which libraries catch."""
 
     def __init__(self, number: int) -> None:
+        """Name the signal and derive the exit code."""
         super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number  # as shells report it
+        self.exit_code = 128 + number  # as shells do
 
 
 @dataclass
 class Pending:
-    """The signal that came while it was deferred; None before. ``since`` is when."""
+    """Signal that arrived while signals were deferred.
+
+    Attributes:
+        number: number of the signal; None: no signal arrived.
+        since: when it arrived, in seconds of the monotonic clock.
+    """
 
     number: int | None = None
     since: float = field(default=0.0, repr=False)
 
     def raise_if_any(self) -> None:
-        """Raise ``Interrupted`` if a signal came."""
+        """Raise ``Interrupted`` if a signal arrived."""
         if self.number is not None:
             raise Interrupted(self.number)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    for other in _SIGNALS:
-        if other != signal.SIGINT and signal.getsignal(other) is _raise:
-            signal.signal(other, signal.SIG_IGN)  # what ends in order is not to be disturbed
+    for other_signal in _SIGNALS:
+        if other_signal != signal.SIGINT and signal.getsignal(other_signal) is _raise:
+            signal.signal(other_signal, signal.SIG_IGN)  # do not interrupt the shutdown
     raise Interrupted(number)
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """While the block runs, such a signal raises ``Interrupted`` in it; in the main thread only."""
-    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    with _handled_by(_raise, heard):
+    """Raise ``Interrupted`` on a signal while the block runs; only in the main thread."""
+    handled_signals = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    with _handled_by(_raise, handled_signals):
         yield
 
 
 @contextmanager
 def deferred() -> Iterator[Pending]:
-    """While the block runs, signals are noted in what this yields; a second Ctrl-C raises ``Interrupted``.
+    """Record signals in the yielded object while the block runs; a second Ctrl-C raises ``Interrupted``.
 
-    Where ``raising`` is not in force, as in a program that has handlers of its own, nothing changes.
+    Nothing changes where ``raising`` is not active, as in a program with its own handlers.
     """
     pending = Pending()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if number == signal.SIGINT and pending.number is not None and now - pending.since > _AT_ONCE:
             raise Interrupted(number)
         if pending.number is None:
             pending.number, pending.since = number, now
 
-    with _handled_by(note, [number for number in _SIGNALS if signal.getsignal(number) is _raise]):
+    with _handled_by(record, [number for number in _SIGNALS if signal.getsignal(number) is _raise]):
         yield pending
 
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in numbers}
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)

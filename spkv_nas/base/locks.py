@@ -1,6 +1,6 @@
-"""Locks between processes that work in one folder: the second waits, and says for whom.
+"""Folder locks between processes: the second process waits, and reports which process holds the lock.
 
-The operating system frees a lock when its process ends, however it ends, where the file system has locks.
+The operating system releases a lock when its process ends, however it ends, if the file system supports locks.
 """
 
 from __future__ import annotations
@@ -22,24 +22,33 @@ _LOCK, _OWNER = ".lock", ".lock-owner"
 
 
 def shared_lock(file: Path) -> FileLock:
-    """A lock that every user may take who may write its folder."""
+    """Return a file lock that every user with write access to the folder can acquire."""
     return FileLock(file, mode=0o666)
 
 
 class FolderLock:
-    """The lock of a folder, which is made if need be.
+    """Exclusive lock of a folder.
 
     Args:
-        what: says what the holder does ("trains ..."), to those who wait.
+        folder: the folder, created if missing.
+        what: what the holder does ("trains ..."), for processes that wait.
     """
 
     def __init__(self, folder: Path, what: str) -> None:
+        """Store the arguments without acquiring the lock."""
         self._folder, self._what = folder, what
         self._lock = shared_lock(folder / _LOCK)
         self._has_waited = False
 
     def take(self, seconds: float, announce: Announce = silent) -> bool:
-        """Try to get it for so long (below 0: until it is free); ``announce`` is told once for whom this waits.
+        """Try to acquire the lock.
+
+        Args:
+            seconds: timeout; negative: wait until it is free.
+            announce: called once with the holder's process if this one has to wait.
+
+        Returns:
+            Whether the lock was acquired.
 
         Raises:
             UserError: the folder cannot be written.
@@ -52,17 +61,17 @@ class FolderLock:
                 self._has_waited = True
                 if not self._get(seconds):
                     return False
-        except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+        except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
             raise UserError(
                 f"cannot lock {self._folder}: {first_line(error)}\nchoose a writable folder with --workspace"
             ) from error
-        with suppress(OSError):  # a note that names this process; the lock holds without it
-            note = json.dumps({"process": os.getpid(), "host": socket.gethostname()})
-            (self._folder / _OWNER).write_text(note)
+        with suppress(OSError):  # names this process; the lock works without it
+            owner = json.dumps({"process": os.getpid(), "host": socket.gethostname()})
+            (self._folder / _OWNER).write_text(owner)
         return True
 
     def free(self) -> None:
-        """Give it back, if this process has it."""
+        """Release the lock, if this process holds it."""
         if self._lock.is_locked:
             with suppress(OSError):
                 (self._folder / _OWNER).unlink()
@@ -78,7 +87,7 @@ class FolderLock:
 
 @contextmanager
 def locked(folder: Path, what: str, announce: Announce = silent) -> Iterator[None]:
-    """Hold ``folder`` for this process while the block runs; see ``FolderLock``."""
+    """Hold the lock of ``folder`` while the block runs; see ``FolderLock``."""
     lock = FolderLock(folder, what)
     lock.take(-1.0, announce)
     try:
@@ -88,17 +97,17 @@ def locked(folder: Path, what: str, announce: Announce = silent) -> Iterator[Non
 
 
 def is_held(folder: Path) -> bool:
-    """Whether somebody says to hold a folder, who is there still or on another machine; takes no lock."""
+    """Return whether a live process, or one on another machine, has recorded that it holds a folder; takes no lock."""
     try:
-        note = json.loads((folder / _OWNER).read_text())
-        return bool(note["host"] != socket.gethostname()) or psutil.pid_exists(int(note["process"]))
+        owner = json.loads((folder / _OWNER).read_text())
+        return bool(owner["host"] != socket.gethostname()) or psutil.pid_exists(int(owner["process"]))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def _owner(folder: Path) -> str:
     try:
-        note = json.loads((folder / _OWNER).read_text())
-        return f"process {int(note['process'])} on {str(note['host'])[:64]}"
+        owner = json.loads((folder / _OWNER).read_text())
+        return f"process {int(owner['process'])} on {str(owner['host'])[:64]}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -1,7 +1,7 @@
-"""The manifest of a folder: the SHA-256 of every file, written last, so that it also marks the folder as complete.
+"""Manifest of a folder: the SHA-256 of every file. It is written last, so it also marks the folder as complete.
 
-safetensors carries no checksum, so a flipped bit would load silently: every checkpoint that this package writes, and
-every tokenizer, has one.
+safetensors has no checksum, so a flipped bit would load silently. Every checkpoint and tokenizer that this package
+writes therefore has a manifest.
 """
 
 from __future__ import annotations
@@ -16,34 +16,38 @@ from spkv_nas.base.files import read_json, write_json
 from spkv_nas.base.hashes import file_hashes, hashing
 
 MANIFEST = "spkv-manifest.json"
-WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json")  # how the names of files with weights end
+WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json")  # endings of weight files
 
 _REMEDY = "remove the folder and run the command again that made it, or copy it anew"
 
 
 def write_manifest(folder: Path, known: Mapping[str, str] | None = None) -> None:
-    """Record the SHA-256 of every file of ``folder``; the last file to be written, so it marks completeness.
+    """Record the SHA-256 of every file of ``folder``; written last, it marks the folder as complete.
 
-    Hidden files are left out, such as what a kill left of an earlier manifest.
+    Hidden files, such as remains of an interrupted write, are left out.
 
     Args:
-        known: hashes by name of files that were copied, those of their originals; the others are read.
+        folder: the folder.
+        known: hashes by name of files that were copied, computed on the originals; the other files are read.
+
+    Raises:
+        UserError: a file cannot be read.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST and not p.name.startswith("."))
     hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(known or {})
-    read = [name for name, value in hashes.items() if not value]
+    unhashed = [name for name, value in hashes.items() if not value]
     try:
-        hashes |= zip(read, file_hashes(folder / name for name in read), strict=True)
+        hashes |= zip(unhashed, file_hashes(folder / name for name in unhashed), strict=True)
     except OSError as error:
         raise UserError(f"cannot read checkpoint {folder} back: {first_line(error)}") from error
     write_json(folder / MANIFEST, {"sha256": hashes})
 
 
 def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
-    """SHA-256 of the files of ``folder``, a ``what`` in errors, by their names in it, which are all below it.
+    """Read the SHA-256 of the files of ``folder``, by relative name; names cannot lead out of the folder.
 
     Raises:
-        UserError: there is no manifest, or it is damaged.
+        UserError: the manifest is missing or damaged; ``what`` names the kind of folder.
     """
     where = f"{what} {folder} is damaged: {MANIFEST}"
     try:
@@ -61,10 +65,17 @@ def read_manifest(folder: Path, what: str = "checkpoint") -> dict[str, str]:
 
 
 def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> None:
-    """Raise ``UserError`` if a file of ``folder`` is missing or differs from its manifest. No manifest: no check.
+    """Check the files of ``folder`` against its manifest, if it has one.
 
-    Files that were added are nobody's business, unless loading would read them. ``names``: only of these files;
-    ``what`` the folder is begins the error.
+    Added files are ignored, unless loading a model would read them.
+
+    Args:
+        folder: the folder.
+        names: files to check; None: all.
+        what: kind of folder, which starts the error message.
+
+    Raises:
+        UserError: a file is missing or differs.
     """
     with manifest_checked(folder, names, what=what):
         pass
@@ -72,7 +83,7 @@ def check_manifest(folder: Path, names: Collection[str] | None = None, *, what: 
 
 @contextmanager
 def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what: str = "checkpoint") -> Iterator[None]:
-    """``check_manifest`` while the block reads the files; damage is a better reason than what the block says of it."""
+    """Check the manifest in the background while the block reads the files; damage replaces the block's error."""
     hashes = read_manifest(folder, what) if (folder / MANIFEST).exists() else {}
     added = sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes) if hashes else []
     if added:
@@ -92,21 +103,21 @@ def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what
 
 def _compare(folder: Path, expected: Mapping[str, str], wait: Callable[[], list[str]], what: str) -> None:
     try:
-        found = wait()
+        computed_hashes = wait()
     except OSError as error:
         raise UserError(f"{what} {folder}: cannot read a file of it: {first_line(error)}") from error
-    for name, value in zip(expected, found, strict=True):
+    for name, value in zip(expected, computed_hashes, strict=True):
         if value != expected[name]:
             raise UserError(f"{what} {folder} is damaged: {name} differs from its recorded SHA-256\n{_REMEDY}")
 
 
 def _is_read(name: str) -> bool:
-    """Whether the name is that of a file from which a model or its tokenizer is made."""
+    """Return whether loading a model or its tokenizer reads a file of this name."""
     return name.endswith(WEIGHT_ENDINGS) or (
         name.endswith(".json") and name.startswith(("config", "generation", "token"))
     )
 
 
 def is_complete(folder: Path, needed: Iterable[str] = ()) -> bool:
-    """Whether ``folder`` holds a checkpoint that was written to the end, ``needed`` files too; takes no hashes."""
+    """Return whether ``folder`` has a manifest and the files ``needed``; computes no hashes."""
     return (folder / MANIFEST).is_file() and all((folder / name).is_file() for name in needed)

@@ -1,4 +1,4 @@
-"""What is to be done as soon as a library is imported, by whoever, so that it need not be imported for that."""
+"""Run a callback when a module is first imported, without importing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def when_imported(module: str, action: Callable[[], None]) -> None:
-    """Call ``action`` once: now if ``module`` has been imported, otherwise right after it is."""
+    """Call ``action`` once: now if ``module`` is imported already, else right after its import."""
     if module in sys.modules:
         action()
     else:
@@ -19,15 +19,17 @@ def when_imported(module: str, action: Callable[[], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself; lets the others find the module, and acts when it has been executed."""
+    """Import finder that finds no module, but wraps the loader of ``module`` to call ``action`` afterwards."""
 
     def __init__(self, module: str, action: Callable[[], None]) -> None:
+        """Store the name of the module and the callback."""
         self.module, self.action = module, action
-        self._is_asking = False  # the others, in this moment
+        self._is_asking = False  # whether this finder is querying the others
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Let the other finders find the module, and wrap its loader."""
         if fullname != self.module or self._is_asking:
             return None
         self._is_asking = True

@@ -1,6 +1,6 @@
-"""How long work says what it does: whoever starts it hands in a ``Reporter``, or one function of it.
+"""Progress reporting: callers pass a ``Reporter``, or one of its functions, to long-running work.
 
-Nothing heavy is imported here: the command line makes a reporter before anything else is loaded.
+Imports nothing heavy, because the command line creates a reporter before it loads anything else.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-Announce = Callable[[str], None]  # told what begins, one line each
-Progress = Callable[[int, int], None]  # told (done, in all)
+Announce = Callable[[str], None]  # called with one line when a step begins
+Progress = Callable[[int, int], None]  # called with (done, total)
 
 
 class Bar(Protocol):
-    """A bar on the screen: a ``Progress`` that also takes a note, such as the loss."""
+    """Progress bar: a ``Progress`` that also accepts a note, such as the loss."""
 
-    def __call__(self, done: int, total: int, note: str = "") -> None: ...
+    def __call__(self, done: int, total: int, note: str = "") -> None:
+        """Show that ``done`` of ``total`` steps are finished."""
 
 
 def silent(_: str) -> None:
-    """An ``Announce`` that says nothing."""
+    """Discard a message."""
 
 
 def no_progress(done: int, total: int, note: str = "") -> None:
-    """A ``Bar`` that shows nothing."""
+    """Discard a progress update."""
 
 
 @contextmanager
@@ -35,13 +36,13 @@ def _no_bar(_: str) -> Iterator[Bar]:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Whom work tells what it does.
+    """Receiver of progress and status messages.
 
     Attributes:
-        announce: told what starts, one line each.
-        caution: told what the reader should know before trusting a result.
-        bar: makes, for a title, a context in which a progress bar is shown; it yields what tells it (done, total).
-        verbose: whether to say details too, and to let libraries speak.
+        announce: called with one line when a step begins.
+        caution: called with what the user should know before trusting a result.
+        bar: creates, for a title, a context manager that shows a progress bar and yields its ``Bar``.
+        verbose: whether to show details and the output of libraries.
     """
 
     announce: Announce = silent
@@ -50,12 +51,12 @@ class Reporter:
     verbose: bool = False
 
     def detail(self, line: str) -> None:
-        """Announce what only some want to know."""
+        """Announce a detail, if verbose."""
         if self.verbose:
             self.announce(line)
 
     def reused(self, number: int, total: int, what: str) -> None:
-        """Announce how much was finished before and has not to be done again, if anything: "reused 9 of 9 runs"."""
+        """Announce how much finished work is reused, if any: "reused 9 of 9 runs"."""
         if number:
             self.announce(f"reused {number} of {total} {what}")
 

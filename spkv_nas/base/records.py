@@ -1,8 +1,8 @@
-"""Records: the YAML file beside the tables of a result, which says where they come from and what they must hash to.
+"""Records: YAML files beside result tables, with their provenance and the hashes of all files of the result.
 
-Its first key, ``sha256``, has the hash of its own lines below, and of every file that was written with it; it is first
-so that a record which was cut off does not pass for one without. To edit a table is a feature: what has changed since
-is read as it stands, with a warning. A binary file nobody edits; if one has changed it is damaged.
+The first key, ``sha256``, has the hash of the record's own remaining lines and of every file written with it; it is
+first so that a truncated record is not mistaken for one without hashes. Tables may be edited: an edited one is read as
+it is, with a warning. Binary files are not edited by hand, so a changed one is damaged.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _TEXT = (".csv", ".yaml")
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a record of all files that are in its folder now."""
+    """Write a record with the hashes of all files in its folder."""
     files = sorted(file for file in path.parent.iterdir() if file.is_file() and not file.name.startswith("."))
     hashes = {file.name: sha256_file(file) for file in files if file != path}
     text = yaml_text(content)
-    own = hashlib.sha256(text.encode()).hexdigest()
-    write_atomic(path, yaml_text({_KEY: {path.name: own, **hashes}}) + text)
+    own_hash = hashlib.sha256(text.encode()).hexdigest()
+    write_atomic(path, yaml_text({_KEY: {path.name: own_hash, **hashes}}) + text)
 
 
 def read_record(path: Path, what: str) -> dict[str, Any]:
-    """A record's content without its hashes, which are checked; records without any are read as they are.
+    """Read a record, and verify and remove its hashes, if it has any.
 
     Raises:
         UserError: the record cannot be read, or a binary file beside it is damaged.
 
     Warns:
-        UserWarning: the record or a table beside it has changed since it was written.
+        UserWarning: the record or a table beside it was changed after it was written.
     """
     text = read_text(path, what)
     content = parse_yaml(text, f"{what} {path}")
@@ -46,16 +46,18 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
     hashes = content.pop(_KEY)
     if not isinstance(hashes, dict):
         raise UserError(f"{what} {path}: key '{_KEY}' must be a mapping of file names to hashes")
-    changed = [str(name) for name, expected in hashes.items() if _hash(path, str(name), text) not in (None, expected)]
-    damaged = [name for name in changed if not name.endswith(_TEXT)]
-    if damaged:
+    # Verify hashes
+    edited = [str(name) for name, expected in hashes.items() if _hash(path, str(name), text) not in (None, expected)]
+    damaged_names = [name for name in edited if not name.endswith(_TEXT)]
+    # Refuse damaged binary files, warn of edited tables
+    if damaged_names:
         raise UserError(
-            f"{path.parent / damaged[0]} is damaged: it is not what {path.name} beside it was written with\n"
+            f"{path.parent / damaged_names[0]} is damaged: it is not what {path.name} beside it was written with\n"
             "remove it, or run the command again that made it"
         )
-    if changed:
+    if edited:
         warnings.warn(
-            f"{', '.join(str(path.parent / name) for name in changed)}: changed since it was written, by hand or by "
+            f"{', '.join(str(path.parent / name) for name in edited)}: changed since it was written, by hand or by "
             f"damage\nit is read as it stands; remove the key '{_KEY}' from {path} if the change is meant",
             stacklevel=2,
         )
@@ -63,7 +65,7 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
 
 
 def read_unchecked(path: Path, what: str) -> dict[str, Any]:
-    """A record's content, its hashes unchecked, to see whether a result is of interest; empty where there is none.
+    """Read a record without verifying its hashes, for a quick look; empty if there is none.
 
     Raises:
         UserError: the record cannot be read.
@@ -72,10 +74,10 @@ def read_unchecked(path: Path, what: str) -> dict[str, Any]:
 
 
 def _hash(record: Path, name: str, text: str) -> str | None:
-    """Of a file beside the record, None where there is none; of the record itself, its lines below the hashes."""
+    """Hash a file beside the record, or of the record its lines below the hashes; None for a missing file."""
     if name == record.name:
-        own = re.sub(rf"\A{_KEY}:\n(?: .*\n)*", "", text)
-        return hashlib.sha256(own.encode()).hexdigest()
+        lines_below = re.sub(rf"\A{_KEY}:\n(?: .*\n)*", "", text)
+        return hashlib.sha256(lines_below.encode()).hexdigest()
     file = record.parent / Path(name).name
     try:
         return sha256_file(file) if is_file(file) else None

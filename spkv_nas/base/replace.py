@@ -1,9 +1,9 @@
-"""Results of several files: a killed command leaves all of the old ones or all of the new ones.
+"""Atomic replacement of results of several files: an interrupted command leaves all old files or all new ones.
 
-New files are written to a folder of their own inside the one where they belong. Renaming that folder to ``.commit``
-is the one step that decides: before it a killed command has left the old result, after it the new one. What remains is
-moving the files to their places; whoever comes next finishes it (``settle``). Who reads while they move may see some of
-each, which the hashes of the record beside them tell.
+New files are written to a temporary folder inside the target folder. Renaming it to ``.commit`` is the decisive step:
+an interruption before it leaves the old result, one after it the new result. Then the files are moved to the target;
+if that is interrupted, the next reader completes it (``settle``). A reader during the move may see a mixture, which the
+hashes in the record reveal.
 """
 
 from __future__ import annotations
@@ -27,35 +27,36 @@ _DAY = 86_400.0  # seconds
 
 @contextmanager
 def replacing(folder: Path, stale: Iterable[str] = ()) -> Iterator[Path]:
-    """A folder to write the files of a result to; when the block ends, they take their places in ``folder`` together.
+    """Yield a temporary folder whose files replace those in ``folder`` together when the block ends.
 
     Args:
-        stale: names of files in ``folder`` that belong to an earlier result and go with it, unless written anew.
+        folder: target, created if missing.
+        stale: names of files of an earlier result to delete, unless they are written again.
 
     Raises:
-        UserError: the folder cannot be written; the earlier result is then untouched.
+        UserError: the folder cannot be written; the earlier result is then unchanged.
     """
     with as_user_error(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
-        new.chmod(0o755)
+        new_files = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
+        new_files.chmod(0o755)
     try:
-        yield new
+        yield new_files
         with as_user_error(folder):
-            written = {file.name for file in new.iterdir()}
-            (new / _STALE).write_text(json.dumps(sorted(set(stale) - written)))
-            flush(new)
+            written_names = {file.name for file in new_files.iterdir()}
+            (new_files / _STALE).write_text(json.dumps(sorted(set(stale) - written_names)))
+            flush(new_files)
             with shared_lock(folder / _LOCK):
                 _settle(folder)
                 _tidy(folder)
-                new.rename(folder / _COMMIT)
+                new_files.rename(folder / _COMMIT)
                 _settle(folder)
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(new_files, ignore_errors=True)
 
 
 def settle(folder: Path) -> None:
-    """Finish what a killed command began: move the files of a result that was decided on to their places.
+    """Complete an interrupted replacement: move the files of a committed result to their target.
 
     Raises:
         UserError: the folder cannot be written.
@@ -70,7 +71,8 @@ def _settle(folder: Path) -> None:
     if not commit.is_dir():
         return
     plan = commit / _STALE
-    if plan.is_file():  # the last to go, so without it only the empty folder is left
+    if plan.is_file():  # deleted last: without it only the empty folder remains
+        # Delete stale files, then move the new ones
         for name in json.loads(plan.read_text()):
             (folder / Path(name).name).unlink(missing_ok=True)
         for file in sorted(commit.iterdir()):
@@ -82,31 +84,35 @@ def _settle(folder: Path) -> None:
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what commands that were killed before they decided left a day ago or longer."""
-    for left in folder.glob(f"{_NEW}*"):
-        with suppress(OSError):  # another process may remove its own
-            if time.time() - left.stat().st_mtime > _DAY:
-                shutil.rmtree(left, ignore_errors=True)
+    """Remove temporary folders of interrupted commands that are more than a day old."""
+    for leftover in folder.glob(f"{_NEW}*"):
+        with suppress(OSError):  # another process may remove it meanwhile
+            if time.time() - leftover.stat().st_mtime > _DAY:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_new(folder: Path) -> Path:
-    """Resolve a folder that ``new_folder`` may write. Raises ``UserError``: it holds files, or the process is in it."""
+    """Resolve a folder that ``new_folder`` may write.
+
+    Raises:
+        UserError: it is not empty, or it is the current folder.
+    """
     target = folder.resolve()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder: choose another --out")
-    if target == Path.cwd():  # which is replaced, so that whoever is in it would be nowhere
+    if target == Path.cwd():  # replacing it would leave the shell in a deleted folder
         raise UserError(f"{folder} is the current folder: choose a new one with --out")
     return target
 
 
 @contextmanager
 def new_folder(final: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``final`` in one step when the block ends; without an error, that is.
+    """Yield a temporary folder that atomically becomes ``final`` when the block ends without an error.
 
-    What was at ``final`` goes just before. One process at a time may make a ``final`` (``base.locks``).
+    An existing ``final`` is removed just before. Only one process at a time may create it (``base.locks``).
 
     Raises:
-        UserError: the place cannot be written.
+        UserError: the folder cannot be written.
     """
     partial = final.with_name(f".{final.name}.partial")
     with as_user_error(final):
@@ -127,13 +133,15 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def flush(folder: Path, *, files: bool = True) -> None:
-    """Have the operating system write a folder to disk, with the files below it."""
+    """Flush a folder to disk (fsync), with the files below it unless ``files`` is False."""
     for path in (*(folder.rglob("*") if files else ()), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # of folders on some networks
+            if not (
+                path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)
+            ):  # for folders on some network file systems
                 raise
         finally:
             os.close(descriptor)
@@ -141,7 +149,7 @@ def flush(folder: Path, *, files: bool = True) -> None:
 
 @contextmanager
 def as_user_error(folder: Path) -> Iterator[None]:
-    """Errors of the operating system while ``folder`` is written become a ``UserError`` that says what to do."""
+    """Convert errors of the operating system while ``folder`` is written to ``UserError``."""
     try:
         yield
     except OSError as error:

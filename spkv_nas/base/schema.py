@@ -1,4 +1,4 @@
-"""Strict schemas: what a file may hold, and errors that name the key, what was expected and what was found."""
+"""Strict validation of files with pydantic; errors name the key, what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spkv_nas.base.errors import UserError, shortened
 
-_MOST_SHOWN = 160  # characters of what was found
+_MOST_SHOWN = 160  # characters of an invalid value
 
 
 class Section(BaseModel):
+    """Base of all schemas: immutable, strictly typed, without unknown keys, NaN or infinity."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
@@ -21,20 +23,26 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def merged(base: Any, over: Mapping[str, Any]) -> Any:
-    """``base`` with the keys of ``over``, section by section."""
+    """Return ``base`` updated with the keys of ``over``, recursively."""
     if not isinstance(base, Mapping):
         return dict(over)
-    found = dict(base)
+    result = dict(base)
     for key, value in over.items():
-        found[key] = merged(found.get(key), value) if isinstance(value, Mapping) else value
-    return found
+        result[key] = merged(result.get(key), value) if isinstance(value, Mapping) else value
+    return result
 
 
 def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
-    """``data`` as a ``schema`` object. ``where`` (kind and file) starts the error message.
+    """Validate ``data`` as an object of class ``schema``.
 
-    Raises ``UserError`` that names the key, what was expected and what was found; for an unknown key it offers the
-    nearest known one.
+    Args:
+        schema: pydantic model.
+        data: content of the file.
+        where: kind and name of the file, which start the error message.
+
+    Raises:
+        UserError: a value is invalid; names the key, what was expected and what was found, and suggests the nearest
+            known key for an unknown one.
     """
     try:
         return schema.model_validate(data)
@@ -49,20 +57,20 @@ def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"key '{key}' is missing"
     if problem["type"] == "extra_forbidden":
-        known = _known_keys(schema, location[:-1])
-        return f"unknown key '{key}'; {suggestion(str(location[-1]), known)}"
+        known_keys = _known_keys(schema, location[:-1])
+        return f"unknown key '{key}'; {suggestion(str(location[-1]), known_keys)}"
     message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
     return f"key '{key}': {message}; found {shortened(repr(problem['input']), _MOST_SHOWN)}"
 
 
 def suggestion(key: str, known: Sequence[str]) -> str:
-    """Offer the nearest of the known keys, or all of them where none is near."""
-    near = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+    """Suggest the nearest of the known keys, or list them all if none is similar."""
+    matches = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean '{matches[0]}'?" if matches else f"known keys: {', '.join(known)}"
 
 
 def _known_keys(schema: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    """Keys of the (sub-)schema at ``location``, optional or not; an empty list where the path leads through a list."""
+    """Return the keys of the (sub-)schema at ``location``; empty if the path leads through a list."""
     current: Any = schema
     for part in location:
         field = getattr(current, "model_fields", {}).get(part)

@@ -1,6 +1,6 @@
-"""CSV tables: one writer, and one strict reader for tables that a person may have made or edited.
+"""CSV tables: one writer, and one strict reader for tables that may be made or edited by hand.
 
-Errors name the file, the line and the column. A file's module declares its columns once, as ``Column`` values.
+Errors name the file, the line and the column. The module of a table declares its columns once, as ``Column`` values.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.limits import MOST_WHOLE
 
-MOST_BYTES = 2 << 30  # of a table: a search of 100,000 layouts with 640 heads has 80 MB
+MOST_BYTES = 2 << 30  # maximum size; a search of 100,000 layouts with 640 heads has 80 MB
 
 
 @dataclass(frozen=True)
 class Column:
-    """What the cells of a column hold.
+    """Declaration of a column.
 
     Attributes:
-        name: of the column, as in the header.
-        kind: "text", "number" (finite), or "whole" (a number without a fraction, up to 2^53).
-        low, high: bounds of a number, both allowed.
-        above: a number must be more than this, whatever ``low``.
-        default: text of every cell where the table has no such column; None: the table must have it.
-        gaps: whether the cell of a number may be empty, NaN then; text may always be.
-        choices: the texts that are allowed; empty: any.
+        name: name in the header.
+        kind: "text", "number" (finite), or "whole" (an integer up to 2^53).
+        low: smallest number allowed.
+        high: largest number allowed.
+        above: exclusive lower bound, which replaces ``low``.
+        default: text of every cell if the table has no such column; None: the column is required.
+        gaps: whether numbers may be missing (empty cells, NaN); text may always be empty.
+        choices: allowed texts; empty: any.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Column:
 
     @property
     def expected(self) -> str:
-        """What a cell must be, for people."""
+        """Return a description of valid cells, for error messages."""
         if self.kind == "text":
             return " or ".join(self.choices) if self.choices else "text"
         number = "a whole number" if self.kind == "whole" else "a number"
@@ -61,14 +62,18 @@ class Column:
 
 
 def write_csv(path: Path, rows: pd.DataFrame, *, digits: int | None = 6) -> None:
-    """Write a table with a header, as ``write_atomic`` does; numbers with a fraction to ``digits`` significant digits
-    (None: as many as tell them apart).
+    """Write a table with a header, as ``write_atomic``.
+
+    Args:
+        path: the file.
+        rows: the table.
+        digits: significant digits of fractional numbers; None: as many as needed to tell them apart.
     """
     write_atomic(path, csv_text(rows, digits=digits))
 
 
 def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
-    """What ``write_csv`` writes."""
+    """Return the text that ``write_csv`` writes."""
     text: str = rows.to_csv(index=False, float_format=digits and f"%.{digits}g", lineterminator="\n")
     return text
 
@@ -76,19 +81,21 @@ def csv_text(rows: pd.DataFrame, *, digits: int | None = 6) -> str:
 def read_table(
     file: Path, what: str, columns: Sequence[Column], *, others: bool = False, empty: bool = False
 ) -> pd.DataFrame:
-    """A CSV file as ``columns`` in their order, indexed by line number: text as str, whole numbers as int64 unless
-    they may be missing, others as float64.
+    """Read and validate the ``columns`` of a CSV file, in their order, indexed by line number.
 
     Args:
-        file: UTF-8, with a header; a byte order mark, empty lines, and blanks around cells are left out.
-        what: names the kind of file in errors ("density table").
-        columns: what the table may have.
-        others: whether columns beside these may be there too; they are left out.
-        empty: whether a header without rows will do.
+        file: UTF-8 file with a header; a byte order mark, empty lines, and blanks around cells are ignored.
+        what: kind of file in errors ("density table").
+        columns: declarations of the columns.
+        others: whether other columns are allowed; they are left out.
+        empty: whether a table without rows is allowed.
+
+    Returns:
+        Text as str, integers as int64 unless they may be missing, other numbers as float64.
 
     Raises:
-        UserError: naming file, line and column; a column that is missing, unknown or repeated, a cell that is not what
-            its column holds, a line of another length than the header, no rows.
+        UserError: a column is missing, unknown or repeated, a cell is invalid, a line has another length than the
+            header, or there are no rows; names file, line and column.
     """
     required = tuple(column.name for column in columns if column.default is None)
     cells = _read_cells(file, what, required, tuple(column.name for column in columns), others=others, empty=empty)
@@ -102,13 +109,13 @@ def read_table(
 def _read_cells(
     file: Path, what: str, required: tuple[str, ...], names: tuple[str, ...], *, others: bool, empty: bool
 ) -> pd.DataFrame:
-    """The cells of a CSV file as text, indexed by line number; ``what`` names the kind of file in errors.
+    """Read the cells of a CSV file as text, indexed by line number.
 
     Raises:
-        UserError: naming file and line; a column of ``required`` that is missing, one that is not in ``names`` (unless
-            ``others`` may be there) or is there twice, a line of another length than the header, no rows (unless
-            ``empty``).
+        UserError: a column of ``required`` is missing, one is repeated or not in ``names`` (unless ``others`` are
+            allowed), a line has another length than the header, or there are no rows (unless ``empty`` is allowed).
     """
+    # Split lines into cells
     where = f"{what} {file}"
     reader = csv.reader(io.StringIO(read_text(file, what, most=MOST_BYTES).removeprefix("\ufeff")))
     try:
@@ -117,6 +124,7 @@ def _read_cells(
         raise UserError(f"{where}, line {reader.line_num}: not a CSV table: {error}") from error
     if not lines:
         raise UserError(f"{where}: the file is empty; a table has the columns {', '.join(required)}")
+    # Check the header
     _, header = lines.pop(0)
     missing = [name for name in required if name not in header]
     if missing:
@@ -124,10 +132,11 @@ def _read_cells(
             f"{where}: column '{missing[0]}' is missing; a table has {', '.join(required)}, "
             f"this one {', '.join(header)}"
         )
-    number = Counter(header)
-    wrong = [name for name in header if (number[name] > 1 if name in names else not others)]
-    if wrong:
-        raise UserError(f"{where}: unknown or repeated column '{wrong[0]}'; known are {', '.join(names)}")
+    occurrences = Counter(header)
+    invalid = [name for name in header if (occurrences[name] > 1 if name in names else not others)]
+    if invalid:
+        raise UserError(f"{where}: unknown or repeated column '{invalid[0]}'; known are {', '.join(names)}")
+    # Check the rows
     if not lines and not empty:
         raise UserError(f"{where}: there are no rows below the header")
     for line, cells in lines:
@@ -139,26 +148,30 @@ def _read_cells(
 
 
 def _parse(texts: pd.Series[str], column: Column, where: str) -> pd.Series:
-    """The cells of one column as what it holds. Raises ``UserError``."""
+    """Convert the cells of one column to its kind.
+
+    Raises:
+        UserError: a cell is invalid.
+    """
     if column.kind == "text":
-        right = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
+        is_valid = texts.isin(column.choices) if column.choices else pd.Series(True, texts.index)
         values = texts
     else:
         filled = texts != "" if column.gaps else pd.Series(True, texts.index)
         values = pd.to_numeric(texts.where(filled, "nan"), errors="coerce").astype(np.float64)
-        right = ~filled | _is_right(values, column)
-    if not right.all():
-        line = texts.index[int(right.to_numpy().argmin())]
+        is_valid = ~filled | _is_valid(values, column)
+    if not is_valid.all():
+        line = texts.index[int(is_valid.to_numpy().argmin())]
         raise UserError(
             f"{where}, line {line}: column '{column.name}' must be {column.expected}; found '{texts[line][:100]}'"
         )
     return values.astype(np.int64) if column.kind == "whole" and not column.gaps else values
 
 
-def _is_right(values: pd.Series[float], column: Column) -> pd.Series[bool]:
-    """Which numbers are what the column holds."""
-    right = np.isfinite(values) & (values <= column.high)
-    right &= values >= column.low if column.above is None else values > column.above
+def _is_valid(values: pd.Series[float], column: Column) -> pd.Series[bool]:
+    """Return which numbers satisfy the column's declaration."""
+    is_valid = np.isfinite(values) & (values <= column.high)
+    is_valid &= values >= column.low if column.above is None else values > column.above
     if column.kind == "whole":
-        right &= (values == values.round()) & (values.abs() <= MOST_WHOLE)
-    return right
+        is_valid &= (values == values.round()) & (values.abs() <= MOST_WHOLE)
+    return is_valid

@@ -1,5 +1,4 @@
-"""Sizes as people write them: bytes such as ``2GiB``, contexts such as ``128k``, times; and the bytes of a dtype's
-numbers."""
+"""Parse and format sizes: bytes such as ``2GiB``, context lengths such as ``128k``, times; bytes per dtype."""
 
 from __future__ import annotations
 
@@ -9,21 +8,35 @@ import re
 from spkv_nas.base.errors import UserError
 
 ITEM_BYTES = {
-    "float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
-}  # fmt: skip
-_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # of a thousand
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+}
+_POWERS = ("", "k", "M", "G", "T", "P", "E", "Z")  # prefixes of powers of 1,000
 MOST_CONTEXT = 2**40  # tokens
 _UNITS = {
-    "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from ``"2GiB"``, ``"1.5 GB"`` or ``"2000000000"``.
+    """Parse a size in bytes: ``"2GiB"``, ``"1.5 GB"`` or ``"2000000000"``.
 
     Raises:
-        UserError: not a size, or not above 0.
+        UserError: the text is not a size, or is not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text.lower())
     number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
@@ -33,7 +46,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(number: int) -> str:
-    """Such as "1.98 GiB"."""
+    """Format bytes, such as "1.98 GiB"."""
     value, unit = float(number), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -43,13 +56,13 @@ def format_bytes(number: int) -> str:
 
 
 def format_flops(number: float) -> str:
-    """Such as "1.3 PFLOP"."""
+    """Format FLOPs, such as "1.3 PFLOP"."""
     power = min(len(_POWERS) - 1, max(0, math.floor(math.log10(number) / 3))) if number > 0 else 0
     return f"{number / 1000**power:.3g} {_POWERS[power]}FLOP"
 
 
 def format_seconds(seconds: float) -> str:
-    """Such as "45 s", "12 min", "3 h 20 min" or "5 days"."""
+    """Format a duration, such as "45 s", "12 min", "3 h 20 min" or "5 days"."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{max(1, round(seconds))} s" if seconds else "0 s"
@@ -61,7 +74,11 @@ def format_seconds(seconds: float) -> str:
 
 
 def parse_context(text: str) -> int:
-    """Number of tokens from ``131072`` or ``128k`` (k: 1,024). Raises ``UserError`` for anything else."""
+    """Parse a number of tokens: ``131072`` or ``128k`` (k: 1,024).
+
+    Raises:
+        UserError: the text is not a number of tokens, or it is out of range.
+    """
     digits = text.strip().lower()
     factor = 1024 if digits.endswith("k") else 1
     try:

@@ -1,4 +1,4 @@
-"""The version of the package, and of everything else that made a result."""
+"""Versions of the package and its environment, recorded with every result."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 __version__ = "0.1.0"
-COMMIT_FILE = Path(__file__).with_name("commit.txt")  # not in a checkout: hatch_build.py puts it into what it builds
+COMMIT_FILE = Path(__file__).with_name("commit.txt")  # only in built packages: written by hatch_build.py
 
 
 @cache
 def environment() -> dict[str, str]:
-    """Versions of what made a result, the platform, and the commit of the source."""
+    """Return the versions of the package and its main dependencies, the platform, and the source commit."""
     packages = ("spkv-nas", "torch", "transformers", "numpy")
     versions = {package: _version(package) for package in packages}
     return {
@@ -33,7 +33,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Of the source that a wheel was built from, or else of the checkout."""
+    """Return the commit that a wheel was built from, or that of the checkout."""
     try:
         return COMMIT_FILE.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -41,13 +41,14 @@ def _commit() -> str:
 
 
 def checkout_commit(root: Path) -> str:
-    """What git calls the commit of the checkout at ``root``, with "-dirty" where files differ from it; "unknown" where
-    it is none: a folder inside another project's checkout has nothing to do with that one's commits.
+    """Return ``git describe`` of the checkout at ``root``, with "-dirty" if files are modified; "unknown" without one.
+
+    A folder inside another project's checkout counts as none.
     """
     if not (root / ".git").exists():
         return "unknown"
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
             capture_output=True,
             text=True,
@@ -56,4 +57,4 @@ def checkout_commit(root: Path) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return found.stdout.strip()
+    return process.stdout.strip()

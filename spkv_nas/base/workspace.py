@@ -1,4 +1,4 @@
-"""The workspace: the folder that holds ``probes/``, ``layouts/``, ``reports/`` and ``runs/``, by the same names."""
+"""Workspace: folder of ``probes/``, ``layouts/``, ``reports/`` and ``runs/``, each with the same result names."""
 
 from __future__ import annotations
 
@@ -12,58 +12,62 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.replace import settle
 
 _PROBES, _REPORTS = "probes", "reports"
-BUDGETS, SEARCH = LAYOUT_FOLDERS = ("budgets", "search")  # below ``layouts/<name>/``: layouts of a range, of a search
+BUDGETS, SEARCH = LAYOUT_FOLDERS = ("budgets", "search")  # below ``layouts/<name>/``: of a budget range, a search
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where results live. ``name`` is the same in all folders.
+    """Folders of results below one root; ``name`` is the same in all of them.
 
-    Every folder is one below its kind's (``check_name`` sees to it), and whole: a result that a killed command had
-    decided on is moved to its place when its folder is asked for.
+    Every folder is a direct child of its kind's folder (``check_name``), and complete: if a command was interrupted
+    while it replaced a result, the replacement is completed when the folder is requested.
     """
 
     root: Path
 
     def probe_dir(self, name: str) -> Path:
-        """Density tables: ``probes/<name>/``."""
+        """Return the folder of a probe's tables, ``probes/<name>/``."""
         return self._dir(_PROBES, name)
 
     def probes(self) -> list[str]:
-        """The names of the density tables that are there, sorted; hidden folders are none."""
+        """Return the names of all probes, sorted, without hidden folders."""
         names = (table.parent.name for table in (self.root / _PROBES).glob("*/density.csv"))
         return sorted(name for name in names if not name.startswith("."))
 
     @property
     def reports(self) -> Path:
-        """The folder of all reports."""
+        """Return the folder of all reports."""
         return self.root / _REPORTS
 
     def layout_dir(self, name: str) -> Path:
-        """Layouts and their coverage: ``layouts/<name>/``."""
+        """Return the folder of layouts and their coverage, ``layouts/<name>/``."""
         folder = self._dir("layouts", name)
         for inner in LAYOUT_FOLDERS:
             settle(folder / inner)
         return folder
 
     def report_dir(self, name: str) -> Path:
-        """Comparison and report: ``reports/<name>/``."""
+        """Return the folder of a comparison and its report, ``reports/<name>/``."""
         return self._dir(_REPORTS, name)
 
     def run_dir(self, name: str) -> Path:
-        """Checkpoints and caches: ``runs/<name>/``."""
+        """Return the folder of checkpoints and caches, ``runs/<name>/``."""
         return self._dir("runs", name)
 
     def _dir(self, kind: str, name: str) -> Path:
         folder = self.root / kind / check_name(name, "the name")
-        for place in (self.root, folder.parent, folder):
-            if is_file(place):
-                raise UserError(f"{place} is a file, where the workspace has a folder: move it away")
+        for path in (self.root, folder.parent, folder):
+            if is_file(path):
+                raise UserError(f"{path} is a file, where the workspace has a folder: move it away")
         settle(folder)
         return folder
 
     def check_writable(self) -> None:
-        """Raise ``UserError`` now rather than after an hour of work if nothing can be written here."""
+        """Check that the workspace can be written, to fail now and not after an hour of work.
+
+        Raises:
+            UserError: it cannot be written.
+        """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.root):
