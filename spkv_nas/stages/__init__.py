@@ -1,1 +1,1 @@
-"""The commands as functions: each reads its inputs from a workspace, does one stage, and writes its results there."""
+"""Implement the commands: each function reads a workspace, runs one stage and writes its results there."""

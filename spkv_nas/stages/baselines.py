@@ -1,4 +1,4 @@
-"""Baselines: what pruning a dense model's cache after the fact costs, to ``reports/<name>/``."""
+"""Baselines: measure post-hoc (training-free) KV-cache pruning of a dense model, to ``reports/<name>/``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,15 @@ from spkv_nas.stages.options import BaselinesOptions
 
 @dataclass(frozen=True)
 class BaselinesResult:
-    """What ``baselines`` measured: its name, the table of ``evaluation.baselines``, its folder, and documents."""
+    """Result of ``baselines``.
+
+    Attributes:
+        name: name of the results.
+        rows: table of ``evaluation.baselines``.
+        folder: folder of the table.
+        num_documents: documents measured on.
+        effective_documents: number of equally long documents that would give the same standard error.
+    """
 
     name: str
     rows: pd.DataFrame
@@ -48,9 +56,10 @@ class BaselinesResult:
 
 
 def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> BaselinesResult:
-    """NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
+    """Measure the NLL of a dense checkpoint pruned by every method, and of an SP-KV checkpoint on the same text."""
     check(options)
     quiet_transformers(reporter)
+    # Parse what to compare
     methods, densities, sinks = (
         parse_methods(options.methods),
         parse_densities(options.densities),
@@ -58,52 +67,61 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     )
     sweep = check_sweep(options.tau, options.tau_sweep, options.points)
     taus = sweep if options.tau is None else [options.tau]
+    # Load the models and the text
     subject = Subject.of_command(options)
     folder = options.place.report_dir(subject.name)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
-    beside = None if options.against is None else _beside(options, measured)
-    window = options.window or (suitable_window(measured.blocks.block_size) if beside is None else beside.gates.window)
+    gated = None if options.against is None else _load_gated(options, measured)
+    # Fix the protocol
+    window = options.window or (suitable_window(measured.blocks.block_size) if gated is None else gated.gates.window)
     chunk = min(BASELINE_CHUNK, window) if options.chunk is None else options.chunk
     protocol = partial(Protocol, window, chunk=chunk, kind=options.protocol)
     for number in sinks:
         protocol(number).check(measured.blocks.block_size)
+    # Measure the pruned model and the gated one
     plan = Plan(protocol, methods, densities, sinks)
-    found, learned = _measure(measured, plan, options.seed, reporter)
-    if beside is not None:
-        own = [beside.gates.tau] if taus is None else taus
+    measurements, fit_record = _measure(measured, plan, options.seed, reporter)
+    if gated is not None:
+        gate_taus = [gated.gates.tau] if taus is None else taus
         with reporter.bar("reading with gates") as progress:
-            found += own_rows(beside.model, measured.blocks, own, batch_size=measured.batch_size, progress=progress)
-    rows = baselines_table(found)
-    told = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": options.seed, **learned}
+            measurements += own_rows(
+                gated.model, measured.blocks, gate_taus, batch_size=measured.batch_size, progress=progress
+            )
+    # Write the table
+    rows = baselines_table(measurements)
+    settings = {"window": window, "chunk": chunk, "protocol": options.protocol, "seed": options.seed, **fit_record}
     if options.against is not None:
-        told["against"] = model_origin(options.against)
-    _write(folder, rows, {**measured_on(subject, measured, found[0].nll), **told})
-    nll = found[0].nll
+        settings["against"] = model_origin(options.against)
+    _write(folder, rows, {**measured_on(subject, measured, measurements[0].nll), **settings})
+    nll = measurements[0].nll
     return BaselinesResult(subject.name, rows, folder, nll.num_documents, nll.effective_documents)
 
 
 def _measure(measured: Measured, plan: Plan, seed: int, reporter: Reporter) -> tuple[list[Measurement], dict[str, Any]]:
-    """The rows of a plan, and what there is to say of networks that were fitted for it."""
-    model, blocks, size = measured.model, measured.blocks, measured.batch_size
-    rotation = (
-        Rotation.of(model, blocks.block_size) if EXPECTED in plan.methods else None
-    )  # refused before hours of work
-    kvzap, learned = None, {}
+    """Measure the rows of a plan; return them and the record of networks that were fitted for them."""
+    model, blocks, batch_size = measured.model, measured.blocks, measured.batch_size
+    # Refuse models without a known rotation before hours of work
+    rotation = Rotation.of(model, blocks.block_size) if EXPECTED in plan.methods else None
+    # Fit KVzap's networks
+    kvzap, fit_record = None, {}
     if KVZAP in plan.methods:
         assert measured.train is not None
         with reporter.bar("fitting kvzap") as progress:
-            kvzap = fit_kvzap(model, measured.tokenizer, measured.train, seed=seed, batch_size=size, progress=progress)
-        learned = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
+            kvzap = fit_kvzap(
+                model, measured.tokenizer, measured.train, seed=seed, batch_size=batch_size, progress=progress
+            )
+        fit_record = {"kvzap": {"tokens": kvzap.tokens, "explained_variance": float(f"{kvzap.explained:.4g}")}}
+    # Measure
     with reporter.bar("reading pruned") as progress:
-        found = measure(
-            model, blocks, plan, kvzap=kvzap, rotation=rotation, seed=seed, batch_size=size, progress=progress
+        measurements = measure(
+            model, blocks, plan, kvzap=kvzap, rotation=rotation, seed=seed, batch_size=batch_size, progress=progress
         )
-    return found, learned
+    return measurements, fit_record
 
 
 def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
-    """Table, origin and figure."""
+    """Write table, origin and figure."""
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import baselines_chart
 
@@ -111,15 +129,15 @@ def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
     save_chart(folder, baselines_chart(rows))
 
 
-class _Beside(NamedTuple):
-    """The SP-KV model of ``--against``."""
+class _GatedModel(NamedTuple):
+    """SP-KV model of ``--against``."""
 
     model: PreTrainedModel
     gates: GateConfig
 
 
-def _beside(options: BaselinesOptions, measured: Measured) -> _Beside:
-    """Raises ``UserError`` for a model without gates, of another tokenizer, or of another window than is asked for."""
+def _load_gated(options: BaselinesOptions, measured: Measured) -> _GatedModel:
+    """Load the model of ``--against``. Raises ``UserError`` if it lacks gates or has another tokenizer or window."""
     assert options.against is not None
     model, tokenizer = load_on(options.against, measured.model.device.type, options.dtype)
     gates = gate_config(model)
@@ -129,4 +147,4 @@ def _beside(options: BaselinesOptions, measured: Measured) -> _Beside:
         raise UserError(f"--against {options.against} has another tokenizer than --model: it would read another text")
     if options.window is not None and options.window != gates.window:
         raise UserError(f"--window {options.window} is not that of --against, {gates.window}: windows must be equal")
-    return _Beside(model, gates)
+    return _GatedModel(model, gates)

@@ -1,8 +1,8 @@
-"""Check the options of a command before its stage, and with it torch, is imported: a mistake is named in a second.
+"""Check the options of a command before its stage, and with it torch, is imported, to report mistakes within a second.
 
-The command line calls ``check`` first. Each class of options has one function here, those of its base classes come
-before it. It checks values, options that exclude each other, and the files that are named, but not what takes a model,
-a tokenizer or the content of a text. Nothing here may import torch (``tests/test_checks.py``).
+The command line calls ``check`` first. Each options class has one function here; those of its base classes run before
+it. Checked are values, options that exclude each other, and the existence of files, but nothing that takes a model, a
+tokenizer or the content of a text. Nothing here may import torch (``tests/test_checks.py``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,18 @@ from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 
 _WRITING = (
-    options.ProbeOptions, options.EvaluateOptions, options.ScoreOptions, options.BaselinesOptions,
-    options.SearchOptions, options.TrainOptions, options.TrainHybridOptions, options.AblateOptions,
-    options.PalindromeOptions, options.CalibrateOptions, options.DemoOptions,
-)  # fmt: skip
+    options.ProbeOptions,
+    options.EvaluateOptions,
+    options.ScoreOptions,
+    options.BaselinesOptions,
+    options.SearchOptions,
+    options.TrainOptions,
+    options.TrainHybridOptions,
+    options.AblateOptions,
+    options.PalindromeOptions,
+    options.CalibrateOptions,
+    options.DemoOptions,
+)
 
 
 def check(given: object) -> None:
@@ -53,7 +61,7 @@ def check(given: object) -> None:
         UserError: naming the option or the file that is wrong.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the stage reads the same files, and warns
+        warnings.simplefilter("ignore")  # the stage reads the same files and warns then
         for kind in reversed(type(given).__mro__):
             if kind in _CHECKS:
                 _CHECKS[kind](given)
@@ -62,11 +70,12 @@ def check(given: object) -> None:
 
 
 def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:
-    """Read a recipe, and look whether the files that it names are there.
+    """Read a recipe and check that the files it names exist.
 
     Args:
-        dtype: precision in place of the recipe's.
-        needs_text: whether its text is read.
+        file: recipe (YAML).
+        dtype: precision that replaces the recipe's.
+        needs_text: whether the recipe's text is going to be read.
 
     Raises:
         UserError: naming the key or the file.
@@ -91,149 +100,159 @@ def _check_text(sources: Iterable[str | SourceConfig], base: Path = Path()) -> N
         open_source(source, base)
 
 
-def _in_workspace(given: options.InWorkspace) -> None:
-    if (name := getattr(given, "name", None)) is not None:
+def _in_workspace(opts: options.InWorkspace) -> None:
+    if (name := getattr(opts, "name", None)) is not None:
         check_name(name, "the name")
 
 
-def _on_device(given: options.OnDevice) -> None:
-    check_device(given.device, spreads=isinstance(given, options.SubjectOptions))
+def _on_device(opts: options.OnDevice) -> None:
+    check_device(opts.device, spreads=isinstance(opts, options.SubjectOptions))
 
 
-def _in_dtype(given: options.InDtype) -> None:
-    check_dtype(given.dtype)
+def _in_dtype(opts: options.InDtype) -> None:
+    check_dtype(opts.dtype)
 
 
-def _probe(given: options.ProbeOptions) -> None:
-    taken = ("tau", "window", "gain_tokens", "steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
-    signal = given.signal or (signals.DENSITY if given.recipe is not None else None)
-    if signal is not None:  # else the model's config decides
-        signals.check_options(signal, **{name: getattr(given, name) for name in taken})
-    check_tau(given.tau)
-    if given.recipe is None:
-        Subject.of_command(given).check()
-    elif given.model is not None or given.data:
+def _probe(opts: options.ProbeOptions) -> None:
+    signal_options = (
+        "tau",
+        "window",
+        "gain_tokens",
+        "steps",
+        "granularity",
+        "max_heads",
+        "budget",
+        "num_layouts",
+        "seed",
+    )
+    signal = opts.signal or (signals.DENSITY if opts.recipe is not None else None)
+    if signal is not None:  # else the default depends on the model's config
+        signals.check_options(signal, **{name: getattr(opts, name) for name in signal_options})
+    check_tau(opts.tau)
+    if opts.recipe is None:
+        Subject.of_command(opts).check()
+    elif opts.model is not None or opts.data:
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     else:
-        check_recipe(given.recipe)
+        check_recipe(opts.recipe)
 
 
-def _evaluate(given: options.EvaluateOptions) -> None:
-    check_mode(given)
-    check_sweep(given.tau, given.tau_sweep, given.points)
-    for source in (given.against, given.evaluator):
+def _evaluate(opts: options.EvaluateOptions) -> None:
+    check_mode(opts)
+    check_sweep(opts.tau, opts.tau_sweep, opts.points)
+    for source in (opts.against, opts.evaluator):
         if source is not None:
             check_checkpoint(source)
-    if given.ruler is not None:
-        for length in given.ruler.split(","):
+    if opts.ruler is not None:
+        for length in opts.ruler.split(","):
             parse_context(length)
-        for task in (given.ruler_tasks or "").split(",") if given.ruler_tasks is not None else ():
+        for task in (opts.ruler_tasks or "").split(",") if opts.ruler_tasks is not None else ():
             check_task(task.strip())
-        _check_text(given.haystack or ())
-        _check_there(given.qa or (), "questions")
-    elif given.tasks is not None:
-        _check_there(given.include or (), "folder of tasks")
+        _check_text(opts.haystack or ())
+        _check_exist(opts.qa or (), "questions")
+    elif opts.tasks is not None:
+        _check_exist(opts.include or (), "folder of tasks")
     else:
-        subject = Subject.of_command(given)
-        subject.check(in_blocks=not given.longppl)
+        subject = Subject.of_command(opts)
+        subject.check(in_blocks=not opts.longppl)
         return
-    check_checkpoint(str(given.model))
+    check_checkpoint(str(opts.model))
 
 
-def _score(given: options.ScoreOptions) -> None:
-    subject = Subject.of_command(given)
-    family = subject.family if given.probe is None else find_table(given.place, given.probe).name
-    find_proposal(given.place, given.name or family, given.layouts)
+def _score(opts: options.ScoreOptions) -> None:
+    subject = Subject.of_command(opts)
+    family = subject.family if opts.probe is None else find_table(opts.place, opts.probe).name
+    find_proposal(opts.place, opts.name or family, opts.layouts)
     subject.check()
 
 
-def _baselines(given: options.BaselinesOptions) -> None:
-    parse_methods(given.methods)
-    parse_densities(given.densities)
-    parse_sinks(given.sinks)
-    check_sweep(given.tau, given.tau_sweep, given.points)
-    if given.against is not None:
-        check_checkpoint(given.against)
-    elif given.tau is not None or given.tau_sweep is not None:
+def _baselines(opts: options.BaselinesOptions) -> None:
+    parse_methods(opts.methods)
+    parse_densities(opts.densities)
+    parse_sinks(opts.sinks)
+    check_sweep(opts.tau, opts.tau_sweep, opts.points)
+    if opts.against is not None:
+        check_checkpoint(opts.against)
+    elif opts.tau is not None or opts.tau_sweep is not None:
         raise UserError("--tau and --tau-sweep are those of --against: give an SP-KV checkpoint")
-    Subject.of_command(given).check()
+    Subject.of_command(opts).check()
 
 
-def _generate(given: options.GenerateOptions) -> None:
-    if given.prompt is not None and given.file is not None:
+def _generate(opts: options.GenerateOptions) -> None:
+    if opts.prompt is not None and opts.file is not None:
         raise UserError("give a prompt or --file, not both")
-    if given.prompt is None and given.file is None:
+    if opts.prompt is None and opts.file is None:
         raise UserError("give a prompt, or --file with one")
-    if given.file is not None and str(given.file) != "-":
-        _check_there([given.file], "prompt")
-    check_tau(given.tau)
-    check_checkpoint(given.model)
+    if opts.file is not None and str(opts.file) != "-":
+        _check_exist([opts.file], "prompt")
+    check_tau(opts.tau)
+    check_checkpoint(opts.model)
 
 
-def _search(given: options.SearchOptions) -> None:
+def _search(opts: options.SearchOptions) -> None:
     from spkv_nas.stages.question import ask
 
-    question = ask(given)
+    question = ask(opts)
     _check_files(question.recipe, question.file.parent)
 
 
-def _init(given: options.InitOptions) -> None:
-    if given.out.exists() and not given.force:
-        raise UserError(f"{given.out} is there already: give another --out, or --force to replace it")
-    if given.steps is not None and given.minutes is not None:
+def _init(opts: options.InitOptions) -> None:
+    if opts.out.exists() and not opts.force:
+        raise UserError(f"{opts.out} is there already: give another --out, or --force to replace it")
+    if opts.steps is not None and opts.minutes is not None:
         raise UserError("give --steps or --minutes, not both")
-    check_checkpoint(given.model)
-    _check_text(given.data)
+    check_checkpoint(opts.model)
+    _check_text(opts.data)
 
 
-def _plan(given: options.PlanOptions) -> None:
-    if (given.recipe is None) == (given.model is None):
+def _plan(opts: options.PlanOptions) -> None:
+    if (opts.recipe is None) == (opts.model is None):
         raise UserError("give a recipe, or --model: a folder, an id or a config file")
-    _check_sizes(given.context, given.hardware)
-    if given.recipe is None:
-        check_config(str(given.model))
-        _check_text(given.data or ())
-    elif given.data or given.block_size is not None or given.steps is not None:
+    _check_sizes(opts.context, opts.hardware)
+    if opts.recipe is None:
+        check_config(str(opts.model))
+        _check_text(opts.data or ())
+    elif opts.data or opts.block_size is not None or opts.steps is not None:
         raise UserError("a recipe says its text, blocks and steps: leave --data, --block-size and --steps out")
     else:
-        check_recipe(given.recipe, needs_text=given.tokens is None)
+        check_recipe(opts.recipe, needs_text=opts.tokens is None)
 
 
-def _train(given: options.TrainOptions) -> None:
-    check_recipe(given.recipe, given.dtype)
+def _train(opts: options.TrainOptions) -> None:
+    check_recipe(opts.recipe, opts.dtype)
 
 
-def _train_hybrid(given: options.TrainHybridOptions) -> None:
-    table = chosen_table(given)
-    find_proposal(given.place, table.name, given.layouts)
-    check_recipe(chosen_recipe(given, table, "demo.yaml"), given.dtype)
+def _train_hybrid(opts: options.TrainHybridOptions) -> None:
+    table = chosen_table(opts)
+    find_proposal(opts.place, table.name, opts.layouts)
+    check_recipe(chosen_recipe(opts, table, "demo.yaml"), opts.dtype)
 
 
-def _ablate(given: options.AblateOptions) -> None:
-    plan = AblationPlan.read(given.file or EMBEDDED / "ablations.yaml", given.dtype)
+def _ablate(opts: options.AblateOptions) -> None:
+    plan = AblationPlan.read(opts.file or EMBEDDED / "ablations.yaml", opts.dtype)
     for recipe in plan.recipes.values():
         _check_files(recipe, plan.base)
 
 
-def _demo(given: options.DemoOptions) -> None:
-    Recipe.read(EMBEDDED / "demo.yaml").with_precision(given.dtype)
+def _demo(opts: options.DemoOptions) -> None:
+    Recipe.read(EMBEDDED / "demo.yaml").with_precision(opts.dtype)
 
 
-def _report(given: options.ReportOptions) -> None:
-    if given.figures not in (None, "paper"):
-        raise UserError(f"--figures: expected paper; found '{given.figures}'")
-    if given.probe is not None and not given.watch:
-        find_table(given.place, given.probe)
+def _report(opts: options.ReportOptions) -> None:
+    if opts.figures not in (None, "paper"):
+        raise UserError(f"--figures: expected paper; found '{opts.figures}'")
+    if opts.probe is not None and not opts.watch:
+        find_table(opts.place, opts.probe)
 
 
 def _check_sizes(context: str | None, hardware: str | None) -> int:
-    """The context that is asked for, or any."""
+    """Check hardware and context; return the context in tokens, 1 where none is given."""
     if hardware is not None:
         find_hardware(hardware)
     return 1 if context is None else parse_context(context)
 
 
-def _check_sized(level: str | None, model: str | None) -> None:
+def _check_model_size(level: str | None, model: str | None) -> None:
     if level is not None and model is not None:
         raise UserError("give a level of the ladder or --model, not both")
     if level is not None:
@@ -242,45 +261,45 @@ def _check_sized(level: str | None, model: str | None) -> None:
         check_config(model)
 
 
-def _cost(given: options.CostOptions) -> None:
-    _check_sized(given.level, given.model)
-    tokens = _check_sizes(given.context, given.hardware)
-    if given.density is not None:
-        visible_keys(tokens, density=given.density, window=given.window)
-    for file in given.layout or ():
+def _cost(opts: options.CostOptions) -> None:
+    _check_model_size(opts.level, opts.model)
+    tokens = _check_sizes(opts.context, opts.hardware)
+    if opts.density is not None:
+        visible_keys(tokens, density=opts.density, window=opts.window)
+    for file in opts.layout or ():
         Layout.read(file)
-    if given.calibration is not None and given.hardware is not None:
+    if opts.calibration is not None and opts.hardware is not None:
         raise UserError("give --calibration or --hardware, not both")
 
 
-def _calibrate(given: options.CalibrateOptions) -> None:
-    parse_context(given.context)
-    check_dtype(given.dtype)
-    if not given.train_step:
-        return _check_sized(given.level, given.model)
+def _calibrate(opts: options.CalibrateOptions) -> None:
+    parse_context(opts.context)
+    check_dtype(opts.dtype)
+    if not opts.train_step:
+        return _check_model_size(opts.level, opts.model)
     for name in ("context", "batch", "window", "dtype", "name"):
-        if not _is_default(given, name):
+        if not _is_default(opts, name):
             raise UserError(f"--train-step has its own batch and length, and writes nothing: leave --{name} out")
-    if given.model is not None:
+    if opts.model is not None:
         raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
-    return _check_sized(given.level, None)
+    return _check_model_size(opts.level, None)
 
 
-def _is_default(given: object, name: str) -> bool:
-    return bool(getattr(given, name) == type(given).__dataclass_fields__[name].default)  # type: ignore[attr-defined]
+def _is_default(opts: object, name: str) -> bool:
+    return bool(getattr(opts, name) == type(opts).__dataclass_fields__[name].default)  # type: ignore[attr-defined]
 
 
-def _export(given: layout_options.ExportOptions) -> None:
-    if given.layout is not None:
-        Layout.read(given.layout)
-    check_new(given.out)
-    check_checkpoint(given.model)
+def _export(opts: layout_options.ExportOptions) -> None:
+    if opts.layout is not None:
+        Layout.read(opts.layout)
+    check_new(opts.out)
+    check_checkpoint(opts.model)
 
 
-def _check_there(files: Iterable[str | Path], what: str) -> None:
+def _check_exist(files: Iterable[str | Path], description: str) -> None:
     for file in files:
         if not Path(file).exists():
-            raise UserError(f"{what} not found: {file}")
+            raise UserError(f"{description} not found: {file}")
 
 
 _CHECKS: dict[type, Callable[[Any], None]] = {

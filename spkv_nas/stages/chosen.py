@@ -1,4 +1,4 @@
-"""Choose what a command works on where its options leave it open: the probe and the recipe."""
+"""Choose the probe and the recipe of a command whose options leave them open."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spkv_nas.stages.next_steps import first_recipe
 from spkv_nas.stages.options import ProposeOptions, ReportOptions, SearchOptions, TrainHybridOptions
 from spkv_nas.stages.record import model_identity, probe_records, read_options
 
-_MOST_LISTED = 8  # commands in an error
+_MOST_LISTED = 8  # maximum number of commands in an error
 
 
 def chosen_table(
@@ -24,22 +24,23 @@ def chosen_table(
 ) -> HeadScores:
     """Read the probe that options name, by default the workspace's only one.
 
-    Of several probes of one model the default is that of the recommended signal, else its densities; which one was
-    taken is announced.
+    With several probes of one model the default is the recommended signal's, else the densities'; the choice is
+    announced.
 
     Raises:
-        UserError: there is none, or several could be meant: the error lists the command for each.
+        UserError: there is none, or the choice is ambiguous; the error then lists a command for each.
     """
     if options.probe is not None:
         return find_table(options.place, options.probe)
-    records, where = probe_records(options.place), options.place.root / "probes"
+    records, folder = probe_records(options.place), options.place.root / "probes"
     if not records:
         raise UserError(
-            f"no density table in {where}\nprobe a model first (--model with --data, or a recipe; the embedded "
+            f"no density table in {folder}\nprobe a model first (--model with --data, or a recipe; the embedded "
             "reference without either), or give --probe FILE.csv"
         )
     if len(records) == 1:
         return find_table(options.place, next(iter(records)))
+    # Prefer the recommended signal, then densities, if all probes are of one model
     models = {model_identity(record) for record in records.values()}
     for signal in (RECOMMENDED, DENSITY) if len(models) == 1 and None not in models else ():
         names = [name for name, record in records.items() if record.get("signal", DENSITY) == signal]
@@ -48,17 +49,18 @@ def chosen_table(
             return find_table(options.place, names[0])
         if names:
             break
+    # List the commands to choose from
     commands = [next_line(command_line(replace(options, probe=name))) for name in list(records)[:_MOST_LISTED]]
     more = ["..."] if len(records) > _MOST_LISTED else []
-    raise UserError("\n".join([f"which probe? there are {len(records)} in {where}; name one:", *commands, *more]))
+    raise UserError("\n".join([f"which probe? there are {len(records)} in {folder}; name one:", *commands, *more]))
 
 
 def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores, embedded: str) -> Path:
-    """Return the recipe that retrains layouts: the one in options, or ``embedded`` for a probe of an embedded model.
+    """Return the recipe to retrain layouts by: the options', or ``embedded`` for a probe of an embedded model.
 
     Raises:
-        UserError: there is none in options, and the probe is of another model: with the command that names it, or that
-            writes a first one.
+        UserError: the options name none and the probe is of another model; the error suggests a command that names the
+            recipe or writes one.
     """
     if options.recipe is not None:
         return options.recipe

@@ -1,11 +1,11 @@
-"""Build every command that the product suggests: complete, quoted for a shell, made from the options of a stage.
+"""Format every command that the product suggests: complete, quoted for a shell, made from a stage's options.
 
-A suggestion is an options dataclass of ``stages.options`` with all that the command needs (model, text, budget,
-workspace), so that it repeats the user's model and text and never falls back to the embedded ones::
+A suggestion is an options dataclass of ``stages.options`` with everything that the command needs (model, text, budget,
+workspace), so it repeats the user's model and text and never falls back to the embedded ones::
 
     command_line(ProposeOptions(probe="mine", workspace=Path("w")))  # spkv-nas propose --probe mine --workspace w
 
-People see a suggestion as one line, ``next: spkv-nas ...``; programs find it under ``next`` in the JSON document.
+Users see a suggestion as one line, ``next: spkv-nas ...``; programs find it under ``next`` in the JSON document.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, get_type_hints
 from spkv_nas.stages.flags import Flag
 
 PROGRAM = "spkv-nas"
-_LAST = ("workspace", "device", "dtype")  # as in the help
+_LAST = ("workspace", "device", "dtype")  # options that come last, as in the help
 _IN_GROUPS = {"ShowLayoutsOptions": "layout show", "DiffOptions": "layout diff", "ConvertOptions": "layout convert"}
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Name a command to run next.
+    """Command to run next.
 
     Attributes:
-        command: complete, as it can be pasted into a shell; empty where the reason says why there is none.
-        reason: sentence on what the command is for; empty where the command speaks for itself.
+        command: complete, ready to paste into a shell; empty where ``reason`` says why there is none.
+        reason: sentence on the purpose of the command; empty where that is obvious.
     """
 
     command: str
@@ -43,17 +43,17 @@ class Suggestion:
 
     @property
     def line(self) -> str:
-        """The line that people see."""
+        """Return the line shown to users."""
         return next_line(self.command)
 
 
 def next_line(command: str) -> str:
-    """Write the line that shows a command to run next, in results and in errors."""
+    """Format the line that shows a command to run next, in results and in errors."""
     return f"next: {command}"
 
 
 def command_line(options: object) -> str:
-    """Write the command line that gives a stage ``options``; what is at its default is left out.
+    """Format the command line that gives a stage ``options``, without those at their defaults.
 
     Paths below the current folder are written relative to it.
 
@@ -61,6 +61,7 @@ def command_line(options: object) -> str:
         options: a dataclass of ``stages.options`` or ``stages.layout_options``.
     """
     hints = get_type_hints(type(options), include_extras=True)
+    # Split values into positional arguments and switches, skipping defaults
     arguments: list[str] = []
     switches: list[str] = []
     for field in sorted(fields(options), key=lambda field: field.name in _LAST):  # type: ignore[arg-type]
@@ -68,7 +69,7 @@ def command_line(options: object) -> str:
         if value is None or value == _default(field):
             continue
         if flag.argument:
-            arguments += [_text(one) for one in (value if isinstance(value, list) else [value])]
+            arguments += [_text(item) for item in (value if isinstance(value, list) else [value])]
         else:
             switches += _switch(field.name, flag, value)
     # A positional argument that looks like an option follows a bare "--"
@@ -80,7 +81,7 @@ def command_line(options: object) -> str:
 
 
 def _name(kind: type) -> str:
-    """The command of an options class: ``TrainHybridOptions`` is train-hybrid."""
+    """Return the command name of an options class, such as train-hybrid for ``TrainHybridOptions``."""
     if kind.__name__ in _IN_GROUPS:
         return _IN_GROUPS[kind.__name__]
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__.removesuffix("Options")).lower()
@@ -91,17 +92,17 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _switch(name: str, flag: Flag, value: Any) -> Iterator[str]:
-    """The words of one option, which a list repeats."""
+    """Yield the words of one option; a list repeats the option for each element."""
     option = flag.names[0] if flag.names else f"--{name.replace('_', '-')}"
     if isinstance(value, bool):
         yield option.split("/")[0 if value else 1]
         return
-    for one in value if isinstance(value, list) else [value]:
-        yield from (option, _text(one))
+    for item in value if isinstance(value, list) else [value]:
+        yield from (option, _text(item))
 
 
 def _text(value: Any) -> str:
-    """A value as the command line takes it."""
+    """Format a value for the command line; a path below the current folder becomes relative to it."""
     path = Path(value) if isinstance(value, str | Path) else None
     if path is not None and path.is_absolute() and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))

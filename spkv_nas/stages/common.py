@@ -1,4 +1,4 @@
-"""What the stages share: what they measure on what text, and the tables and layouts of a workspace."""
+"""Load what the stages share: the model and text to measure, and the tables and layouts of a workspace."""
 
 from __future__ import annotations
 
@@ -47,24 +47,31 @@ if TYPE_CHECKING:
     from spkv_nas.training.recipe import Recipe
 
 
-_COMMANDS: dict[type, tuple[str, str]] = {  # the model of each command without --model, and what it needs text for
+_COMMANDS: dict[type, tuple[str, str]] = {  # by command: default model, purpose of the text
     ProbeOptions: (REFERENCE, "probe on"),
     EvaluateOptions: (REFERENCE, "evaluate on"),
     ScoreOptions: (DENSE, "score on"),
     BaselinesOptions: (DENSE, "prune on"),
 }
-BATCH_SIZE = 8  # blocks of a pass of what measures, where there is memory for them
-_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # of an unfinished run
-_LEAST_SAMPLES = 2  # blocks of a recipe's samples, so that a domain has an error
-_BEYOND = 16  # times a model's own length up to which blocks may be longer
+BATCH_SIZE = 8  # micro-batch size in blocks, where memory allows
+_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
+_LEAST_SAMPLES = 2  # minimum number of RULER blocks, so that a domain has a standard error
+_BEYOND = 16  # maximum block length, in multiples of the model's max_position_embeddings
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A loaded subject: the model on its device, the blocks, what text they are of, and the checkpoint's own dtype.
+    """Loaded model with the blocks of text to measure it on.
 
-    ``whole`` has all blocks that were read, also those beyond what is measured; ``train`` has other documents of the
-    text, for gates to learn on, if the model is to learn them. ``batch_size`` is how many blocks pass at once.
+    Attributes:
+        model: the model, on its device.
+        tokenizer: the model's tokenizer.
+        blocks: blocks to measure on.
+        whole: all blocks that were read, including those not measured on.
+        text: record of where the blocks come from.
+        saved_dtype: dtype of the checkpoint.
+        train: blocks of other documents for gates to learn on; None unless gates are to be learned.
+        batch_size: micro-batch size in blocks.
     """
 
     model: PreTrainedModel
@@ -78,20 +85,20 @@ class Measured:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """What a result says of dtypes: that of the checkpoint, and that of the computation."""
+        """Return the dtypes to record with a result: of the checkpoint and of the computation."""
         return {"dtype": self.saved_dtype, "computed_in": dtype_name(self.model.dtype)}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a measuring command measures: a checkpoint, on a text of one's own or on a recipe's held-out text.
+    """Checkpoint to measure, with the user's text or a recipe's held-out text.
 
     Attributes:
-        source: a model folder, an id, or "embedded:NAME".
-        family: name of the model's layouts and other results: of the recipe, the embedded models, or the folder.
-        name: of the results; ``family``, or of an embedded model on a text of one's own a name that is not the demo's.
-        recipe, base: whose held-out text is taken without ``data``, and the folder its relative paths start from.
-        options: the text, its blocks, and the device.
+        source: model folder, Hub id or "embedded:NAME".
+        family: name of the model's layouts and other results: its recipe's, the embedded models', or its folder's.
+        name: name of the results: ``family``, or a name distinct from the demo's for an embedded model on custom text.
+        recipe, base: recipe whose held-out text is used without ``data``, and the folder of its relative paths.
+        options: text, block size and device.
     """
 
     source: str
@@ -102,14 +109,20 @@ class Subject:
     options: SubjectOptions
 
     def __post_init__(self) -> None:
-        check_name(self.name, "the name")  # before hours of work
+        """Check the name before hours of work."""
+        check_name(self.name, "the name")
 
     @classmethod
     def of(cls, options: SubjectOptions, default: str, purpose: str) -> Subject:
-        """The subject that options name, ``default`` without any; ``purpose`` ends the error ("the text to probe on").
+        """Make the subject that options name.
+
+        Args:
+            options: options of a measuring command.
+            default: model to use where the options name none.
+            purpose: what the text is for, such as "probe on"; ends the error message.
 
         Raises:
-            UserError: a checkpoint of one's own without a text.
+            UserError: a model that is not embedded has no text.
         """
         from spkv_nas.training.recipe import Recipe
 
@@ -117,28 +130,31 @@ class Subject:
         if not source.startswith(EMBEDDED_PREFIX) and not options.data:
             raise UserError(f"--model needs --data: the text to {purpose} (files or folders)")
         family = model_name(source)
-        own_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
-        name = source.replace(":", "-") if own_text else family
+        has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
+        name = source.replace(":", "-") if has_custom_text else family
         return cls(source, family, options.name or name, Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED, options)
 
     @classmethod
     def of_command(cls, options: SubjectOptions) -> Subject:
-        """Make the subject of a command that measures. Raises ``UserError``, as ``of``."""
+        """Make the subject of a measuring command, with its default model. Raises ``UserError`` as ``of``."""
         return cls.of(options, *_COMMANDS[type(options)])
 
     @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:
-        """A recipe's own checkpoint on its held-out text."""
+        """Make the subject of a recipe's checkpoint on the recipe's held-out text."""
         from spkv_nas.training.recipe import Recipe
 
         recipe = Recipe.read(file)
         return cls(str(checkpoint), recipe.name, options.name or recipe.name, recipe, file.parent, options)
 
     def check(self, *, in_blocks: bool = True) -> None:
-        """Check what needs no torch: that model and text are there, and ``in_blocks`` that a block is not cut off.
+        """Check that model and text exist, without torch.
+
+        Args:
+            in_blocks: whether to check too that ``max_tokens`` covers a block.
 
         Raises:
-            UserError: naming what is not there, or the option that is too small.
+            UserError: model or text is missing, or ``max_tokens`` is less than a block.
         """
         if in_blocks:
             self._length()
@@ -147,7 +163,7 @@ class Subject:
             open_source(source, Path())
 
     def _length(self) -> int:
-        """Tokens of a block. Raises ``UserError``: ``max_tokens`` are fewer."""
+        """Return the block length in tokens. Raises ``UserError`` if ``max_tokens`` is less."""
         options = self.options
         length = (options.block_size or BLOCK_SIZE) if options.data else self.recipe.data.block_size
         if options.max_tokens is not None and options.max_tokens < length:
@@ -157,38 +173,41 @@ class Subject:
     def load(
         self, reporter: Reporter = SILENT, *, with_logits: bool = True, tokens: int | None = None, learns: bool = False
     ) -> Measured:
-        """The model and the blocks. Joins the processes of torchrun; collective.
+        """Load the model and the blocks; joins torchrun's processes and must be called on all ranks.
 
         Args:
-            with_logits: whether the pass that follows makes logits of ``BATCH_SIZE`` blocks, which must fit.
-            tokens: how many to take, spread over the text, where ``max_tokens`` does not say it; None: all.
-            learns: whether a model without gates is to learn them: its text is then parted by document.
+            reporter: receives messages and progress.
+            with_logits: whether the pass that follows computes logits of a whole micro-batch, which must fit in memory.
+            tokens: number to use, spread over the text, where ``max_tokens`` is None; None: all.
+            learns: whether a model without gates will learn them, so that its text is split by document.
 
         Raises:
-            UserError: too few tokens, tokens that the model does not have, too little memory, or what cannot be loaded.
+            UserError: too few tokens, tokens outside the model's vocabulary, too little memory, or a failed load.
         """
         from spkv_nas.data.splits import load_text
         from spkv_nas.model.checkpoint import load_on, saved_dtype
         from spkv_nas.model.config_section import gate_config
         from spkv_nas.model.model_shape import check_tokens
 
+        # Load the model
         options, recipe = self.options, self.recipe
         length, limit = self._length(), options.max_tokens
         reporter.announce(f"loading {self.source}")
         device = measuring_device(options.device)
         connect(device)
-        own = saved_dtype(self.source)
+        checkpoint_dtype = saved_dtype(self.source)
         model, tokenizer = load_on(self.source, device, options.dtype, spreads=options.device == AUTO)
-        saved, used = dtype_name(own or model.dtype), dtype_name(model.dtype)
-        if saved != used and options.dtype is None:
-            reporter.announce(f"computing in {used}: there are no instructions for {saved} here")
+        saved_name, compute_name = dtype_name(checkpoint_dtype or model.dtype), dtype_name(model.dtype)
+        if saved_name != compute_name and options.dtype is None:
+            reporter.announce(f"computing in {compute_name}: there are no instructions for {saved_name} here")
         check_positions(model, length, "--block-size")
         if with_logits:
             require_logits(model, 1, length)  # before the text is tokenised, which may take long
+        # Read the text
         text: Any = options.data
         train = None
         if learns and gate_config(model) is None:
-            train, whole = self._parted(tokenizer, length, reporter)
+            train, whole = self._split(tokenizer, length, reporter)
             text = text or recipe.data.model_dump(mode="json")
         elif options.data:
             cache = options.place.run_dir(self.name) / "blocks"
@@ -197,22 +216,24 @@ class Subject:
         else:
             whole = self._held_out(tokenizer, limit and limit // length, reporter)
             text = recipe.data.model_dump(mode="json")
+        # Choose the blocks to measure on
         blocks = whole if limit is None else whole.spread(limit // length)
         if limit is None and tokens is not None:
             blocks = whole.spread(max(1, tokens // length))
         for part in (blocks, train):
             if part is not None:
                 check_tokens(model, part.largest_token)
+        # Fit the micro-batch to memory
         batch_size = fitting_batch(model, blocks, reporter)
         if with_logits:
             require_logits(model, batch_size, length)
         reporter.detail(f"{type(model).__name__}, {model.dtype}, on {device}; {blocks.num_blocks} x {length} tokens")
-        return Measured(model, tokenizer, blocks, whole, text, saved, train, batch_size)
+        return Measured(model, tokenizer, blocks, whole, text, saved_name, train, batch_size)
 
-    def _held_out(self, tokenizer: PreTrainedTokenizerBase, most: int | None, reporter: Reporter) -> TokenBlocks:
-        """The recipe's held-out text; where it mixes samples of RULER into its text, other samples in as large a share.
+    def _held_out(self, tokenizer: PreTrainedTokenizerBase, max_blocks: int | None, reporter: Reporter) -> TokenBlocks:
+        """Load the recipe's held-out text, mixed with RULER samples as its training text is.
 
-        With samples there are ``most`` blocks, if it is a number; text alone is all there.
+        A mixture has at most ``max_blocks`` blocks; text without samples is returned whole.
         """
         from spkv_nas.data.splits import load_heldout
         from spkv_nas.training.corpus import read_essays
@@ -224,17 +245,17 @@ class Subject:
         text = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter, stretch=stretch))
         if recipe.data.mix is None:
             return text
-        total = min(text.num_blocks, most or text.num_blocks)
+        total = min(text.num_blocks, max_blocks or text.num_blocks)
         samples = ruler_blocks(recipe, tokenizer, read_essays(recipe, self.base), text.block_size, recipe.seed)
         assert samples is not None
         number = max(min(_LEAST_SAMPLES, total), round(recipe.data.mix.ruler.share * total))
         held_out = samples.held_out(number)
         return held_out if number == total else text.spread(total - number).and_(held_out)
 
-    def _parted(
+    def _split(
         self, tokenizer: PreTrainedTokenizerBase, length: int, reporter: Reporter
     ) -> tuple[TokenBlocks, TokenBlocks]:
-        """(training, held-out) blocks of the text of one's own, or of the recipe's."""
+        """Split the user's text, else the recipe's, by document into (training, held-out) blocks."""
         from spkv_nas.data.config import DataConfig
         from spkv_nas.data.splits import cache_split, read_split
 
@@ -248,9 +269,9 @@ class Subject:
 
 
 def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
-    """Raise ``UserError`` for many times the tokens that the model was made for; some more is an experiment.
+    """Raise ``UserError`` if blocks are over 16 times longer than the model's ``max_position_embeddings``.
 
-    Attention over them may take hours, and what it measures is not the model.
+    Attention over such blocks may take hours, and what it measures is not the model.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and length > _BEYOND * max(positions, 1):
@@ -261,42 +282,38 @@ def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
 
 
 def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
-    """How many of the blocks pass at once: ``BATCH_SIZE``, or as many as there is memory for (``cost.memory``).
+    """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.memory``).
 
-    Collective: as many as every process has memory for.
+    Must be called on all ranks; the smallest size of any rank is returned.
     """
     from spkv_nas.model.config_section import gate_config
     from spkv_nas.model.device_map import room_for_passes
     from spkv_nas.model.model_shape import model_size
 
-    wanted, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
+    max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
     room = ROOM * room_for_passes(model)
-    fitting = min(gathered(max(1, most(wanted, room, lambda number: memory.shared(number * length)))))
-    if fitting < wanted:
+    fitting = min(gathered(max(1, most(max_batch, room, lambda number: memory.shared(number * length)))))
+    if fitting < max_batch:
         reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")
     return fitting
 
 
 def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> None:
-    """Check that a pass over so many blocks can be scored: its last hidden states, twice, and a chunk's logits.
-
-    Raises:
-        UserError: there is not so much memory.
-    """
+    """Raise ``UserError`` unless a pass can be scored: twice its last hidden states and a chunk's logits must fit."""
     from spkv_nas.model.model_shape import vocabulary_size
 
     tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
     hidden = tokens * int(model.config.get_text_config().hidden_size) * item
-    what = f"hidden states and logits of {num_blocks} x {block_size} tokens"
+    description = f"hidden states and logits of {num_blocks} x {block_size} tokens"
     size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)
-    require(size, what, "give a smaller --block-size", device=model.device.type)
+    require(size, description, "give a smaller --block-size", device=model.device.type)
 
 
 def model_name(source: str) -> str:
-    """What results of a model are called: its folder's name, that of a config file's folder, or of an id.
+    """Return the name of a model's results: its folder's, its config file's folder's, or its id's last part.
 
-    The checkpoints of a run are called by the run: every run ends in a folder ``final``. A revision is in the name.
+    Checkpoints of a run take the run's name, as every run ends in a folder ``final``. A revision is appended.
     """
     if source.startswith(EMBEDDED_PREFIX):
         return EMBEDDED.name
@@ -305,7 +322,7 @@ def model_name(source: str) -> str:
     name, revision = split_revision(source)
     if revision is not None:
         return f"{Path(name).name}-{revision.replace('/', '-')}"
-    path = Path(os.path.abspath(source))  # and not what a link leads to
+    path = Path(os.path.abspath(source))  # does not follow symbolic links
     path = path.parent if path.suffix == ".json" else path
     if path.name == "final":
         return path.parent.name
@@ -313,16 +330,13 @@ def model_name(source: str) -> str:
 
 
 def result_name(source: str) -> str:
-    """Name what ``evaluate`` writes of a model: as its recipe, whose probe and comparison it belongs to.
-
-    A checkpoint that no recipe's run left has its ``model_name``.
-    """
+    """Return the name of ``evaluate``'s results: the recipe that trained the model, else ``model_name``."""
     origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
     return model_name(source) if origin is None else origin.recipe
 
 
 def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
-    """What a table was measured on, for the file beside it."""
+    """Return the record of what a table was measured on, for the file beside it."""
     from spkv_nas.model.checkpoint import model_origin
 
     return {
@@ -339,9 +353,9 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
 
 
 def quiet_transformers(reporter: Reporter) -> None:
-    """Switch off the bars with which transformers reports every file that it reads or writes, and its other voices.
+    """Silence the progress bars and log messages of transformers.
 
-    A verbose reporter lets process 0 speak, and has it say more.
+    A verbose reporter shows its info messages instead, on rank 0 only.
     """
     from transformers.utils import logging
 
@@ -354,10 +368,9 @@ def quiet_transformers(reporter: Reporter) -> None:
 
 
 def find_table(workspace: Workspace, probe: str) -> HeadScores:
-    """A density table by name (``probes/<name>/``) or file; a ``.tsv`` has other scores in place of densities.
+    """Read a density table by name (``probes/<name>/``) or file; a ``.tsv`` file has other head scores.
 
-    Raises:
-        UserError: it is not there, or cannot be read.
+    Raises ``UserError`` if it does not exist or cannot be read.
     """
     if probe.endswith(".csv"):
         return HeadScores.read(Path(probe))
@@ -373,7 +386,10 @@ def find_table(workspace: Workspace, probe: str) -> HeadScores:
 
 
 def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
-    """The layouts in files, by default all of ``layouts/<name>/``. Raises ``UserError`` for a baseline's name too."""
+    """Read the layouts in files, by default all of ``layouts/<name>/``.
+
+    Raises ``UserError`` if there are none, one cannot be read, or one has a baseline's name.
+    """
     folder = workspace.layout_dir(name)
     if not files and name in workspace.probes() and not any(folder.glob("*.yaml")):
         command = command_line(ProposeOptions(probe=name, workspace=workspace.root))

@@ -1,17 +1,21 @@
-"""Choose the number of tokens that costs are counted at, and say when a model was not made for so many."""
+"""Choose the context length to compute costs at, and caution if the model was not made for it."""
 
 from __future__ import annotations
 
 from spkv_nas.base.units import parse_context
 
-LONG = "128k"  # tokens by default, of a model that was made for as many or does not say
+LONG = "128k"  # default tokens of a model that supports as many or does not say
 
 
 def choose_context(text: str | None, positions: int | None) -> int:
-    """Parse a context; without one take 128k tokens, or the ``positions`` that the model was made for if fewer.
+    """Parse a context length; by default 128k tokens, or the model's maximum if that is less.
+
+    Args:
+        text: such as "32k"; None: the default.
+        positions: maximum that the model was made for; None: unknown.
 
     Raises:
-        UserError: the text is no number of tokens.
+        UserError: the text is not a number of tokens.
     """
     if text is not None or positions is None:
         return parse_context(text or LONG)
@@ -19,7 +23,7 @@ def choose_context(text: str | None, positions: int | None) -> int:
 
 
 def beyond_positions(context: int, positions: int | None) -> str | None:
-    """Say that a context is longer than the model was made for; None where it is not, or the model does not say."""
+    """Return a caution if a context is longer than the model was made for, else None."""
     if positions is None or context <= positions:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What attention costs: counted, with times measured or bounded, and the calibration of those times."""
+"""Cost: compute what attention costs, with measured times or roofline bounds, and calibrate the times."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CostResult:
-    """What ``cost`` counted.
+    """Result of ``cost``.
 
     Attributes:
-        name: of the level or model, as it was given.
-        shape: of the model.
+        name: name of the level or model, as the user gave it.
+        shape: shape of the model.
         context: tokens in the cache.
-        costs: of full attention, of each layout, of a density, in this order.
-        times: what gave the seconds in ``costs``.
-        figure: of FLOPs over the ladder; None unless it was asked for.
+        costs: costs of full attention, of each layout and of a density, in this order.
+        times: source of the seconds in ``costs``.
+        figure: path of the figure of FLOPs over the ladder; None unless requested.
     """
 
     name: str
@@ -54,7 +54,7 @@ class CostResult:
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """A calibration, and the folder and name under which it was written."""
+    """Calibration, with the name and folder that it was written to."""
 
     name: str
     calibration: Calibration
@@ -63,7 +63,14 @@ class CalibrationResult:
 
 @dataclass(frozen=True)
 class _Sized:
-    """What cost is counted of: the name of its results, its name for people, its shape, tokens it was made for."""
+    """Model to compute costs of.
+
+    Attributes:
+        name: name of its results.
+        title: name to show to users.
+        shape: shape of the model.
+        positions: maximum number of tokens that the model was made for; None: unknown.
+    """
 
     name: str
     title: str
@@ -72,7 +79,7 @@ class _Sized:
 
     @classmethod
     def of(cls, level: str | None, model: str | None) -> _Sized:
-        """A level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
+        """Look up a level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
         if level is not None and model is not None:
             raise UserError("give a level of the ladder or --model, not both")
         if level is not None:
@@ -86,16 +93,21 @@ class _Sized:
 
 
 def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> CalibrationResult:
-    """Measure the attention of a level or model on this machine; written to ``reports/<name>/``."""
+    """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
     from spkv_nas.cost.timing import time_attention
 
     subject = _Sized.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
     contexts = default_contexts(parse_context(options.context))
     case = LayerCase(
-        shape.num_heads, shape.num_kv_heads, shape.head_dim,
-        options.dtype or ("float32" if device == "cpu" else "bfloat16"), options.window, options.batch, device,
-    )  # fmt: skip
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        options.dtype or ("float32" if device == "cpu" else "bfloat16"),
+        options.window,
+        options.batch,
+        device,
+    )
     options.place.check_writable()
     name = options.name or subject.name
     folder = options.place.report_dir(name)
@@ -106,7 +118,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
 
 
 def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -> list[StepTiming]:
-    """Time whole training steps of a level of the ladder, or of the embedded models, against full attention."""
+    """Time whole training steps of a level, or on CPU of the embedded models, against full attention."""
     from spkv_kernels.timing import device_name
 
     from spkv_nas.training.step_timing import time_embedded_steps, time_level_steps
@@ -115,34 +127,44 @@ def time_training_step(options: CalibrateOptions, reporter: Reporter = SILENT) -
     check(options)
     if options.level is None and device != "cpu":
         raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
-    what = options.level or "the embedded models"
-    reporter.announce(f"timing training steps of {what} on {device_name(device)}")
+    subject = options.level or "the embedded models"
+    reporter.announce(f"timing training steps of {subject} on {device_name(device)}")
     if options.level is None:
         return time_embedded_steps()
     return time_level_steps(find_level(options.level), device=device)
 
 
 def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
-    """Cost of full attention, of each layout, and at a density, for a level of the ladder or a model.
+    """Compute the cost of full attention, of each layout and at a density, for a level of the ladder or a model.
 
-    Times come from the calibration of that name; else, unless ``hardware`` is given, from the one of the level's or
-    model's own name if there is one that fits (``caution`` says why one does not); else from the roofline.
+    Times come from the calibration that options name. Without one, and without ``hardware``, they come from the
+    calibration of the level's or model's name if it fits (a caution says why it does not), else from the roofline.
     """
+    # Choose model and context
     subject = _Sized.of(options.level, options.model)
     shape, size = subject.shape, options.element_size
     tokens = choose_context(options.context, subject.positions)
     if (remark := beyond_positions(tokens, subject.positions)) is not None:
         reporter.caution(remark)
+    # Read layouts and find times for their windows
     layouts = [Layout.read(path) for path in options.layout or []]
     shares = [layout_density(shape, layout) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     times = find_times(
-        options.place, subject.name, shape, windows, tokens,
-        calibration=options.calibration, hardware=options.hardware, element_size=size, caution=reporter.caution,
+        options.place,
+        subject.name,
+        shape,
+        windows,
+        tokens,
+        calibration=options.calibration,
+        hardware=options.hardware,
+        element_size=size,
+        caution=reporter.caution,
         calibrate=CalibrateOptions(
             level=options.level, model=options.model, name=options.calibration, workspace=options.workspace
         ),
-    )  # fmt: skip
+    )
+    # Compute a row for full attention, each layout, and the density
     rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
     for layout, share in zip(layouts, shares, strict=True):
         title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
@@ -158,7 +180,7 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
 def _timed(
     row: Cost, shape: Shape, context: int, times: AttentionTimes, layout: Layout | None = None, *, window: int = 0
 ) -> Cost:
-    """``row`` with the times of the layout, or else of its density in every layer."""
+    """Add times to a cost: those of the layout, or of the cost's density in every layer."""
 
     def seconds(phase: Phase) -> float | None:
         if not times.covers(context, phase):
@@ -183,13 +205,22 @@ def find_times(
     calibrate: CalibrateOptions | None = None,
     caution: Announce = silent,
 ) -> AttentionTimes:
-    """Times of attention: of a calibration, by default that of the results ``name`` if it fits, or the roofline.
+    """Return attention times from a calibration, by default that of the results ``name`` if it fits, or the roofline.
 
     Args:
-        calibrate: what measures a calibration of the model; the error suggests it, where it is known.
+        workspace: workspace to look for calibrations in.
+        name: name of the results.
+        shape: shape of the model.
+        windows: windows in tokens that times are needed for.
+        context: tokens in the cache.
+        calibration: name of the calibration to use; None: ``name``, if it fits.
+        hardware: hardware of the roofline; None: h200.
+        element_size: bytes per cached number.
+        calibrate: options that would measure a calibration of the model, for the error's suggestion.
+        caution: called with the reason if the calibration ``name`` does not fit.
 
     Raises:
-        UserError: the ``calibration`` asked for is not there or does not fit, or the ``hardware`` is unknown.
+        UserError: ``calibration`` does not exist or does not fit, or ``hardware`` is unknown.
     """
     if calibration is not None and hardware is not None:
         raise UserError("give --calibration or --hardware, not both")
@@ -197,15 +228,15 @@ def find_times(
         try:
             return _find_calibration(workspace, calibration or name, shape, windows, context)
         except UserError as error:
-            command = _calibrating(calibrate, windows, context)
+            command = _calibrate_command(calibrate, windows, context)
             if calibration is not None:
                 raise UserError("\n".join([str(error), *command])) from error
             caution("\n".join([str(error), "so times are the roofline's", *command]))
     return Roofline(find_hardware(hardware or "h200"), shape, element_size)
 
 
-def _calibrating(options: CalibrateOptions | None, windows: Sequence[int], context: int) -> list[str]:
-    """The line with the command that measures a calibration for a window and a context; none where windows differ."""
+def _calibrate_command(options: CalibrateOptions | None, windows: Sequence[int], context: int) -> list[str]:
+    """Suggest the command that measures a calibration for a window and a context, unless windows differ."""
     if options is None or len(set(windows)) > 1:
         return []
     for window in windows:
@@ -219,20 +250,20 @@ def _calibrating(options: CalibrateOptions | None, windows: Sequence[int], conte
 def _find_calibration(
     workspace: Workspace, name: str, shape: Shape, windows: Sequence[int], context: int
 ) -> Calibration:
-    """The workspace's calibration ``name``. Raises ``UserError`` if there is none, or it does not fit."""
+    """Read a calibration of the workspace. Raises ``UserError`` if it does not exist or does not fit."""
     folder = workspace.report_dir(name)
     if not (folder / "calibration.yaml").is_file():
         raise UserError(f"no calibration '{name}' in {folder.parent}: measure it first")
-    found = Calibration.read(folder)
-    found.check_shape(shape)
+    calibration = Calibration.read(folder)
+    calibration.check_shape(shape)
     for window in windows:
-        found.check_window(window)
-    found.check_context(context, "decode")
-    return found
+        calibration.check_window(window)
+    calibration.check_context(context, "decode")
+    return calibration
 
 
 def draw_flops(options: CostOptions) -> Path:
-    """FLOPs of the paper's ladder against model size, dense and at a density; the picture in ``reports/<name>/``."""
+    """Draw FLOPs of the paper's ladder against model size, dense and at a density; return the picture's path."""
     from spkv_nas.report.cost_charts import flops_charts
     from spkv_nas.report.plot import save_chart
 

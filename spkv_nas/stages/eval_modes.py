@@ -1,4 +1,4 @@
-"""What the modes of ``evaluate`` share: which options go with which, and the checkpoints that answer, gates hard."""
+"""Share code between the modes of ``evaluate``: their option checks, and loading checkpoints with hard gates."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
 RULER, TASKS, LONGPPL = "--ruler LENGTHS", "--tasks NAMES", "--longppl"
-_TEXT = "held-out text"  # without either
-_GO_WITH = {  # options by the modes that take them; those that are not here go with all
+_TEXT = "held-out text"  # the default mode
+_GO_WITH = {  # modes that take an option; options not listed apply to all modes
     "data": (_TEXT, TASKS, LONGPPL),
     **dict.fromkeys(("max_tokens", "block_size"), (_TEXT, LONGPPL)),
     **dict.fromkeys(("tau_sweep", "points"), (_TEXT,)),
@@ -31,9 +31,9 @@ _REASONS = {**dict.fromkeys((RULER, TASKS), "asks questions of its own"), LONGPP
 
 
 def check_mode(options: EvaluateOptions) -> None:
-    """Raise ``UserError`` for options that do not go together, or a threshold outside [0, 1]."""
-    asked = {RULER: options.ruler is not None, TASKS: options.tasks is not None, LONGPPL: options.longppl}
-    chosen = [mode for mode, is_asked in asked.items() if is_asked]
+    """Raise ``UserError`` for options that exclude each other, or a threshold outside [0, 1]."""
+    requested = {RULER: options.ruler is not None, TASKS: options.tasks is not None, LONGPPL: options.longppl}
+    chosen = [mode for mode, is_requested in requested.items() if is_requested]
     if len(chosen) > 1:
         raise UserError(f"give {' or '.join(mode.split()[0] for mode in chosen)}, one after the other")
     mode = chosen[0] if chosen else _TEXT
@@ -49,7 +49,7 @@ def check_mode(options: EvaluateOptions) -> None:
 
 
 def check_pair(model: str, against: str | None) -> None:
-    """Raise ``UserError`` for checkpoints of two tokenizers, before anything is read."""
+    """Raise ``UserError`` if two checkpoints differ in their tokenizer, before anything large is read."""
     from spkv_nas.data.block_cache import fingerprint
     from spkv_nas.model.checkpoint import load_tokenizer
 
@@ -60,7 +60,7 @@ def check_pair(model: str, against: str | None) -> None:
 
 
 def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
-    """A checkpoint and its tokenizer. Joins the processes of torchrun; collective."""
+    """Load a checkpoint and its tokenizer; joins torchrun's processes and must be called on all ranks."""
     from spkv_nas.model.checkpoint import load_on
     from spkv_nas.model.model_shape import check_tokens
 
@@ -73,8 +73,9 @@ def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
 
 
 def identity(source: str, loaded: Loaded, how: str) -> str:
-    """All that answers depend on but for the questions: the checkpoint, its dtype and tokenizer, and ``how`` it
-    answers, of which the hash is in the names of files of answers.
+    """Return a string of everything that answers depend on besides the questions.
+
+    It names the checkpoint, its dtype and tokenizer, and ``how`` it answers. Answer files have its hash in their names.
     """
     from spkv_nas.data.block_cache import fingerprint
     from spkv_nas.model.checkpoint import checkpoint_hash
@@ -84,7 +85,7 @@ def identity(source: str, loaded: Loaded, how: str) -> str:
 
 
 def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:
-    """The model's gates hard, if it has any."""
+    """Return a context in which a model's gates are hard. Raises ``UserError`` for a threshold without gates."""
     from spkv_nas.model.config_section import gate_config
     from spkv_nas.model.modes import gate_mode
 
@@ -96,7 +97,7 @@ def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[An
 
 
 def with_open_gates(model: PreTrainedModel) -> AbstractContextManager[Any]:
-    """The model's gates open, if it has any."""
+    """Return a context in which a model's gates, if it has any, are open."""
     from spkv_nas.model.config_section import gate_config
     from spkv_nas.model.modes import gate_mode
 
@@ -104,10 +105,14 @@ def with_open_gates(model: PreTrainedModel) -> AbstractContextManager[Any]:
 
 
 def origin(source: str, model: PreTrainedModel, tau: float | None) -> dict[str, Any]:
-    """Which checkpoint answered, and how."""
+    """Return the record of which checkpoint was evaluated, at which dtype and threshold."""
     from spkv_nas.model.checkpoint import model_origin
     from spkv_nas.model.config_section import gate_config
 
     gates = gate_config(model)
-    own = None if gates is None else gates.tau
-    return {**model_origin(source), "computed_in": dtype_name(model.dtype), "tau": own if tau is None else tau}
+    checkpoint_tau = None if gates is None else gates.tau
+    return {
+        **model_origin(source),
+        "computed_in": dtype_name(model.dtype),
+        "tau": checkpoint_tau if tau is None else tau,
+    }

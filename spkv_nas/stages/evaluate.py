@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """Compare two checkpoints on the same documents.
+    """Comparison of two checkpoints on the same documents.
 
     Attributes:
-        against: the baseline's folder or id.
-        evaluation: of the baseline.
-        change: of the NLL from the baseline's, in percent, paired by document.
+        against: folder or id of the baseline.
+        evaluation: the baseline's evaluation.
+        change: difference in NLL from the baseline, in percent, paired by document.
         rows: all checkpoints in ``evaluation.csv``.
     """
 
@@ -61,9 +61,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What ``evaluate`` measured: at one threshold, or with open gates and, by row, at every threshold of a sweep.
+    """Result of ``evaluate``.
 
-    ``pair`` is there where another checkpoint was measured too.
+    Attributes:
+        name: name of the results.
+        evaluation: evaluation at one threshold, or with open gates if there is a sweep.
+        folder: folder of the results.
+        sweep: one row per threshold; None without a sweep.
+        pair: comparison with a baseline; None without one.
     """
 
     name: str
@@ -75,7 +80,15 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """What ``score`` measured: its name, the table of ``evaluation.zero_shot``, the table's folder, and documents."""
+    """Result of ``score``.
+
+    Attributes:
+        name: name of the results.
+        rows: table of ``evaluation.zero_shot``.
+        folder: folder of the table.
+        num_documents: documents scored on.
+        effective_documents: number of equally long documents that would give the same standard error.
+    """
 
     name: str
     rows: pd.DataFrame
@@ -87,25 +100,30 @@ class ScoreResult:
 def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> EvaluationResult:
     """Measure the held-out NLL of a checkpoint, of two with ``against``, or with ``tau_sweep`` at many thresholds.
 
-    A pair and a sweep are written to ``reports/<name>/``, by default the name of the checkpoint's recipe.
+    A pair and a sweep are written to ``reports/<name>/``, by default under the name of the checkpoint's recipe.
     """
     quiet_transformers(reporter)
     check(options)
     subject = Subject.of_command(options)
     if options.name is None and not subject.source.startswith(EMBEDDED_PREFIX):
         subject = replace(subject, name=result_name(subject.source))
+    # Check tokenizer and thresholds before loading
     check_pair(subject.source, options.against)
     taus = check_sweep(options.tau, options.tau_sweep, options.points)
     folder = options.place.report_dir(subject.name)
+    # Measure
     measured = subject.load(reporter)
-    size = measured.batch_size
+    batch_size = measured.batch_size
     with reporter.bar("evaluating") as progress:
         if taus is None:
-            found = sweep.evaluate(measured.model, measured.blocks, options.tau, batch_size=size, progress=progress)
-            _warn_of_price(measured.model, found, options, reporter)
-            pair = None if options.against is None else _pair(options, subject, measured, found, reporter)
-            return EvaluationResult(subject.name, found, folder, pair=pair)
-        evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=size, progress=progress)
+            evaluation = sweep.evaluate(
+                measured.model, measured.blocks, options.tau, batch_size=batch_size, progress=progress
+            )
+            _warn_of_price(measured.model, evaluation, options, reporter)
+            pair = None if options.against is None else _pair(options, subject, measured, evaluation, reporter)
+            return EvaluationResult(subject.name, evaluation, folder, pair=pair)
+        evaluations = sweep.tau_sweep(measured.model, measured.blocks, taus, batch_size=batch_size, progress=progress)
+    # Write the sweep
     rows = sweep.sweep_table(evaluations)
     origin = measured_on(subject, measured, evaluations[0].nll)
     on_main(lambda: _write_sweep(folder, rows, origin))
@@ -113,20 +131,20 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
 
 
 def _warn_of_price(
-    model: PreTrainedModel, found: sweep.Evaluation, options: EvaluateOptions, reporter: Reporter
+    model: PreTrainedModel, evaluation: sweep.Evaluation, options: EvaluateOptions, reporter: Reporter
 ) -> None:
-    """Caution the user about gates that miss their price at their own threshold."""
+    """Caution the user if gates miss their target density at their own threshold."""
     gates = gate_config(model)
     if gates is not None and options.tau in (None, gates.tau):
-        missed = missed_price(gates.target_density, found.density)
-        if missed is not None:
-            reporter.caution(missed)
+        caution = missed_price(gates.target_density, evaluation.density)
+        if caution is not None:
+            reporter.caution(caution)
 
 
 def _pair(
-    options: EvaluateOptions, subject: Subject, measured: Measured, found: sweep.Evaluation, reporter: Reporter
+    options: EvaluateOptions, subject: Subject, measured: Measured, evaluation: sweep.Evaluation, reporter: Reporter
 ) -> Pair:
-    """Measure ``options.against`` on the same blocks, and add both checkpoints to ``evaluation.csv``. Collective."""
+    """Measure ``options.against`` on the same blocks and add both to ``evaluation.csv``; call on all ranks."""
     against, blocks = str(options.against), measured.blocks
     # Measure the baseline
     model, _ = load(options, against, reporter)
@@ -136,22 +154,22 @@ def _pair(
     # Make the rows of both
     key = hashlib.sha256()
     blocks.feed(key)
-    scored = [_scored(subject.source, found), _scored(against, baseline)]
+    scored = [_evaluated(subject.source, evaluation), _evaluated(against, baseline)]
     rows = checkpoint_table(key.hexdigest()[:8], *scored)
-    origin = measured_on(subject, measured, found.nll, against=against)
+    origin = measured_on(subject, measured, evaluation.nll, against=against)
     folder = options.place.report_dir(subject.name)
     rows = on_main(lambda: _add_rows(folder, rows, origin, reporter))
-    return Pair(against, baseline, paired_difference(found.nll, baseline.nll), rows)
+    return Pair(against, baseline, paired_difference(evaluation.nll, baseline.nll), rows)
 
 
-def _scored(source: str, evaluation: sweep.Evaluation) -> EvaluatedCheckpoint:
-    """Name a checkpoint by its source and by what its run trained."""
+def _evaluated(source: str, evaluation: sweep.Evaluation) -> EvaluatedCheckpoint:
+    """Name a checkpoint by its source and by the variant that its run trained."""
     origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
     return EvaluatedCheckpoint(source, "" if origin is None else origin.variant, evaluation)
 
 
 def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter: Reporter) -> pd.DataFrame:
-    """Add rows to ``evaluation.csv``, one process at a time; all rows that it then has."""
+    """Add rows to ``evaluation.csv`` under a lock, and return all of its rows."""
     with locked(folder, "writes evaluation.csv", reporter.announce):
         earlier = EVALUATION.read(folder)
         if earlier is not None:
@@ -164,7 +182,7 @@ def _add_rows(folder: Path, rows: pd.DataFrame, origin: dict[str, Any], reporter
 
 
 def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
-    """Table, origin and figure."""
+    """Write table, origin and figure of a sweep."""
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.result_charts import tau_sweep_chart
 
@@ -173,24 +191,26 @@ def _write_sweep(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> No
 
 
 def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
-    """Zero-shot NLL of layouts on a checkpoint, written to ``reports/<name>/zero-shot.csv``."""
+    """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
     quiet_transformers(reporter)
+    # Read table and layouts
     subject = Subject.of_command(options)
-    place = options.place
-    table = None if options.probe is None else find_table(place, options.probe)
+    workspace = options.place
+    table = None if options.probe is None else find_table(workspace, options.probe)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)
-    proposal = find_proposal(place, options.name or family, options.layouts)
+    proposal = find_proposal(workspace, options.name or family, options.layouts)
     proposal.warn_of_windows()
     covered = {}
     if table is not None:
-        counted = proposal.table(table)
-        covered = {key: coverage(counted, layout) for key, layout in proposal.layouts.items()}
-    place.check_writable()
+        table_at_tau = proposal.table(table)
+        covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
+    # Score full attention and every layout
+    workspace.check_writable()
     measured = subject.load(reporter)
-    root = place.run_dir(name) / "zero-shot"
+    root = workspace.run_dir(name) / "zero-shot"
     cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
-    full, *scores = zero_shot(
+    full_attention, *scores = zero_shot(
         measured.model,
         [None, *proposal.layouts.values()],
         measured.blocks,
@@ -198,8 +218,11 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
         reporter=reporter,
         batch_size=measured.batch_size,
     )
-    rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full, covered)
-    origin = measured_on(subject, measured, full, probe=None if table is None else table.name, windows=proposal.windows)
-    folder = place.report_dir(name)
+    # Write the table
+    rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full_attention, covered)
+    origin = measured_on(
+        subject, measured, full_attention, probe=None if table is None else table.name, windows=proposal.windows
+    )
+    folder = workspace.report_dir(name)
     on_main(lambda: write_scores(folder, rows, origin))
-    return ScoreResult(name, rows, folder, full.num_documents, full.effective_documents)
+    return ScoreResult(name, rows, folder, full_attention.num_documents, full_attention.effective_documents)

@@ -1,7 +1,7 @@
-"""Every option and argument of the commands, declared once: its type, its words, its bounds.
+"""Declare every option and argument of the commands: type, help text and bounds.
 
-``options`` says which command takes which of them, with which default; ``spkv_nas.cli.options`` makes a command line of
-that. Two flags of one name stand here only where their values differ: ``--tau`` is a number, or a choice of one.
+``options`` says which command takes which flag with which default; ``spkv_nas.cli.options`` builds the command line
+from both. A flag name is declared twice only where its values differ: ``--tau`` is a number, or a choice of one.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from spkv_nas.base.limits import (
     MOST_STEPS,
     MOST_WHOLE,
     MOST_WINDOW,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One option of the command line, but for its default.
+    """Command-line option or argument, without its default.
 
     Attributes:
         help: one or two sentences.
-        names: such as ("--budget", "-b"); the field's name with dashes by default.
-        metavar: what stands for the value in the help.
-        low, high: bounds of a number, both allowed.
+        names: such as ("--budget", "-b"); by default the field's name with dashes.
+        metavar: placeholder for the value in the help.
+        low, high: inclusive bounds of a number.
         panel: heading in the help.
-        argument: given by its place, not by a name.
-        values: all that there are, or those that a shell should offer.
+        argument: whether it is positional.
+        values: allowed values, or suggestions for shell completion.
         is_probe: whether it names a probe of the workspace.
     """
 
@@ -68,8 +68,9 @@ _PROBE = Flag(
 _BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 _BUDGETS = Flag(
     "Global KV heads: a number, a share such as 25%, or several: 12,18,24, 6..40, 10%..50%, 6..40:2.",
-    ("--budget", "-b"), "N|N%|LIST|RANGE",
-)  # fmt: skip
+    ("--budget", "-b"),
+    "N|N%|LIST|RANGE",
+)
 _MAX_TOKENS = Flag(
     "Use at most N tokens, spread over the documents: a block of each before a second of any.", low=1, high=MOST_WHOLE
 )
@@ -81,18 +82,17 @@ _GRANULARITY = Flag(
     "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=_MEMORY
 )
 
-# where
+# Workspace, names and devices
 Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
 Name = Annotated[str | None, Flag("Name of the result.")]
 Out = Annotated[Path, Flag("New folder.")]
 Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.", values=("cpu", "cuda"))]
 AnyDevice = Annotated[
-    str | None,
-    Flag("cpu or cuda; CUDA if there is one. auto: a model over all GPUs.", values=("cpu", "cuda", "auto")),
+    str | None, Flag("cpu or cuda; CUDA if there is one. auto: a model over all GPUs.", values=("cpu", "cuda", "auto"))
 ]
 Dtype = Annotated[str | None, Flag("Compute in float32, bfloat16 or float16.", values=DTYPES)]
 
-# a model and a text
+# Models, text and training length
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 Data = Annotated[list[str] | None, Flag("Text to measure on: one or several files or folders.")]
@@ -106,8 +106,7 @@ Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewe
 Seed = Annotated[int, _SEED]
 OptionalSeed = Annotated[int | None, _SEED]
 MaxHeads = Annotated[
-    int | None,
-    Flag("Most heads measured singly: of the layers that gain most.", low=1, high=MOST_SIZE),
+    int | None, Flag("Most heads measured singly: of the layers that gain most.", low=1, high=MOST_SIZE)
 ]
 NumLayouts = Annotated[int | None, Flag("Random layouts to score.", low=1, high=MOST_REPEATS)]
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
@@ -120,7 +119,7 @@ Texts = Annotated[list[str], Flag("Text: files or folders, stdlib, or installed.
 NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
 Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 
-# measuring
+# Measuring
 Signal = Annotated[str | None, Flag(f"{SIGNALS[0]}, or another: {', '.join(SIGNALS[1:])}.", values=SIGNALS)]
 GainTokens = Annotated[
     int | None,
@@ -153,9 +152,10 @@ Tasks = Annotated[
     str | None,
     Flag(
         "In place of NLL: tasks of lm-eval by comma. paper: the paper's sixteen; stdlib_completions is here already.",
-        metavar="NAMES", panel=_TASKS,
+        metavar="NAMES",
+        panel=_TASKS,
     ),
-]  # fmt: skip
+]
 Include = Annotated[
     list[str] | None,
     Flag(
@@ -172,10 +172,11 @@ AllowCode = Annotated[
 LongPPL = Annotated[
     bool,
     Flag(
-        "In place of NLL: perplexity of the tokens that only the long context makes likely.", ("--longppl",),
+        "In place of NLL: perplexity of the tokens that only the long context makes likely.",
+        ("--longppl",),
         panel=_LONGPPL,
     ),
-]  # fmt: skip
+]
 Evaluator = Annotated[
     str | None, Flag("Checkpoint that finds those tokens, its gates open.", metavar="CHECKPOINT", panel=_LONGPPL)
 ]
@@ -185,8 +186,7 @@ Alpha = Annotated[
     float | None, Flag("Nats that the short context must cost a token.", low=0.0, high=1e6, panel=_LONGPPL)
 ]
 Beta = Annotated[
-    float | None,
-    Flag("Log-likelihood that the whole text must give it.", low=-1e6, high=0.0, panel=_LONGPPL),
+    float | None, Flag("Log-likelihood that the whole text must give it.", low=-1e6, high=0.0, panel=_LONGPPL)
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
 Probes = Annotated[
@@ -196,11 +196,11 @@ Probes = Annotated[
 By = Annotated[
     str | None,
     Flag(
-        "Split every probe: by domain, or by half of its documents.", metavar="domain|half", values=("domain", "half"),
+        "Split every probe: by domain, or by half of its documents.", metavar="domain|half", values=("domain", "half")
     ),
-]  # fmt: skip
+]
 
-# pruning after the fact
+# Post-hoc KV-cache pruning
 Methods = Annotated[
     str | None, Flag("What chooses the keys that are kept; several by comma.", metavar="NAMES", values=METHODS)
 ]
@@ -218,14 +218,14 @@ ReadingProtocol = Annotated[
 ]  # fmt: skip
 Against = Annotated[str | None, Flag("Checkpoint to put beside, measured on the same text.", metavar="CHECKPOINT")]
 
-# generating
+# Generation
 Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
 PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - is standard input.", ("--file", "-f"))]
 MaxNewTokens = Annotated[int, Flag("Stop after so many.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
 Temperature = Annotated[float, Flag("0 takes the likeliest token, more samples.", low=0.0, high=1e6)]
 TopP = Annotated[float, Flag("Sample from this share of the probability.", low=0.0, high=1.0)]
 
-# layouts
+# Layouts and budgets
 LayoutFiles = Annotated[list[Path], _LAYOUTS]
 OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
 LayoutFile = Annotated[Path, _LAYOUT]
@@ -237,9 +237,9 @@ OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
     str | None,
     Flag(
-        "Another threshold, or match-budget: the one whose mean density is the budget's share of heads.", metavar="TAU",
+        "Another threshold, or match-budget: the one whose mean density is the budget's share of heads.", metavar="TAU"
     ),
-]  # fmt: skip
+]
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
 AllowDense = Annotated[
@@ -251,7 +251,7 @@ Link = Annotated[
 ]
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 
-# constraints and memory
+# Constraints and memory
 KvBytes = Annotated[
     str | None,
     Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=_MEMORY),
@@ -283,11 +283,12 @@ Weights = Annotated[
     Path | None,
     Flag(
         "What a global head costs, in place of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
-        metavar="FILE.csv", panel=_MEMORY,
+        metavar="FILE.csv",
+        panel=_MEMORY,
     ),
-]  # fmt: skip
+]
 
-# searching
+# Search
 Objective = Annotated[
     str,
     Flag(
@@ -299,8 +300,7 @@ Trials = Annotated[
     int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
 ]
 GenerationSize = Annotated[
-    int,
-    Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_SEARCH),
+    int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_SEARCH)
 ]
 Sampler = Annotated[
     str,
@@ -323,15 +323,16 @@ Racing = Annotated[
     bool,
     Flag(
         "Stop scoring a layout once it is two standard errors behind those that would be retrained.",
-        ("--racing/--no-racing",), panel=_SEARCH,
+        ("--racing/--no-racing",),
+        panel=_SEARCH,
     ),
-]  # fmt: skip
+]
 Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
 Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
 ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]
 Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
 
-# cost
+# Cost and reports
 Level = Annotated[
     str | None,
     Flag(
@@ -369,9 +370,9 @@ Runs = Annotated[
         "ladder of its own, such as dense or sp-kv) and held_out (1: predicted, not fitted).",
         argument=True,
     ),
-]  # fmt: skip
+]
 
-# training
+# Training
 DryRun = Annotated[
     bool, Flag("Say what would be trained, and its tokens, time and memory; write nothing.", ("--dry-run",))
 ]
@@ -379,13 +380,13 @@ BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1, high=2**20)
 Reference = Annotated[bool, Flag("Also retrain the SP-KV reference, with its gates.", ("--reference/--no-reference",))]
 AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
 
-# formats of layouts
+# Layout formats
 Source = Annotated[
     Path,
     Flag(
         "Layout (.yaml), DuoAttention folder, PruLong or DuoAttention file (.tsv), density table (.csv).", argument=True
     ),
-]  # fmt: skip
+]
 Target = Annotated[
     Path,
     Flag("New file: .yaml is a layout, .tsv a PruLong mask; a folder gets DuoAttention's two files.", argument=True),

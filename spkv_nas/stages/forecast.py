@@ -1,7 +1,7 @@
-"""What the stages of the path take on a model, by its config alone: nothing is loaded or written (``plan``).
+"""Estimate the cost of the workflow's stages from the model's config alone; nothing is loaded or written (``plan``).
 
-A stage is counted as its command would run at its defaults, training of a model without a recipe as ``init`` would
-write it; text as far as it is at hand.
+Each stage is counted as its command would run by default; without a recipe, training is counted as by the recipe that
+``init`` would write. Text is counted where it is available.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ from spkv_nas.training.run_plan import Planner
 from spkv_nas.training.step_cost import EFFICIENCY, how_trained, matmul_speed
 from spkv_nas.training.text_size import TextSize, count_text
 
-_ENOUGH = TextSize(documents=1000, tokens=10**9)  # for the largest blocks and batches that init would write
-_OF_LAYOUTS = 0.25  # of the layers' hidden states: as many as 64 layouts of a search kept at once, 6 of 21
+_ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
+_OF_LAYOUTS = 0.25  # share of layers whose hidden states a search of 64 layouts keeps at once: 6 of 21
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What stages take.
+    """Estimated cost of stages.
 
     Attributes:
-        name: of the model or the recipe.
-        size: of the model, predictors aside.
-        num_predictor_parameters: of the gates that it has or gets.
-        site: where the stages run.
-        stages: in the order of the path.
-        remarks: what the numbers rest on.
+        name: name of the model or the recipe.
+        size: size of the model, without gate predictors.
+        num_predictor_parameters: parameters of the gates that the model has or will get.
+        site: hardware that the stages run on.
+        stages: cost of each stage, in the order of the workflow.
+        remarks: assumptions behind the numbers.
     """
 
     name: str
@@ -73,42 +73,50 @@ class Forecast:
 
 
 def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
-    """Of the whole path, on a recipe or a model.
+    """Estimate the cost of the full workflow on a recipe or a model.
 
     Raises:
-        UserError: neither or both, a model that cannot be read, a mixture of experts, options that do not fit.
+        UserError: neither or both are given, the model cannot be read or is a mixture of experts, or options conflict.
     """
     quiet_transformers(reporter)
     check(options)
-    given = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
-    stages = given.stages
-    trained = [part.train(name, how, gated=gated) for name, part, how, gated in given.trained]
-    measured = list(_measured(stages, given.tokens))
-    path = [*given.first, *measured, *trained] if options.recipe is None else [*trained, *measured]
+    # Count the stages
+    inputs = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
+    stages = inputs.stages
+    training_stages = [
+        run_stages.train(name, schedule, gated=gated) for name, run_stages, schedule, gated in inputs.trained
+    ]
+    measuring_stages = list(_measured(stages, inputs.tokens))
+    workflow = (
+        [*inputs.first, *measuring_stages, *training_stages]
+        if options.recipe is None
+        else [*training_stages, *measuring_stages]
+    )
+    # State the assumptions
     context = choose_context(options.context, stages.size.positions)
     if (remark := beyond_positions(context, stages.size.positions)) is not None:
         reporter.caution(remark)
     remarks = (
         _about_memory(stages.site),
-        f"text: {given.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
-        *given.remarks,
+        f"text: {inputs.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
+        *inputs.remarks,
         _about_time(options),
     )
     return Forecast(
-        given.name,
+        inputs.name,
         stages.size,
         stages.num_predictor_parameters,
         stages.site,
-        (*path, *_served(stages, options)),
+        (*workflow, *_served(stages, options)),
         remarks,
     )
 
 
 def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
-    """Of ``probe`` without a recipe, on this machine.
+    """Estimate the cost of ``probe`` without a recipe, on this machine.
 
     Raises:
-        UserError: a signal of which nothing is known here, or as ``probe``.
+        UserError: the signal's cost cannot be estimated, or as ``probe``.
     """
     options = replace(options, signal=chosen_signal(options))
     subject = Subject.of_command(options)
@@ -116,33 +124,49 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     data, base = subject.recipe.data, subject.base
     if options.data:
         data, base = DataConfig(sources=[*options.data], block_size=options.block_size or BLOCK_SIZE), Path()
+    # Describe the model and this machine
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
-    item = _item(subject.source, Site(device, memory), options.dtype)
+    item_bytes = _item(subject.source, Site(device, memory), options.dtype)
     reporter.announce("measuring the speed of a matrix product")
-    speed = EFFICIENCY * matmul_speed(device, bfloat16=item == BFLOAT16)
+    speed = EFFICIENCY * matmul_speed(device, bfloat16=item_bytes == BFLOAT16)
+    # Count the text
     learns = gates is None and options.signal == signals.DENSITY
-    there = MOST_WHOLE  # more than --max-tokens takes
+    num_tokens = MOST_WHOLE  # above every --max-tokens
     if options.max_tokens is None:
         reporter.announce("counting the tokens of the text")
         text = count_text(data.sources, base, load_tokenizer(subject.source))
-        there = text.heldout(data) if learns or not options.data else text.tokens
+        num_tokens = text.heldout(data) if learns or not options.data else text.tokens
+    # Count the stages
     stages = Stages(
         size,
         gates or GateConfig(window=options.window or suitable_window(data.block_size)),
         Site(device, memory, speed, is_cpu=device == "cpu"),
-        data.block_size, BATCH_SIZE, item,
-    )  # fmt: skip
-    found = [*(_gates(stages, options.steps) if learns else ()), *_probed(stages, options, there)]
+        data.block_size,
+        BATCH_SIZE,
+        item_bytes,
+    )
+    stage_costs = [*(_gates(stages, options.steps) if learns else ()), *_probed(stages, options, num_tokens)]
     remarks = (
         _about_memory(stages.site),
         f"time: by FLOPs, at half the speed of a matrix product, {speed:.2g} FLOP/s as measured here",
     )
-    return Forecast(subject.name, stages.size, stages.num_predictor_parameters, stages.site, tuple(found), remarks)
+    return Forecast(
+        subject.name, stages.size, stages.num_predictor_parameters, stages.site, tuple(stage_costs), remarks
+    )
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What is planned: ``trained`` has (name, stages by their blocks, how, whether with gates)."""
+class _Inputs:
+    """Inputs of an estimate.
+
+    Attributes:
+        name: name of the model or the recipe.
+        stages: cost model of the measuring stages.
+        tokens: held-out tokens to measure on.
+        first: stages before any measurement.
+        trained: (name, stages at the training block size, schedule, whether it has gates) of each training.
+        remarks: assumptions behind the numbers.
+    """
 
     name: str
     stages: Stages
@@ -155,47 +179,58 @@ class _Given:
 _REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
 
 
-def _of_model(options: PlanOptions, reporter: Reporter) -> _Given:
+def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
+    """Collect the inputs for a model without a recipe, trained by the recipe that ``init`` would draft."""
     source = str(options.model)
     size, gates, length = read_size(source), read_gates(source), options.block_size or BLOCK_SIZE
     check_dense(size, source)
     site = _site(options)
     config = gates or GateConfig(window=suitable_window(length))
     stages = Stages(size, config, site, length, BATCH_SIZE, _item(source, site, options.dtype))
+    # Count the text
     data = DataConfig(sources=[*(options.data or ("stdlib",))])
     tokens, text = options.tokens or data.max_heldout_tokens, _ENOUGH
     if options.data:
         reporter.announce("counting the tokens of the text")
         text = count_text(options.data, Path(), load_tokenizer(source))
         tokens = options.tokens or text.heldout(data)
+    # Draft the recipe
     draft = Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
     draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
     recipe = draft.recipe(Path())
-    how = _training(recipe, recipe.branch, size, site)
-    own = replace(stages, block_size=draft.block_size)
+    schedule = _training(recipe, recipe.branch, size, site)
+    training_stages = replace(stages, block_size=draft.block_size)
     first = tuple(_gates(stages, options.steps)) if gates is None else ()
-    trained = ((_REFERENCE, own, how, True), (_HYBRID, own, how, False))
-    return _Given(model_name(source), stages, tokens, first, trained, (draft.remark(),))
+    trained = ((_REFERENCE, training_stages, schedule, True), (_HYBRID, training_stages, schedule, False))
+    return _Inputs(model_name(source), stages, tokens, first, trained, (draft.remark(),))
 
 
-def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Given:
+def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
+    """Collect the inputs for a recipe."""
     recipe, site = Recipe.read(file), _site(options)
     planner = Planner(
-        recipe, file.parent, options.place.run_dir(recipe.name), announce=reporter.announce,
+        recipe,
+        file.parent,
+        options.place.run_dir(recipe.name),
+        announce=reporter.announce,
         text=None if options.tokens is None else TextSize(1, options.tokens),
-    )  # fmt: skip
+    )
     size = planner.size
     check_dense(size, f"of recipe {file}")
     stages = Stages(
-        size, recipe.gates.of_model(size.heads.grid), site, recipe.data.block_size, BATCH_SIZE,
-        ITEM_BYTES[options.dtype or "float32"],  # as training saves it
-    )  # fmt: skip
+        size,
+        recipe.gates.of_model(size.heads.grid),
+        site,
+        recipe.data.block_size,
+        BATCH_SIZE,
+        ITEM_BYTES[options.dtype or "float32"],  # the dtype that training saves
+    )
     branch, gated = (_training(recipe, recipe.branch, size, site, gated=gated) for gated in (False, True))
     trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
     if recipe.dense is not None:
         trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, size, site), False))
     tokens = options.tokens or planner.text.heldout(recipe.data)
-    return _Given(recipe.name, stages, tokens, (), tuple(trained))
+    return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
 
 
 def _gates(stages: Stages, steps: int | None) -> Iterator[StageCost]:
@@ -203,18 +238,18 @@ def _gates(stages: Stages, steps: int | None) -> Iterator[StageCost]:
 
 
 def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
-    """What ``probe`` measures of ``tokens`` of text."""
+    """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
     limit = options.max_tokens or (SCORING_TOKENS if options.signal in signals.SCORING else tokens)
-    taken = min(limit, tokens)
+    num_tokens = min(limit, tokens)
     if options.signal == signals.DENSITY:
-        yield _density(stages, taken)
+        yield _density(stages, num_tokens)
         if options.gain_tokens != 0:
             yield _gains(stages, "judge the table", min(options.gain_tokens or GAIN_TOKENS, tokens))
     elif options.signal == signals.REGRESSION:
         passes = 1 + (options.num_layouts or REGRESSION_LAYOUTS)
-        yield stages.measure("signal regression, at most", taken, passes, shares=_OF_LAYOUTS)
+        yield stages.measure("signal regression, at most", num_tokens, passes, shares=_OF_LAYOUTS)
     elif options.signal in signals.SCORING:
-        yield _gains(stages, f"signal {options.signal}", taken)
+        yield _gains(stages, f"signal {options.signal}", num_tokens)
     elif options.signal == signals.HEAD_GATES:
         yield _head_gates(stages, options.steps)
     else:
@@ -222,7 +257,7 @@ def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[Stag
 
 
 def _measured(stages: Stages, tokens: int) -> Iterator[StageCost]:
-    """What needs no training, on ``tokens`` of text."""
+    """Yield the stages that need no training, on ``tokens`` tokens of text."""
     yield _density(stages, tokens)
     yield _gains(stages, "judge the table", min(GAIN_TOKENS, tokens))
     yield _head_gates(stages, None)
@@ -246,7 +281,7 @@ def _gains(stages: Stages, name: str, tokens: int) -> StageCost:
 
 
 def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
-    """What becomes of a layout of the budget, beside full attention."""
+    """Yield export and generation, with full attention and with a layout of the budget."""
     size, context = stages.size, choose_context(options.context, stages.size.positions)
     heads = size.heads.num_layers * size.heads.num_kv_heads
     budget = parse_budget(options.budget, heads)
@@ -257,26 +292,28 @@ def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
 
 
 def _site(options: PlanOptions) -> Site:
-    """Of the hardware that is asked about, or of this machine, of which nothing is known but its memory."""
+    """Return the requested hardware, or this machine, of which only the memory is known."""
     if options.hardware is None:
         device = choose_device(options.device)
         return Site(device, available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
-    found = find_hardware(options.hardware)
-    return Site(found.name, found.memory, options.utilisation * found.peak, found.bandwidth, options.devices)
+    hardware = find_hardware(options.hardware)
+    return Site(
+        hardware.name, hardware.memory, options.utilisation * hardware.peak, hardware.bandwidth, options.devices
+    )
 
 
-def _item(source: str, site: Site, asked: str | None) -> int:
-    """Bytes of a number that a checkpoint is measured in; GPUs that are asked about compute in any dtype."""
-    own = saved_dtype(source)
-    if asked is None and own is not None:
-        asked = dtype_name(own if site.speed is not None else choose_dtype(site.name, own))
-    return ITEM_BYTES[asked or "float32"]
+def _item(source: str, site: Site, dtype: str | None) -> int:
+    """Return the bytes per number that a checkpoint is measured in; requested GPUs support every dtype."""
+    checkpoint_dtype = saved_dtype(source)
+    if dtype is None and checkpoint_dtype is not None:
+        dtype = dtype_name(checkpoint_dtype if site.speed is not None else choose_dtype(site.name, checkpoint_dtype))
+    return ITEM_BYTES[dtype or "float32"]
 
 
 def _training(
     recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, site: Site, *, gated: bool = False
 ) -> Training:
-    """How a phase of a recipe trains, which on a GPU that is asked about does so in bfloat16 where it may."""
+    """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
     native = "bfloat16" if site.speed is not None else training_precision(site.name)
     bfloat16 = (native if recipe.precision == "auto" else recipe.precision) == "bfloat16"
     return how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
@@ -289,9 +326,9 @@ def _about_memory(site: Site) -> str:
 def _about_time(options: PlanOptions) -> str:
     if options.hardware is None:
         return "time: nothing was measured here; name a GPU (--hardware), or try steps of a recipe (init, --dry-run)"
-    found = find_hardware(options.hardware)
+    device = find_hardware(options.hardware)
     return (
-        f"time: {options.utilisation:.0%} of the {found.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
+        f"time: {options.utilisation:.0%} of the {device.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
         "(--utilisation), which passes of small models do not reach: nothing is said below a second; of a token to "
         "generate the least that reading weights and cache takes, and nothing below a millisecond"
     )

@@ -1,4 +1,4 @@
-"""Generate: continue a prompt with a checkpoint and the cache that suits it."""
+"""Generate: continue a prompt with a checkpoint, using the KV cache that suits its layout or gates."""
 
 from __future__ import annotations
 
@@ -17,21 +17,28 @@ from spkv_nas.stages.options import GenerateOptions
 def generate(
     options: GenerateOptions, reporter: Reporter = SILENT, *, stream: Announce = silent
 ) -> generation.Generation:
-    """Continue a prompt with a checkpoint; ``stream`` gets the text as it comes."""
+    """Continue a prompt with a checkpoint; ``stream`` receives the text piece by piece."""
     check(options)
     prompt = _prompt(options)
     quiet_transformers(reporter)
     reporter.announce(f"loading {options.model}")
     network, tokenizer = load_on(options.model, choose_device(options.device), options.dtype)
     return generation.generate(
-        network, tokenizer, prompt, max_new_tokens=options.max_new_tokens, tau=options.tau,
-        temperature=options.temperature, top_p=options.top_p, seed=options.seed, stream=stream,
-    )  # fmt: skip
+        network,
+        tokenizer,
+        prompt,
+        max_new_tokens=options.max_new_tokens,
+        tau=options.tau,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        stream=stream,
+    )
 
 
 def _prompt(options: GenerateOptions) -> str:
     prompt, file = options.prompt, options.file
     if file is not None:
         return sys.stdin.read() if str(file) == "-" else read_text(file, "prompt")
-    assert prompt is not None  # by ``check``
+    assert prompt is not None  # ``check`` requires one
     return prompt

@@ -1,7 +1,7 @@
-"""What commands that still work have got so far, for a report that is watched: by the files that they leave meanwhile.
+"""Report the progress of unfinished searches and trainings, from the files that they write while running.
 
-A search has its study in ``runs/NAME/search/``; one in a database of its own (``--storage``) is not seen. A training
-has the log of its newest checkpoint, in ``runs/NAME/`` too.
+A search has its study in ``runs/NAME/search/``; one in a separate database (``--storage``) is not seen. A training has
+the log of its newest checkpoint, in ``runs/NAME/`` too.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from spkv_nas.stages.results import SEARCH
 from spkv_nas.training.training_progress import unfinished_trainings
 
 
-def under_way(place: Workspace, name: str, reporter: Reporter) -> Section | None:
-    """What is not finished of a name; None where nothing is."""
-    found = unfinished_trainings(place.run_dir(name))
+def under_way(workspace: Workspace, name: str, reporter: Reporter) -> Section | None:
+    """Return the report section on unfinished work of a name; None where all is finished."""
+    unfinished = unfinished_trainings(workspace.run_dir(name))
     trainings = [
-        training(one.name, one.step, one.num_steps, one.log, is_held=one.is_held, count=count)
-        for count, one in enumerate(found)
+        training(run.name, run.step, run.num_steps, run.log, is_held=run.is_held, count=count)
+        for count, run in enumerate(unfinished)
     ]
-    return section([*_search(place, name, reporter), *trainings])
+    return section([*_search(workspace, name, reporter), *trainings])
 
 
-def _search(place: Workspace, name: str, reporter: Reporter) -> list[Part]:
-    """A search at which somebody is, or that has not come to its table."""
-    folder = place.run_dir(name) / "search"
+def _search(workspace: Workspace, name: str, reporter: Reporter) -> list[Part]:
+    """Return the progress of a search that has workers or has not written its table yet."""
+    folder = workspace.run_dir(name) / "search"
     try:
         from spkv_nas.search.search_progress import FILE, read_progress
     except ModuleNotFoundError as error:
-        if (missing := missing_extra(error)) is None:
+        if (missing_package := missing_extra(error)) is None:
             raise
-        if _begun(folder):
-            reporter.caution(f"without what the search in {folder} has found: {first_line(missing)}")
+        if _has_started(folder):
+            reporter.caution(f"without what the search in {folder} has found: {first_line(missing_package)}")
         return []
     file = folder / FILE
     if not file.is_file():
         return []
     try:
-        found = read_progress(file, name)
-    except UserError as error:  # it is being made, or damaged, which the search itself says
+        progress = read_progress(file, name)
+    except UserError as error:  # being created, or damaged, which the search itself reports
         reporter.detail(first_line(error))
         return []
-    if found is None or (not found.num_workers and (place.report_dir(name) / SEARCH).is_file()):
+    if progress is None or (not progress.num_workers and (workspace.report_dir(name) / SEARCH).is_file()):
         return []
-    return [searching(found.scored, found.retrained, found.num_workers)]
+    return [searching(progress.scored, progress.retrained, progress.num_workers)]
 
 
-def _begun(folder: Path) -> bool:
+def _has_started(folder: Path) -> bool:
+    """Return whether a search has created its database."""
     return any(folder.glob("*.db"))

@@ -1,4 +1,4 @@
-"""Init: a first recipe for a model and a text, and what it will take."""
+"""Init: write a first recipe for a model and a text, and estimate the cost of training by it."""
 
 from __future__ import annotations
 
@@ -35,12 +35,18 @@ from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, together
 from spkv_nas.training.text_size import count_text
 from spkv_nas.training.variants import Variant
 
-_LAYOUTS = 7  # that propose makes without options
+_LAYOUTS = 7  # number of layouts that propose makes by default
 
 
 @dataclass(frozen=True)
 class FirstRecipe:
-    """What ``init`` wrote, what all commands of the path will take, and the first of them."""
+    """Result of ``init``.
+
+    Attributes:
+        file: recipe that was written.
+        plan: cost of all runs that the recipe leads to.
+        next: commands to run next, the recommended one first.
+    """
 
     file: Path
     plan: Plan
@@ -48,37 +54,48 @@ class FirstRecipe:
 
 
 def init(options: InitOptions, reporter: Reporter = SILENT) -> FirstRecipe:
-    """Write a recipe for a model and a text; the first commands with it are planned.
+    """Write a first recipe for a model and a text, and plan the runs that follow from it.
 
     Raises:
-        UserError: the file is there, the model is not, there is too little text, or too little time for any training.
+        UserError: the file exists, the model does not, or there is too little text or time to train.
     """
     check(options)
     quiet_transformers(reporter)
+    # Draft the recipe
     base = options.out.parent
-    model, sources = _absolute(options.model), tuple(_seen_from(base, source) for source in options.data)
+    model, sources = _absolute(options.model), tuple(_source_from(base, source) for source in options.data)
     reporter.announce("counting the tokens of the text")
     size, text = read_size(model), count_text(sources, base, load_tokenizer(model))
-    draft = Draft.of(options.name or _name(options.model), model, sources, size, text, choose_device(options.device))
-    planner, draft = _fitted(replace(draft, steps=options.steps or FIRST_STEPS), options, reporter)
+    draft = Draft.of(
+        options.name or _recipe_name(options.model), model, sources, size, text, choose_device(options.device)
+    )
+    # Fit it to memory and time
+    planner, draft = _fit_memory(replace(draft, steps=options.steps or FIRST_STEPS), options, reporter)
     if options.minutes is not None:
-        draft = replace(draft, steps=_steps(planner, 60 * options.minutes))
+        draft = replace(draft, steps=_steps_in_time(planner, 60 * options.minutes))
         planner = planner.other(draft.recipe(base))
-    plan = planner.plan(_path(planner))
+    plan = planner.plan(_all_runs(planner))
     write_atomic(options.out, draft.text_of_recipe())
     steps = after_init(options, planner.recipe.name, planner.recipe.gates.window)
     return FirstRecipe(options.out, plan, tuple(steps))
 
 
-def _fitted(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple[Planner, Draft]:
-    """A planner, and the draft with blocks and passes for which there is memory, if there is for any."""
+def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple[Planner, Draft]:
+    """Return a planner and the draft, with block and micro-batch sizes reduced until they fit in memory.
+
+    If not even one of the smallest blocks fits, the micro-batch size is 1.
+    """
     base = options.out.parent
     while True:
         recipe = draft.recipe(base)
         planner = Planner(
-            recipe, base, options.place.run_dir(recipe.name), device=options.device, announce=reporter.announce,
+            recipe,
+            base,
+            options.place.run_dir(recipe.name),
+            device=options.device,
+            announce=reporter.announce,
             text=draft.text,
-        )  # fmt: skip
+        )
         cost = planner.cost(Variant.sp_kv())
         room = ROOM * planner.available - cost.fixed_bytes
         fitting = int(room / cost.block_bytes)
@@ -90,9 +107,9 @@ def _fitted(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple[Pla
         draft = draft.smaller
 
 
-def _path(planner: Planner) -> list[PlannedRun]:
-    """The runs of all commands; the layouts are not known yet, so the finished ones among them neither."""
-    gates, scores = _passes(planner)
+def _all_runs(planner: Planner) -> list[PlannedRun]:
+    """Return the runs of all commands to come; the layouts are unknown, so none of their runs counts as finished."""
+    gates, scores = _heldout_passes(planner)
     return [
         gates,
         planner.branch(FULL_ATTENTION, Variant.full_attention()),
@@ -102,8 +119,8 @@ def _path(planner: Planner) -> list[PlannedRun]:
     ]
 
 
-def _passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
-    """The head gates, and the scores of the layouts without training."""
+def _heldout_passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
+    """Return the runs on held-out text: head gates, and zero-shot scores of the layouts."""
     scored = 1 + _LAYOUTS
     return (
         planner.heldout_pass(RECOMMENDED, Variant.full_attention(), *head_gates.forward_passes()),
@@ -111,31 +128,38 @@ def _passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
     )
 
 
-def _steps(planner: Planner, seconds: float) -> int:
-    """Steps of every run for which the path takes so long. Raises ``UserError``: there is not time for any."""
+def _steps_in_time(planner: Planner, seconds: float) -> int:
+    """Return the training steps per run for which all runs together take ``seconds``.
+
+    Raises:
+        UserError: the time is too short for ``FEWEST_STEPS``.
+    """
     trained = (Variant.sp_kv(), Variant.full_attention(), *[_any_layout(planner)] * _LAYOUTS)
     batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps
-    a_step = sum(planner.cost(variant).seconds(batch_size) for variant in trained)
-    runs = [*(planner.new_branch("", variant) for variant in trained), *_passes(planner)]
-    rest = sum(run.seconds for run in runs) - steps * a_step
-    found = int((seconds - rest) / a_step)
-    if found < FEWEST_STEPS:
-        needed = format_seconds(rest + FEWEST_STEPS * a_step)
+    step_seconds = sum(planner.cost(variant).seconds(batch_size) for variant in trained)
+    runs = [*(planner.new_branch("", variant) for variant in trained), *_heldout_passes(planner)]
+    fixed_seconds = sum(run.seconds for run in runs) - steps * step_seconds
+    steps_in_time = int((seconds - fixed_seconds) / step_seconds)
+    if steps_in_time < FEWEST_STEPS:
+        needed = format_seconds(fixed_seconds + FEWEST_STEPS * step_seconds)
         raise UserError(
             f"{FEWEST_STEPS} steps of every run take {needed} here: give more --minutes, or a smaller model"
         )
-    return found
+    return steps_in_time
 
 
 def _any_layout(planner: Planner) -> Variant:
-    """A hybrid of the paper's budget."""
+    """Make a hybrid variant at the paper's budget."""
     grid = planner.size.heads.grid
     mask = np.arange(math.prod(grid)).reshape(grid) < parse_budget(None, math.prod(grid))
     return Variant.hybrid(Layout.from_mask(mask, window=planner.recipe.gates.window))
 
 
-def _seen_from(base: Path, source: str) -> str:
-    """A path as a recipe in ``base`` names it: as given where that is this folder, else absolute; others as given."""
+def _source_from(base: Path, source: str) -> str:
+    """Return a source of text as a recipe in folder ``base`` has to name it.
+
+    An existing path becomes absolute unless ``base`` is the current folder; other sources stay as they are.
+    """
     path = Path(source).expanduser()
     if source in AT_HAND or not path.exists() or base.resolve() == Path.cwd():
         return source
@@ -143,12 +167,15 @@ def _seen_from(base: Path, source: str) -> str:
 
 
 def _absolute(model: str) -> str:
-    """A model's folder from anywhere: of a recipe, text is looked up from its folder, but a model is not."""
+    """Return the absolute path of a model folder; return an id unchanged.
+
+    A recipe's relative text sources start from its folder, but its model does not.
+    """
     return os.path.abspath(Path(model).expanduser()) if Path(model).expanduser().exists() else model
 
 
-def _name(model: str) -> str:
-    """The model's name, as a recipe can have it; of an embedded one none that the demo's results have."""
-    own = model if model.startswith(EMBEDDED_PREFIX) else model_name(model)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", own).strip("-._")
+def _recipe_name(model: str) -> str:
+    """Return a name for the model's recipe, of valid characters; for an embedded model it differs from the demo's."""
+    base_name = model if model.startswith(EMBEDDED_PREFIX) else model_name(model)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", base_name).strip("-._")
     return name[:MOST_CHARACTERS] or "mine"

@@ -1,4 +1,4 @@
-"""Layouts as files: look at them, compare them, change their form, and put one on a checkpoint."""
+"""Layout files: show, compare, convert and export them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOp
 
 @dataclass(frozen=True)
 class ShownLayout:
-    """A layout file, and its coverage in [0, 1] if there is a table to count it with."""
+    """Layout file, with its coverage in [0, 1] if there is a density table to compute it from."""
 
     file: Path
     layout: Layout
@@ -28,7 +28,7 @@ class ShownLayout:
 
 @dataclass(frozen=True)
 class ComparedLayouts:
-    """Two layouts, and how their heads differ."""
+    """Two layouts and the difference of their heads."""
 
     one: Layout
     other: Layout
@@ -36,12 +36,12 @@ class ComparedLayouts:
 
     @property
     def same(self) -> bool:
-        """Whether they make the same model."""
+        """Return whether both layouts give the same model."""
         return self.one.hash == self.other.hash
 
 
 def show(options: ShowLayoutsOptions) -> list[ShownLayout]:
-    """Read layout files, with their coverage if a probe is named."""
+    """Read layout files, and compute their coverage if a probe is named."""
     table = None if options.probe is None else find_table(options.place, options.probe)
     shown = []
     for file in options.files:
@@ -53,21 +53,25 @@ def show(options: ShowLayoutsOptions) -> list[ShownLayout]:
 
 
 def diff(options: DiffOptions) -> ComparedLayouts:
-    """Two layouts of one model, and how they differ."""
-    (one,), (other,) = (_read(file).layouts.values() for file in (options.a, options.b))
-    return ComparedLayouts(one, other, Difference.of(one, other))
+    """Compare two layouts of one model head by head."""
+    (first,), (second,) = (_read(file).layouts.values() for file in (options.a, options.b))
+    return ComparedLayouts(first, second, Difference.of(first, second))
 
 
 def convert(options: ConvertOptions) -> list[str]:
-    """Write a layout or scores in another form; sentences that say what was written and what could not be carried."""
+    """Convert a layout or head scores to another format; return sentences on what was written and what was lost."""
     return forms.convert(
-        options.source, options.target, budget=options.budget, sparsity=options.sparsity,
-        threshold=options.threshold, window=options.window,
-    )  # fmt: skip
+        options.source,
+        options.target,
+        budget=options.budget,
+        sparsity=options.sparsity,
+        threshold=options.threshold,
+        window=options.window,
+    )
 
 
 def export(options: ExportOptions, reporter: Reporter = SILENT) -> str:
-    """Write a checkpoint with a layout, by default its own, as a Hugging Face folder; what was written."""
+    """Export a checkpoint with a layout, by default its own, as a Hugging Face folder; return a summary."""
     from spkv_nas.model.export import export as export_layout
 
     quiet_transformers(reporter)
@@ -76,7 +80,7 @@ def export(options: ExportOptions, reporter: Reporter = SILENT) -> str:
 
 
 def schema(options: SchemaOptions) -> dict[str, Any]:
-    """The JSON Schema of a kind of file."""
+    """Return the JSON Schema of layout or recipe files. Raises ``UserError`` for another kind."""
     from spkv_nas.training.recipe import Recipe
 
     schemas = {"layout": Layout.json_schema, "recipe": Recipe.model_json_schema}
@@ -86,14 +90,14 @@ def schema(options: SchemaOptions) -> dict[str, Any]:
 
 
 def _free(file: Path) -> Path:
-    """The file, or one of a name behind it that is not there yet."""
+    """Return the path, or if it exists one with ``-layout`` appended to its stem."""
     return file if not file.exists() else file.with_name(f"{file.stem}-layout{file.suffix}")
 
 
 def _read(file: Path) -> Proposal:
-    """One layout file. Raises ``UserError``, for a file of scores with the command that makes a layout of it."""
+    """Read one layout file. Raises ``UserError``, for a file of scores with the command that converts it."""
     if file.suffix in (".tsv", ".csv") or file.is_dir():
-        stem = file.name if file.is_dir() else file.stem  # a folder's name may have dots
+        stem = file.name if file.is_dir() else file.stem  # folder names may contain dots
         command = command_line(ConvertOptions(source=file, target=_free(file.with_name(f"{stem}.yaml")), budget="25%"))
         raise UserError(f"{file} is no layout file; this makes one of it\n{next_line(command)}")
     return Proposal.read([file])

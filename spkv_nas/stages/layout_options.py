@@ -1,4 +1,4 @@
-"""What the commands on single layouts take, as ``options`` has it of the others: export, show, compare, convert."""
+"""Options of the commands on single layouts: export, show, diff, convert and schema (see ``options``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spkv_nas.stages.options import InWorkspace, default
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Of ``export``."""
+    """Options of the ``export`` command."""
 
     layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
     model: flags.Model
@@ -21,7 +21,7 @@ class ExportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowLayoutsOptions(InWorkspace):
-    """Of ``layout show``."""
+    """Options of the ``layout show`` command."""
 
     files: flags.LayoutFiles
     probe: flags.OptionalProbe = default(note="Counts coverage.")
@@ -29,7 +29,7 @@ class ShowLayoutsOptions(InWorkspace):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions:
-    """Of ``layout diff``."""
+    """Options of the ``layout diff`` command."""
 
     a: flags.LayoutFile
     b: flags.LayoutFile
@@ -37,7 +37,7 @@ class DiffOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Of ``layout convert``."""
+    """Options of the ``layout convert`` command."""
 
     source: flags.Source
     target: flags.Target
@@ -49,6 +49,6 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaOptions:
-    """Of ``schema``."""
+    """Options of the ``schema`` command."""
 
     of: flags.SchemaOf = "layout"

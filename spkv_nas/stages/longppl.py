@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint by LongPPL, to ``reports/<name>/``, alone or beside another one."""
+"""Evaluate a checkpoint by LongPPL, alone or beside a second one, to ``reports/<name>/``."""
 
 from __future__ import annotations
 
@@ -32,15 +32,21 @@ from spkv_nas.stages.options import EvaluateOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PART = 4  # of a text the short context is at most a fourth, and the stride is a fourth of that
+_PART = 4  # a text is at least 4 short contexts long, a short context 4 strides
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LongPPLResult:
-    """What LongPPL gave: its name, the table of ``evaluation.longppl.table``, why values are withheld, by domain, the
-    table's folder, and that of key tokens and NLL by text.
+    """Result of LongPPL.
+
+    Attributes:
+        name: name of the results.
+        rows: table of ``evaluation.longppl.table``.
+        withheld: reason why values are withheld, by domain.
+        folder: folder of the table.
+        samples: folder of key tokens and NLL by text.
     """
 
     name: str
@@ -51,10 +57,10 @@ class LongPPLResult:
 
 
 def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLResult:
-    """LongPPL of a checkpoint, written to ``reports/<name>/longppl.csv``; what is known by text is in ``runs/``.
+    """Measure LongPPL of a checkpoint and write ``reports/<name>/longppl.csv``; details by text go to ``runs/``.
 
     Raises:
-        UserError: options that do not go together, no text that is long enough, or what cannot be loaded.
+        UserError: options exclude each other, no text is long enough, or something cannot be loaded.
     """
     quiet_transformers(reporter)
     check(options)
@@ -62,28 +68,31 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     name = options.name or result_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "longppl"
     check_pair(options.model, options.against)
+    # Find the key tokens
     evaluator = options.evaluator or options.against or options.model
     length, criterion = _sizes(options, [evaluator, options.model, *([options.against] if options.against else [])])
-    texts, spans, about = _keys(options, evaluator, length, criterion, samples, reporter)
+    texts, spans, evaluator_record = _keys(options, evaluator, length, criterion, samples, reporter)
+    # Score them by each checkpoint
     sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
-    found = [_readings(options, *source, texts, spans, length, samples, reporter) for source in sources]
-    rows, withheld = longppl_table(texts, *(readings for readings, _ in found))
-    told = {
-        **found[0][1],
-        "against": found[1][1] if options.against else None,
-        "evaluator": about,
+    results = [_readings(options, *source, texts, spans, length, samples, reporter) for source in sources]
+    rows, withheld = longppl_table(texts, *(readings for readings, _ in results))
+    # Write the table with its origin
+    record = {
+        **results[0][1],
+        "against": results[1][1] if options.against else None,
+        "evaluator": evaluator_record,
         **asdict(criterion),
         "block_size": length,
         "data": options.data or "held-out text of the embedded models",
         "withheld": withheld,
         "environment": environment(),
     }
-    on_main(lambda: LONGPPL.write(folder, rows, told))
+    on_main(lambda: LONGPPL.write(folder, rows, record))
     return LongPPLResult(name, rows, withheld, folder, samples)
 
 
 def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Criterion]:
-    """(tokens of a text, what is key in it): as asked for, or what all models are made for.
+    """Return (tokens per text, criterion of key tokens), by default from the maximum length of all models.
 
     Raises:
         UserError: the short context leaves nothing of a text.
@@ -92,8 +101,8 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
 
     length = options.block_size
     if length is None:
-        known = (read_size(source).positions for source in sources)
-        length = min([LONGPPL_LENGTH, *(positions for positions in known if positions is not None)])
+        max_positions = (read_size(source).positions for source in sources)
+        length = min([LONGPPL_LENGTH, *(positions for positions in max_positions if positions is not None)])
     short = options.short or max(1, min(LONGPPL_SHORT, length // _PART))
     if short >= length:
         raise UserError(
@@ -112,22 +121,22 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
 def _keys(
     options: EvaluateOptions, source: str, length: int, criterion: Criterion, samples: Path, reporter: Reporter
 ) -> tuple[list[LongText], list[Spans], dict[str, Any]]:
-    """The texts, the spans of their key tokens, and which evaluator found them; what is known already is read."""
+    """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
     from spkv_nas.model.modes import evaluation_mode
 
     loaded = model, tokenizer = load(options, source, reporter)
     check_positions(model, length, "--block-size")
     texts = _texts(options, tokenizer, length, criterion.short)
     reporter.detail(f"{len(texts)} texts of at most {length} tokens")
-    whose = identity(source, loaded, f"open {criterion} {_hash(texts)}")
+    answer_identity = identity(source, loaded, f"open {criterion} {_hash(texts)}")
 
     def line(text: LongText, number: int) -> Line:
         spans = key_spans(*loaded, text.text, criterion)
         return {"text": number, "name": text.name, "spans": spans, "keys": [text.text[a:b] for a, b in spans]}
 
     with evaluation_mode(model), with_open_gates(model), reporter.bar("finding key tokens") as progress:
-        lines = _lines(sample_file(samples, "keys", whose), texts, line, progress)
-    spans = [[(start, end) for start, end in one["spans"]] for one in lines]
+        lines = _lines(sample_file(samples, "keys", answer_identity), texts, line, progress)
+    spans = [[(start, end) for start, end in row["spans"]] for row in lines]
     return texts, spans, {**origin(source, model, None), "tau": None}
 
 
@@ -141,37 +150,37 @@ def _readings(
     samples: Path,
     reporter: Reporter,
 ) -> tuple[list[Reading], dict[str, Any]]:
-    """(what a checkpoint makes of the texts, where that comes from)."""
+    """Return (a checkpoint's readings of the texts, its origin); finished readings are reused."""
     from spkv_nas.model.modes import evaluation_mode
 
     loaded = model, _ = load(options, source, reporter)
     check_positions(model, length, "--block-size")
-    about = origin(source, model, tau)
-    whose = identity(source, loaded, f"{about['tau']} {_hash(texts)} {_hash(spans)}")
+    origin_record = origin(source, model, tau)
+    answer_identity = identity(source, loaded, f"{origin_record['tau']} {_hash(texts)} {_hash(spans)}")
 
     def line(text: LongText, number: int) -> Line:
         return {"text": number, "name": text.name, **asdict(read(*loaded, text.text, spans[number]))}
 
     with evaluation_mode(model), hard(model, tau), reporter.bar(f"reading with {model_name(source)}") as progress:
-        lines = _lines(sample_file(samples, "nll", whose), texts, line, progress)
-    readings = [Reading(**{key: one[key] for key in Reading.__dataclass_fields__}) for one in lines]
-    return readings, about
+        lines = _lines(sample_file(samples, "nll", answer_identity), texts, line, progress)
+    readings = [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines]
+    return readings, origin_record
 
 
 def _lines(file: Path, texts: list[LongText], line: Callable[[LongText, int], Line], progress: Progress) -> list[Line]:
-    """A line of each text, in their order: read from the file, or made and written to it; collective."""
+    """Read one line per text from the file, or compute and write them; must be called on all ranks."""
     if not on_main(file.is_file):
-        share, own = own_share(len(texts)), []
-        for done, number in enumerate(share, 1):
-            own.append(line(texts[number], number))
-            progress(done, len(share))
-        lines = [one for part in gathered(own) for one in part]
+        share, own_lines = own_share(len(texts)), []
+        for num_done, number in enumerate(share, 1):
+            own_lines.append(line(texts[number], number))
+            progress(num_done, len(share))
+        lines = [row for part in gathered(own_lines) for row in part]
         on_main(lambda: write_samples(file, lines))
     return on_main(partial(read_samples, file))
 
 
 def _texts(options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
-    """The texts to read. Raises ``UserError``: none is long enough."""
+    """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
         raise UserError(
             f"--max-tokens {options.max_tokens} leaves nothing beyond the short context of {short} tokens\n"
@@ -186,16 +195,21 @@ def _texts(options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, length:
 
 
 def _documents(options: EvaluateOptions, length: int) -> Iterator[Document]:
-    """Those of a text of one's own, or the held-out ones of the embedded models, by hash: the first are a sample."""
+    """Return the user's documents, or the embedded models' held-out ones.
+
+    The latter are sorted by hash, so that the first ones are a random sample.
+    """
     from spkv_nas.training.recipe import Recipe
 
     if options.data:
         return documents(options.data, Path(), piece=piece_size(length))
     data = Recipe.read(EMBEDDED / "recipe.yaml").data
     share = heldout_share(data, EMBEDDED)
-    found = documents(data.sources, EMBEDDED, piece=piece_size(data.block_size))
-    return iter(sorted((one for one in found if heldout(one, share)), key=lambda one: one.id))
+    all_documents = documents(data.sources, EMBEDDED, piece=piece_size(data.block_size))
+    return iter(
+        sorted((document for document in all_documents if heldout(document, share)), key=lambda document: document.id)
+    )
 
 
-def _hash(what: object) -> str:
-    return sha256(repr(what).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+def _hash(value: object) -> str:
+    return sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -1,8 +1,7 @@
-"""Suggest what to run next after each stage, and recommend the signal to choose heads by: the one place for both.
+"""Suggest what to run next after each stage, and recommend the signal to choose heads by.
 
-Head gates choose the heads: their heads lose least, once retrained (``reports/study``). Densities say what head gates
-cannot: which keys a cache may drop, by domain and position. Every stage, the page and the demo take both sentences and
-their commands from here.
+Head gates choose the heads: their layouts lose least once retrained (``reports/study``). Densities tell which keys a
+cache may drop, by domain and position. Every stage, the page and the demo take the wording and the commands from here.
 """
 
 from __future__ import annotations
@@ -36,28 +35,32 @@ _OF_DENSITIES = "densities tell which keys a cache may drop, by domain and posit
 
 
 def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None) -> Suggestion | None:
-    """Recommend head gates in place of densities that choose heads; None for other signals and for tables by hand.
+    """Recommend head gates where densities choose the heads; None for other signals and tables made by hand.
 
-    None too where the layout of head gates is among the table's layouts. The command proposes by head gates of the same
-    model where the workspace has them, and measures them where not. It is empty where the probe does not record its
-    text; the reason then says so.
+    None too where the head gates' layout is among the table's layouts. The command proposes by the same model's head
+    gates if the workspace has them, else it measures them. It is empty where the probe does not record its text; the
+    reason then says so.
 
     Args:
-        budget: global KV heads, as they were given; None: the default.
+        workspace: workspace with the model's probes.
+        table: density table that the layouts are proposed from.
+        budget: global KV heads, as the user gave them; None: the default.
     """
     identity = model_identity(table.metadata)
     if not table.is_density or identity is None:
         return None
-    existing = _of_signal(workspace, identity, RECOMMENDED)
+    # Propose by measured head gates of a comparable window
+    existing = _probe_by_signal(workspace, identity, RECOMMENDED)
     measured = None if existing is None else probe_records(workspace)[existing].get("window")
     if existing is not None and measured in (None, table.window):
         if (workspace.layout_dir(table.name) / f"{RECOMMENDED}.yaml").is_file():
             return None
         return Suggestion.of(ProposeOptions(probe=existing, budget=budget, workspace=workspace.root), RECOMMENDATION)
+    # Measure head gates
     options = read_options(table.metadata, workspace.root)
     if options is None:
         return Suggestion("", f"{RECOMMENDATION}; {missing_options(table)}")
-    if existing is not None:  # measured in another window, so that their layouts cannot be compared
+    if existing is not None:  # measured with another window: their layouts are not comparable
         options = replace(options, window=table.window)
     cost = f"{HEAD_GATE_STEPS} steps of {LEARNING_TOKENS:,} tokens"
     measuring = for_signal(options, RECOMMENDED, budget, learns=True)
@@ -65,7 +68,7 @@ def recommend(workspace: Workspace, table: HeadScores, budget: str | None = None
 
 
 def missing_options(table: HeadScores) -> str:
-    """Say what the record of a probe lacks, so that no command can be made of it."""
+    """Say what the record of a probe lacks, so that no command can be made from it."""
     return (
         f"probe.yaml of '{table.name}' does not record the model and text that it was measured on, so there is no "
         "command to measure it again: probe the model once more with --model and --data"
@@ -73,11 +76,12 @@ def missing_options(table: HeadScores) -> str:
 
 
 def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]:
-    """Suggest to retrain the layouts that are there for the model, or else to measure its head gates.
+    """Suggest to retrain the model's layouts if there are any, else to measure its head gates.
 
     Args:
-        name: of the recipe.
-        window: of the recipe; layouts of another are not compared with its models.
+        options: options of the ``init`` command that wrote the recipe.
+        name: the recipe's name.
+        window: the recipe's window in tokens; layouts of another window are not comparable with its models.
     """
     workspace, model = options.place, absolute(options.model)
     for probe, record in probe_records(workspace).items():
@@ -89,19 +93,19 @@ def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]
 
 
 def after_train(options: TrainOptions) -> list[Suggestion]:
-    """Suggest to probe the reference that was trained."""
+    """Suggest to probe the trained reference."""
     return [Suggestion.of(ProbeOptions(recipe=options.recipe, workspace=options.workspace))]
 
 
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
-    """Suggest to propose layouts; beside head gates, to measure densities, unless they are there."""
+    """Suggest to propose layouts and, after head gates, to measure densities if there are none."""
     workspace, identity = options.place, model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
-        chosen = _of_signal(workspace, identity, RECOMMENDED) or chosen
+        chosen = _probe_by_signal(workspace, identity, RECOMMENDED) or chosen
     suggestions = [Suggestion.of(ProposeOptions(probe=chosen, budget=options.budget, workspace=workspace.root))]
     recorded = read_options(table.metadata, workspace.root)
-    is_alone = identity is not None and _of_signal(workspace, identity, DENSITY) is None
+    is_alone = identity is not None and _probe_by_signal(workspace, identity, DENSITY) is None
     if table.signal == RECOMMENDED and is_alone and recorded is not None:
         learns = _learns(recorded)
         cost = f"; gates learn them in {PRICED_STEPS} steps of {LEARNING_TOKENS:,} tokens" if learns else ""
@@ -121,9 +125,14 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
     if (retrain := retraining(workspace, table)) is not None:
         return [Suggestion.of(retrain)]
     scored = ScoreOptions(
-        model=recorded.model, data=recorded.data, block_size=recorded.block_size, max_tokens=recorded.max_tokens,
-        probe=table.name, dtype=recorded.dtype, workspace=workspace.root,
-    )  # fmt: skip
+        model=recorded.model,
+        data=recorded.data,
+        block_size=recorded.block_size,
+        max_tokens=recorded.max_tokens,
+        probe=table.name,
+        dtype=recorded.dtype,
+        workspace=workspace.root,
+    )
     return [
         Suggestion.of(scored, "what each layout costs before any training"),
         Suggestion.of(first_recipe(recorded), "a recipe to retrain the layouts by"),
@@ -131,7 +140,7 @@ def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion
 
 
 def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | None:
-    """Return the options that retrain the layouts of a probe; None where its record names no recipe to do it by."""
+    """Return the options to retrain a probe's layouts; None where its record names no recipe."""
     recorded = read_options(table.metadata, workspace.root)
     if recorded is None:
         return None
@@ -142,7 +151,7 @@ def retraining(workspace: Workspace, table: HeadScores) -> TrainHybridOptions | 
 
 
 def first_recipe(recorded: ProbeOptions) -> InitOptions:
-    """Return the options of ``init`` that write a recipe for a probed model, to a file that is not there yet."""
+    """Return the options of ``init`` that write a recipe for a probed model to a new file."""
     out, number = Path("recipe.yaml"), 1
     while out.exists():
         number += 1
@@ -151,14 +160,14 @@ def first_recipe(recorded: ProbeOptions) -> InitOptions:
 
 
 def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:
-    """Suggest the report of the layouts of probe ``name``."""
+    """Suggest the report on the layouts of probe ``name``."""
     if name not in options.place.probes():
         return []
     return [Suggestion.of(ReportOptions(probe=name, workspace=options.workspace))]
 
 
-def _of_signal(workspace: Workspace, identity: str, signal: str) -> str | None:
-    """The first probe of a model by a signal; None without one."""
+def _probe_by_signal(workspace: Workspace, identity: str, signal: str) -> str | None:
+    """Return the name of a model's first probe by a signal; None without one."""
     return next((name for name, record in probe_records(workspace).items() if is_of(record, identity, signal)), None)
 
 
@@ -167,12 +176,12 @@ def _has_layouts(workspace: Workspace, name: str) -> bool:
 
 
 def _learns(options: ProbeOptions) -> bool:
-    """Whether gates have to be learned for densities of a probed model."""
+    """Return whether a probed model has to learn gates before its densities can be measured."""
     if options.recipe is not None or options.model is None:
         return False
     from spkv_nas.model.checkpoint import read_gates
 
     try:
         return read_gates(options.model) is None
-    except UserError:  # the model is gone since it was measured
+    except UserError:  # the model was removed after the measurement
         return False

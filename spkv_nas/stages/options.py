@@ -1,8 +1,8 @@
-"""What each command takes: one dataclass per stage, read by the stage and made into a command line by ``cli.options``.
+"""Options of every command: one dataclass per stage, read by the stage and turned into flags by ``cli.options``.
 
-A field is a flag of ``flags`` with the command's own default. Where the default depends on other things, or the flag
-means something particular to a command, ``default`` says so in words. Nothing heavy is imported here: ``--help`` needs
-this module.
+A field takes its flag from ``flags`` and adds the command's default. Where the default depends on other values, or the
+flag means something specific to a command, ``default`` holds the wording. This module imports nothing heavy, because
+``--help`` needs it.
 """
 
 from __future__ import annotations
@@ -19,63 +19,69 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.stages import flags
 
-DEFAULT_PROBE = EMBEDDED.name  # of the embedded reference
-PAPER, PALINDROME = "paper", "palindrome"  # names of the results on the paper's own ladder and toy task
+DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
+PAPER, PALINDROME = "paper", "palindrome"  # result names of the paper's model ladder and toy task
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
 PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 LONGEST = "128k, or what the model was made for if less"
-SHOWN, NOTE = "shown", "note"  # keys of a field's metadata: the words of ``default``
+SHOWN, NOTE = "shown", "note"  # metadata keys that ``default`` sets
 
 
 def default(value: Any = None, shown: str | None = None, *, note: str = "") -> Any:
-    """A field's default, what the help shows in its place, and a sentence that the help adds to the flag's."""
+    """Declare a field with its default and the wording that ``--help`` shows for it.
+
+    Args:
+        value: the default.
+        shown: text to show in place of the value.
+        note: sentence to append to the flag's help.
+    """
     return field(default=value, metadata={SHOWN: shown, NOTE: note})
 
 
 @dataclass(frozen=True, kw_only=True)
 class InWorkspace:
-    """A stage that reads and writes a workspace."""
+    """Options of a command that reads and writes a workspace."""
 
     workspace: flags.Root = default(Path(), "here")
 
     @property
     def place(self) -> Workspace:
-        """The workspace."""
+        """Return the workspace."""
         return Workspace(self.workspace)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    """A stage that computes with torch."""
+    """Options of a command that computes with torch."""
 
     device: flags.Device = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class InDtype(OnDevice):
-    """A stage that runs a model."""
+    """Options of a command that runs a model."""
 
     dtype: flags.Dtype = default(None, "the model's, or float32 where the device emulates that")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InPrecision(OnDevice):
-    """A stage that trains by recipes."""
+    """Options of a command that trains by recipes."""
 
     dtype: flags.Dtype = default(None, "the recipe's precision")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trains(InWorkspace, OnDevice):
-    """A stage that trains. With ``dry_run`` the command calls ``stages.plan`` in its place."""
+    """Options of a command that trains; with ``dry_run`` the CLI calls ``stages.plan`` instead."""
 
     dry_run: flags.DryRun = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions(InWorkspace, InDtype):
-    """A model and the text to measure it on."""
+    """Options that name a model and the text to measure it on."""
 
     device: flags.AnyDevice = None
     model: flags.OptionalModel = None
@@ -87,7 +93,7 @@ class SubjectOptions(InWorkspace, InDtype):
 
 @dataclass(frozen=True, kw_only=True)
 class ConstraintOptions:
-    """What layouts must meet, and the cache that they are for."""
+    """Constraints on layouts, and the KV cache whose memory is computed."""
 
     context: flags.OptionalContext = None
     batch: flags.Batch = 1
@@ -103,7 +109,7 @@ class ConstraintOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeOptions(SubjectOptions, Trains):
-    """Of ``probe``."""
+    """Options of the ``probe`` command."""
 
     recipe: flags.OptionalRecipeFile = None
     max_tokens: flags.OptionalMaxTokens = default(
@@ -129,7 +135,7 @@ class ProbeOptions(SubjectOptions, Trains):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(SubjectOptions):
-    """Of ``evaluate``."""
+    """Options of the ``evaluate`` command."""
 
     model: flags.OptionalModel = REFERENCE
     tau: flags.Tau = default(None, "the checkpoint's")
@@ -163,7 +169,7 @@ class EvaluateOptions(SubjectOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreOptions(SubjectOptions):
-    """Of ``score``."""
+    """Options of the ``score`` command."""
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
     model: flags.OptionalModel = DENSE
@@ -173,7 +179,7 @@ class ScoreOptions(SubjectOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BaselinesOptions(SubjectOptions):
-    """Of ``baselines``."""
+    """Options of the ``baselines`` command."""
 
     model: flags.OptionalModel = DENSE
     max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}, spread")
@@ -192,7 +198,7 @@ class BaselinesOptions(SubjectOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(InDtype):
-    """Of ``generate``."""
+    """Options of the ``generate`` command."""
 
     prompt: flags.Prompt = None
     file: flags.PromptFile = None
@@ -206,7 +212,7 @@ class GenerateOptions(InDtype):
 
 @dataclass(frozen=True, kw_only=True)
 class ProposeOptions(ConstraintOptions, InWorkspace):
-    """Of ``propose``."""
+    """Options of the ``propose`` command."""
 
     budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
     probe: flags.OptionalProbe = default(None, ONLY_PROBE)
@@ -221,7 +227,7 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
 
 @dataclass(frozen=True, kw_only=True)
 class CompareOptions(InWorkspace):
-    """Of ``compare``."""
+    """Options of the ``compare`` command."""
 
     probes: flags.Probes
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
@@ -231,7 +237,7 @@ class CompareOptions(InWorkspace):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions(ConstraintOptions, Trains, InPrecision):
-    """Of ``search``."""
+    """Options of the ``search`` command."""
 
     layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
     start: flags.Start = None
@@ -261,7 +267,7 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
 
 @dataclass(frozen=True, kw_only=True)
 class InitOptions(InWorkspace, OnDevice):
-    """Of ``init``."""
+    """Options of the ``init`` command."""
 
     model: flags.ModelArgument
     data: flags.Texts
@@ -274,7 +280,7 @@ class InitOptions(InWorkspace, OnDevice):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype):
-    """Of ``plan``."""
+    """Options of the ``plan`` command."""
 
     recipe: flags.OptionalRecipeFile = None
     model: flags.OptionalModel = default(None, note="A config file will do.")
@@ -295,14 +301,14 @@ class PlanOptions(InWorkspace, InDtype):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Trains, InPrecision):
-    """Of ``train``."""
+    """Options of the ``train`` command."""
 
     recipe: flags.RecipeFile
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainHybridOptions(Trains, InPrecision):
-    """Of ``train-hybrid``."""
+    """Options of the ``train-hybrid`` command."""
 
     layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
     recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
@@ -313,14 +319,14 @@ class TrainHybridOptions(Trains, InPrecision):
 
 @dataclass(frozen=True, kw_only=True)
 class AblateOptions(Trains, InPrecision):
-    """Of ``ablate``."""
+    """Options of the ``ablate`` command."""
 
     file: flags.AblationsFile = default(None, "the embedded ones")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PalindromeOptions(Trains):
-    """Of ``palindrome``."""
+    """Options of the ``palindrome`` command."""
 
     steps: flags.Steps = default(None, str(defaults.PALINDROME_STEPS), note="Of each model.")
     batch_size: flags.BatchSize = default(None, str(defaults.PALINDROME_BATCH))
@@ -330,7 +336,7 @@ class PalindromeOptions(Trains):
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(InWorkspace):
-    """Of ``report``."""
+    """Options of the ``report`` command."""
 
     probe: flags.OptionalProbe = default(None, "all that have layouts")
     figures: flags.Figures = default(None, "those of the page")
@@ -339,7 +345,7 @@ class ReportOptions(InWorkspace):
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(InWorkspace, OnDevice):
-    """Of ``demo``."""
+    """Options of the ``demo`` command."""
 
     workspace: flags.Root = Path("demo")
     dtype: flags.Dtype = default(None, "what the machine has instructions for")
@@ -348,7 +354,7 @@ class DemoOptions(InWorkspace, OnDevice):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingOptions(InWorkspace):
-    """Of ``scaling``."""
+    """Options of the ``scaling`` command."""
 
     runs: flags.Runs = default(None, "the paper's levels")
     name: flags.Name = None
@@ -356,7 +362,7 @@ class ScalingOptions(InWorkspace):
 
 @dataclass(frozen=True, kw_only=True)
 class CostOptions(InWorkspace):
-    """Of ``cost``."""
+    """Options of the ``cost`` command."""
 
     level: flags.Level = None
     model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
@@ -373,7 +379,7 @@ class CostOptions(InWorkspace):
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions(InWorkspace, OnDevice):
-    """Of ``calibrate``."""
+    """Options of the ``calibrate`` command."""
 
     level: flags.Level = None
     model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")

@@ -1,4 +1,4 @@
-"""Recommend the command to run next on a report's page, by the page's verdict."""
+"""Recommend the command to run next on a report's page, according to the page's verdict."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ from spkv_nas.stages.next_steps import recommend, retraining
 from spkv_nas.stages.options import ProposeOptions
 
 
-def page_steps(place: Workspace, table: HeadScores) -> Advise:
-    """Return the function that recommends commands for the page of a probe."""
+def page_steps(workspace: Workspace, table: HeadScores) -> Advise:
+    """Return the function that recommends commands on a probe's page."""
 
     def advise(verdict: Verdict) -> Sequence[Step]:
         if verdict.layout is None:
-            command = command_line(ProposeOptions(probe=table.name, workspace=place.root))
+            command = command_line(ProposeOptions(probe=table.name, workspace=workspace.root))
             return [Step("Propose layouts:", command)]
-        recommended = recommend(place, table) if verdict.evidence is None else None
+        recommended = recommend(workspace, table) if verdict.evidence is None else None
         if recommended is not None and recommended.command:
             return [Step(f"{recommended.reason[0].upper()}{recommended.reason[1:]}:", recommended.command)]
         name = verdict.layout.name
-        trained = None if verdict.evidence is None else _checkpoint(place, table.name, name)
+        trained = None if verdict.evidence is None else _checkpoint(workspace, table.name, name)
         if trained is not None:
             command = command_line(ExportOptions(model=str(trained), out=Path(f"{name}-export")))
             return [Step(f"Export the retrained model of {name} as a Hugging Face folder:", command)]
-        return _retrain(place, table, verdict)
+        return _retrain(workspace, table, verdict)
 
     return advise
 
 
-def _checkpoint(place: Workspace, report: str, strategy: str) -> Path | None:
-    """Return the checkpoint of a retrained layout, the first seed's; None where it is not in the workspace."""
-    folder = place.report_dir(report)
+def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None:
+    """Return the first seed's checkpoint of a retrained layout; None where the workspace lacks it."""
+    folder = workspace.report_dir(report)
     if not (folder / checkpoints.FILE).is_file():
         return None
     models = (
-        model.checkpoint for model in checkpoints.read_checkpoints(folder, place.root) if model.strategy == strategy
+        model.checkpoint for model in checkpoints.read_checkpoints(folder, workspace.root) if model.strategy == strategy
     )
     return next((path for path in models if path.is_dir()), None)
 
 
-def _retrain(place: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
-    """Recommend to retrain layouts: all before any training, else the verdict's, of which no checkpoint is there.
+def _retrain(workspace: Workspace, table: HeadScores, verdict: Verdict) -> list[Step]:
+    """Recommend to retrain all layouts, or after a comparison the verdict's, whose checkpoint is missing.
 
-    Nothing where it takes a recipe that the probe does not name.
+    Return nothing where that takes a recipe that the probe does not name.
     """
-    retrain = retraining(place, table)
+    retrain = retraining(workspace, table)
     if verdict.layout is None or retrain is None:
         return []
     if verdict.evidence is None:
         return [Step("Retrain the layouts, to see which has the lowest NLL:", command_line(retrain))]
     name = verdict.layout.name
-    folder = place.layout_dir(table.name)
+    folder = workspace.layout_dir(table.name)
     files = (folder / f"{name}.yaml", folder / "search" / f"{name}.yaml")
     file = next((file for file in files if file.is_file()), None)
     purpose = f"Retrain {name} to a checkpoint that can be exported" + (

@@ -1,4 +1,4 @@
-"""What the commands that train would train (``--dry-run``): the same options, and nothing is written."""
+"""Plan what the commands that train would train (``--dry-run``), from the same options; nothing is written."""
 
 from __future__ import annotations
 
@@ -44,22 +44,26 @@ from spkv_nas.training.variants import Variant
 
 
 def plan_of(options: Trains, reporter: Reporter = SILENT) -> Plan | Forecast:
-    """What the command of these options would train; of ``probe`` without a recipe what its stages take."""
+    """Plan what a command would train; for ``probe`` without a recipe, estimate what its stages cost."""
     planned: dict[type, Callable[[Any, Reporter], Plan | Forecast]] = {
-        TrainOptions: plan_train, ProbeOptions: plan_probe, TrainHybridOptions: plan_train_hybrid,
-        SearchOptions: plan_search, AblateOptions: plan_ablate, PalindromeOptions: plan_palindrome,
-    }  # fmt: skip
+        TrainOptions: plan_train,
+        ProbeOptions: plan_probe,
+        TrainHybridOptions: plan_train_hybrid,
+        SearchOptions: plan_search,
+        AblateOptions: plan_ablate,
+        PalindromeOptions: plan_palindrome,
+    }
     return planned[type(options)](options, reporter)
 
 
 def plan_train(options: TrainOptions, reporter: Reporter = SILENT) -> Plan:
-    """Of ``train``: the dense model and the SP-KV branch."""
+    """Plan ``train``: the dense model and the SP-KV branch."""
     planner = _planner(options, options.recipe, reporter)
     return planner.plan(reference_runs(planner))
 
 
 def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | Forecast:
-    """Of ``probe RECIPE``: the models that its signal needs, and the probe; else as ``forecast.plan_probe``."""
+    """Plan ``probe RECIPE``: the models that its signal needs, and the probe. Without a recipe, see ``forecast``."""
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
     planner = _planner(options, options.recipe, reporter)
@@ -75,7 +79,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | For
 
 
 def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
-    """Of ``train-hybrid``: full attention, SP-KV and every layout."""
+    """Plan ``train-hybrid``: full attention, SP-KV and every layout."""
     table = chosen_table(options, reporter)
     proposal = find_proposal(options.place, table.name, options.layouts)
     proposal.table(table)  # warns
@@ -86,41 +90,48 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
 
 
 def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
-    """Of ``ablate``: every row."""
-    file = AblationPlan.read(options.file or EMBEDDED / "ablations.yaml", options.dtype)
-    runs, first = options.place.run_dir(file.name), next(iter(file.recipes.values()))
-    planner, plans = Planner(first, file.base, runs, **_telling(options, reporter)), []
+    """Plan ``ablate``: every row of the ablations file."""
+    ablations = AblationPlan.read(options.file or EMBEDDED / "ablations.yaml", options.dtype)
+    runs, first = options.place.run_dir(ablations.name), next(iter(ablations.recipes.values()))
+    planner, plans = Planner(first, ablations.base, runs, **_planner_options(options, reporter)), []
     trained: set[Path] = set()
-    for name, recipe in file.recipes.items():
+    for name, recipe in ablations.recipes.items():
         planner = planner.other(recipe)
-        dense = [] if planner.dense_path in trained else planner.dense()  # one that rows share counts once
+        dense = [] if planner.dense_path in trained else planner.dense()  # a dense model that rows share counts once
         trained.add(planner.dense_path)
-        plans.append(planner.plan([*dense, planner.branch(name, file.variants[name])]))
-    return combined(file.name, plans)
+        plans.append(planner.plan([*dense, planner.branch(name, ablations.variants[name])]))
+    return combined(ablations.name, plans)
 
 
 def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
-    """Of ``search``: its retrainings, of which those of layouts that it has yet to find are at most so many."""
-    asked = ask(options, reporter)
-    effort, known = asked.effort, {**asked.candidates.starts, **asked.candidates.others}
-    planner = _planner(options, asked.file, reporter)
+    """Plan ``search``: its retrainings, with upper bounds for the layouts that it has yet to find."""
+    question = ask(options, reporter)
+    effort, known_layouts = question.effort, {**question.candidates.starts, **question.candidates.others}
+    planner = _planner(options, question.file, reporter)
     full_attention = Variant.full_attention()
-    tried = len(known) + effort.trials * len(effort.samplers) * len(effort.seeds)
-    seen = min(options.max_tokens, planner.text.heldout(asked.recipe.data) // 2)
-    short = planner.other(shortened(asked.recipe, options.short_steps))
-    runs = [*planner.dense(), planner.heldout_pass("scores, at most", full_attention, 1 + tried, seen)]
-    for fidelity, by, number in (("short", short, effort.short), ("full", planner, effort.full)):
+    # Score the known layouts and those yet to be found
+    num_layouts = len(known_layouts) + effort.trials * len(effort.samplers) * len(effort.seeds)
+    num_tokens = min(options.max_tokens, planner.text.heldout(question.recipe.data) // 2)
+    short = planner.other(shortened(question.recipe, options.short_steps))
+    runs = [*planner.dense(), planner.heldout_pass("scores, at most", full_attention, 1 + num_layouts, num_tokens)]
+    # Retrain the best, briefly and in full
+    for fidelity, fidelity_planner, number in (("short", short, effort.short), ("full", planner, effort.full)):
         if number == 0:
             break
-        named = [by.branch(name, Variant.hybrid(layout)) for name, layout in known.items()]
-        runs.append(together(f"{fidelity}, known layouts", [by.branch(FULL_ATTENTION, full_attention), *named]))
-        found = by.new_branch("", Variant.hybrid(next(iter(known.values()))))
-        runs.append(together(f"{fidelity}, found ones at most", [found] * number * len(effort.samplers)))
+        branches = [fidelity_planner.branch(name, Variant.hybrid(layout)) for name, layout in known_layouts.items()]
+        runs.append(
+            together(
+                f"{fidelity}, known layouts",
+                [fidelity_planner.branch(FULL_ATTENTION, full_attention), *branches],
+            )
+        )
+        any_branch = fidelity_planner.new_branch("", Variant.hybrid(next(iter(known_layouts.values()))))
+        runs.append(together(f"{fidelity}, found ones at most", [any_branch] * number * len(effort.samplers)))
     return planner.plan(runs)
 
 
 def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Plan:
-    """Of ``palindrome``: its three models."""
+    """Plan ``palindrome``: its three models."""
     name = options.name or PALINDROME
     reporter.announce("trying a step of each model")
     return palindrome_plan(
@@ -129,12 +140,12 @@ def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> 
 
 
 def reference_runs(planner: Planner) -> list[PlannedRun]:
-    """The dense model, unless it is given, and the SP-KV branch."""
+    """Return the runs of the dense model, unless it is given, and of the SP-KV branch."""
     return [*planner.dense(), planner.branch(SP_KV, Variant.sp_kv())]
 
 
 def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 1) -> list[PlannedRun]:
-    """Of a comparison of variants, with the score of its layouts before any training."""
+    """Return the runs of a comparison of variants, and the pass that scores its layouts before training."""
     runs = planner.dense()
     for seed in range(planner.recipe.seed, planner.recipe.seed + seeds):
         runs += [
@@ -151,11 +162,11 @@ def _planner(options: Trains, file: Path, reporter: Reporter) -> Planner:
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):
         recipe = recipe.with_precision(options.dtype)
-    return Planner(recipe, file.parent, options.place.run_dir(recipe.name), **_telling(options, reporter))
+    return Planner(recipe, file.parent, options.place.run_dir(recipe.name), **_planner_options(options, reporter))
 
 
-def _telling(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
-    """Where a planner tries steps, and whom it tells. Raises ``UserError`` under torchrun."""
+def _planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:
+    """Return the device and message callback of a planner. Raises ``UserError`` under torchrun."""
     quiet_transformers(reporter)
     if num_processes() > 1:
         raise UserError("--dry-run times the steps of one process: run it without torchrun")

@@ -1,4 +1,4 @@
-"""Probe: the density of every KV head, or another signal, to ``probes/<name>/``."""
+"""Probe: score every KV head by density or another signal, and write the table to ``probes/<name>/``."""
 
 from __future__ import annotations
 
@@ -41,46 +41,47 @@ from spkv_nas.stages.record import OPTIONS, recorded
 from spkv_nas.stages.train import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 
-_LEARNING = ("budget", "steps", "window", "seed")
-_MOST_TARGET = 0.99  # of the density that a price keeps
+_LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
+_MOST_TARGET = 0.99  # maximum target density of learned gates
 
 
 def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
-    """Probe a recipe's reference (trained first if need be), a checkpoint of one's own, or the embedded reference.
+    """Probe a recipe's reference (trained first if need be), a user's checkpoint, or the embedded reference.
 
-    Without a signal: the density of gates, and the recommended signal, head gates, of a checkpoint without. For its
-    density such a checkpoint learns gates first, at the price of the budget: of the model no weight moves.
-    A signal other than density needs no gates; it is written under the name with the signal's behind it, one of whole
-    layers with "layer" behind that.
+    The default signal is density for a recipe or a model with gates, else the recommended one, head gates. To measure
+    density on a model without gates, gates are learned first, at the budget's price and with frozen weights. Other
+    signals append their name to the result's, and "layer" if they score whole layers.
     """
     check(options)
     quiet_transformers(reporter)
     options = replace(options, signal=chosen_signal(options))
     assert options.signal is not None
-    own = _checked(options, options.signal)
+    signal_options = _signal_options(options, options.signal)
     subject = _subject(options, reporter)
-    scores = options.signal in signals.SCORING  # others make logits of a few tokens at most
+    scores_layouts = options.signal in signals.SCORING  # other signals compute few logits
     measures_density = options.signal == signals.DENSITY
     measured = subject.load(
-        reporter, with_logits=scores, tokens=SCORING_TOKENS if scores else None, learns=measures_density
+        reporter, with_logits=scores_layouts, tokens=SCORING_TOKENS if scores_layouts else None, learns=measures_density
     )
     if options.signal == signals.REGRESSION:
-        root = options.place.run_dir(subject.family) / "zero-shot"  # where a search has its scores
-        own["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
-    if scores:
-        own["batch_size"] = measured.batch_size
+        root = options.place.run_dir(subject.family) / "zero-shot"  # shared with searches
+        signal_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    if scores_layouts:
+        signal_options["batch_size"] = measured.batch_size
+    # Learn gates
     learned: dict[str, Any] = {}
     if measured.train is not None:
-        subject = _renamed(subject, options)
+        subject = _rename(subject, options)
         learned = _learn(subject, measured, options, reporter)
-    elif measures_density and (given_for := [name for name in _LEARNING if getattr(options, name) is not None]):
-        raise UserError(f"--{given_for[0]} is for a model that has yet to learn gates; {subject.source} has its own")
-    source = model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}
+    elif measures_density and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
+        raise UserError(f"--{unused[0]} is for a model that has yet to learn gates; {subject.source} has its own")
+    # Measure the signal
+    model_record = model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}
     with reporter.bar("probing") as progress:
-        told: dict[str, Any] = {
+        probe_kwargs: dict[str, Any] = {
             "name": subject.name,
             "metadata": {
-                **source,
+                **model_record,
                 "data": measured.text,
                 **measured.dtypes,
                 **learned,
@@ -90,21 +91,24 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
             "progress": progress,
         }
         if measures_density:
-            table = density.probe(measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **told)
+            table = density.probe(
+                measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **probe_kwargs
+            )
         else:
             table = measure_signal(
-                options.signal, measured.model, measured.blocks, window=options.window, **own, **told
+                options.signal, measured.model, measured.blocks, window=options.window, **signal_options, **probe_kwargs
             )
+    # Write the table, then measure gains
     folder = options.place.probe_dir(subject.name)
     on_main(lambda: table.write(folder))
-    if measures_density and (judged := _with_gains(table, measured, options, reporter)) is not table:
-        on_main(lambda: judged.write(folder))
-        return judged
+    if measures_density and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
+        on_main(lambda: table_with_gains.write(folder))
+        return table_with_gains
     return table
 
 
-def _checked(options: ProbeOptions, signal: str) -> dict[str, Any]:
-    """The options that some signals alone take. Raises ``UserError`` for one that this signal does not take."""
+def _signal_options(options: ProbeOptions, signal: str) -> dict[str, Any]:
+    """Return the options of particular signals. Raises ``UserError`` for one that this signal does not take."""
     names = ("steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
     signal_options: dict[str, Any] = {name: getattr(options, name) for name in names}
     others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
@@ -113,7 +117,7 @@ def _checked(options: ProbeOptions, signal: str) -> dict[str, Any]:
 
 
 def chosen_signal(options: ProbeOptions) -> str:
-    """The signal of the options, or the default: density of gates, and head gates of a model without."""
+    """Return the options' signal, or the default: density with gates or a recipe, else head gates."""
     if options.signal is not None:
         return options.signal
     if options.recipe is not None:
@@ -122,8 +126,11 @@ def chosen_signal(options: ProbeOptions) -> str:
     return signals.DENSITY if has_gates else RECOMMENDED
 
 
-def _with_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
-    """The table with the gains that it is judged by; as it is where they are not wanted, or cannot be measured."""
+def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
+    """Add to a table the single-head gains that its ranking is judged by.
+
+    The table is returned unchanged where the user switched gains off or they cannot be measured.
+    """
     model, length = measured.model, measured.whole.block_size
     tokens = GAIN_TOKENS if options.gain_tokens is None else options.gain_tokens
     blocks = measured.whole.spread(max(1, tokens // length))
@@ -133,23 +140,25 @@ def _with_gains(table: HeadScores, measured: Measured, options: ProbeOptions, re
     try:
         check_tokens(model, blocks.largest_token)
         size = fitting_batch(model, blocks)
-        on_main(lambda: require_logits(model, size, length))  # so that all processes go on, or none
+        on_main(lambda: require_logits(model, size, length))  # all ranks continue, or none
         with reporter.bar("judging the table") as progress:
-            gains, took = opening_gains(model, blocks, table.window, batch_size=size, progress=progress)
+            gains, gains_record = opening_gains(model, blocks, table.window, batch_size=size, progress=progress)
     except UserError as error:
         reporter.caution(f"how far the table can be trusted was not measured: {first_line(error)}")
         return table
-    return replace(table, gains=gains, metadata={**table.metadata, "gains": took})
+    return replace(table, gains=gains, metadata={**table.metadata, "gains": gains_record})
 
 
-def _renamed(subject: Subject, options: ProbeOptions) -> Subject:
-    """Of embedded models under a name that is not the reference's."""
-    own = options.name is not None or subject.name != subject.family or not subject.source.startswith(EMBEDDED_PREFIX)
-    return subject if own else replace(subject, name=f"{subject.name}-frozen")
+def _rename(subject: Subject, options: ProbeOptions) -> Subject:
+    """Rename results of embedded models so that they do not overwrite the reference's."""
+    has_own_name = (
+        options.name is not None or subject.name != subject.family or not subject.source.startswith(EMBEDDED_PREFIX)
+    )
+    return subject if has_own_name else replace(subject, name=f"{subject.name}-frozen")
 
 
 def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter: Reporter) -> dict[str, Any]:
-    """Put gates on a model without, and have them learn or read what they learned before; what it took."""
+    """Attach gates to a model, train them or load the finished ones, and return a record of their training."""
     model, blocks = measured.model, measured.train
     assert blocks is not None
     num_heads = math.prod(config_shape(model.config).grid)
@@ -158,14 +167,14 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
         tau=GateConfig().tau if options.tau is None else options.tau,
         target_density=min(parse_budget(options.budget, num_heads) / num_heads, _MOST_TARGET),
     )
-    how = {"steps": options.steps or PRICED_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
-    parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), how]
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
+    schedule = {"steps": options.steps or PRICED_STEPS, "step_tokens": STEP_TOKENS, "seed": options.seed or 0}
+    key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]
+    key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
     blocks.feed(key)
     folder = options.place.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
-        learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **how)
+        learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)
     reporter.reused(learned.resumed_at, learned.steps, "steps of the gates")
     if learned.resumed_at < learned.steps:
         reporter.announce(f"gates learned on {learned.tokens:,} tokens in {time.perf_counter() - start:.0f} s")
@@ -173,7 +182,10 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
 
 
 def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
-    """What is probed; of a recipe its reference, or for a signal that needs no gates its dense model, trained first."""
+    """Return the subject to probe.
+
+    Of a recipe that is its reference, or its dense model for a signal that needs no gates; either is trained first.
+    """
     if options.recipe is None:
         subject = Subject.of_command(options)
     else:
@@ -182,6 +194,6 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         checkpoint = train(training, reporter).reference if is_gated else train_dense_model(training, reporter)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
     if options.name is None and options.signal != signals.DENSITY:
-        what = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
-        return replace(subject, name=f"{subject.name}-{what}")
+        suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
+        return replace(subject, name=f"{subject.name}-{suffix}")
     return subject

@@ -1,4 +1,4 @@
-"""Propose: layouts for a budget, or for every one of several, and how far probes agree on them."""
+"""Propose: layouts for one budget or several, and the agreement of probes on them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from spkv_nas.stages.record import read_options
 from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
 
-_LAYER = "layer"  # the granularity of tables of whole layers
+_LAYER = "layer"  # granularity of tables that score whole layers
 
 
 @dataclass(frozen=True)
 class ProposalResult:
-    """What ``propose`` found.
+    """Result of ``propose``.
 
     Attributes:
-        answer: the layouts, their coverage and how sure it is.
-        sentences: what else was asked: memory, the worst domain, certainty, trust.
-        advice: why another threshold or granularity would order the heads better, or how far the nearest threshold is
-            from what was asked; None where there is nothing to say.
-        trust: how well the table orders the heads; None where that was not measured.
-        folder: of the layouts.
+        answer: layouts, their coverage and its uncertainty.
+        sentences: remarks on memory, the worst domain, uncertainty and trust.
+        advice: why another threshold or granularity would rank the heads better, or how far the nearest threshold is
+            from the budget; None where there is nothing to say.
+        trust: how well the table ranks the heads; None where that was not measured.
+        folder: folder of the layouts.
         next: commands to run next, the recommended one first.
     """
 
@@ -65,94 +65,125 @@ class ProposalResult:
 
 @dataclass(frozen=True)
 class BudgetsResult:
-    """The best layout at every budget, what its intervals do not show, and the folder and figure of all."""
+    """Result of ``propose`` at several budgets.
+
+    Attributes:
+        curve: best layout at every budget.
+        caution: what the confidence intervals do not cover.
+        folder: folder of layouts, curve and figure.
+        figure: path of the figure; None where the plotting library is not installed.
+    """
 
     curve: BudgetCurve
     caution: str | None
     folder: Path
-    figure: Path | None  # None where what draws it is not installed
+    figure: Path | None
 
 
 @dataclass(frozen=True)
 class AgreementResult:
-    """How far probes agree: the table of ``proposal.agreement``, its folder, and its figure."""
+    """Agreement between probes.
+
+    Attributes:
+        rows: table of ``proposal.agreement``.
+        folder: folder of the table.
+        figure: path of the figure; None where the plotting library is not installed.
+    """
 
     rows: pd.DataFrame
     folder: Path
-    figure: Path | None  # None where what draws it is not installed
+    figure: Path | None
 
 
 def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalResult:
-    """Layouts for a budget by every strategy, and the one that meets the requirements, to ``layouts/<name>/``."""
+    """Propose layouts for a budget by every strategy and write them to ``layouts/<name>/``."""
     requirements, table = _requirements(options), chosen_table(options, reporter)
-    if (missed := table.missed_price) is not None:
-        reporter.caution(missed)
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
     with reporter.bar("resampling") as progress:
         answer = propose_for(
-            table, requirements, options.budget, tau=options.tau, window=options.window, seed=options.seed,
-            num_random=options.num_random, others=_recommended(options.place, table), progress=progress,
-        )  # fmt: skip
+            table,
+            requirements,
+            options.budget,
+            tau=options.tau,
+            window=options.window,
+            seed=options.seed,
+            num_random=options.num_random,
+            others=_recommended(options.place, table),
+            progress=progress,
+        )
+    # Write layouts and judge the ranking
     folder = options.place.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
-    judged = trust(options.place, answer.table, answer.layouts["densest"].global_mask)
-    said = unknown_trust(answer.table) if judged is None else judged.sentence()
-    sentences = [*_sentences(answer, requirements, options), said, window_advice(options.place, answer.table)]
+    table_trust = trust(options.place, answer.table, answer.layouts["densest"].global_mask)
+    trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
+    sentences = [*_sentences(answer, requirements, options), trust_sentence, window_advice(options.place, answer.table)]
+    # Suggest what to run next
     advice = _advice(answer, options)
     steps = after_propose(options, answer.table)
     if advice is not None and advice.command:
         steps.append(Suggestion(advice.command))
     return ProposalResult(
-        answer, [one for one in sentences if one is not None], None if advice is None else advice.reason, judged,
-        folder, tuple(steps),
-    )  # fmt: skip
+        answer,
+        [sentence for sentence in sentences if sentence is not None],
+        None if advice is None else advice.reason,
+        table_trust,
+        folder,
+        tuple(steps),
+    )
 
 
-def _recommended(place: Workspace, table: HeadScores) -> list[HeadScores]:
-    """Return the scores by the recommended signal of the model that densities are of, if the workspace has them."""
+def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
+    """Return the recommended signal's scores of the model that densities are of, if the workspace has them."""
     if not table.is_density:
         return []
-    return [other for other in neighbours(place, table) if other.signal == RECOMMENDED][:1]
+    return [other for other in neighbours(workspace, table) if other.signal == RECOMMENDED][:1]
 
 
 def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
-    """Advise another granularity, price or threshold, with the command where the record has what it needs."""
-    table, taken = answer.table, answer.layouts["densest"].num_global
+    """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
+    table, num_global = answer.table, answer.layouts["densest"].num_global
     again = replace(options, probe=options.probe or table.name)
     if (reason := layer_advice(table, options.granularity)) is not None:
         is_of_layers = table.metadata.get("granularity") == _LAYER
         return Suggestion(command_line(replace(again, granularity=_LAYER)) if is_of_layers else "", reason)
-    if (reason := price_advice(table, taken)) is not None:
-        return Suggestion(_probed_for(f"{taken / table.num_heads:.0%}", table, options), reason)
-    if options.tau is None and (reason := tau_advice(table, taken)) is not None:
+    if (reason := price_advice(table, num_global)) is not None:
+        return Suggestion(_probe_command(f"{num_global / table.num_heads:.0%}", table, options), reason)
+    if options.tau is None and (reason := tau_advice(table, num_global)) is not None:
         return Suggestion(command_line(replace(again, tau=MATCH_BUDGET)), reason)
-    if options.tau == MATCH_BUDGET and (reason := unmatched(table, taken)) is not None:
+    if options.tau == MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
         return Suggestion("", reason)
     return None
 
 
-def _probed_for(share: str, table: HeadScores, options: ProposeOptions) -> str:
-    """The command that probes anew for a budget; "" where the checkpoint has gates, or the record is incomplete."""
+def _probe_command(share: str, table: HeadScores, options: ProposeOptions) -> str:
+    """Format the command that probes anew for a budget.
+
+    Return "" where the checkpoint has gates of its own, or the probe's record is incomplete.
+    """
     recorded = read_options(table.metadata, options.place.root)
     takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
     return command_line(replace(recorded, budget=share)) if recorded is not None and takes_budget else ""
 
 
 def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptions) -> list[str]:
-    """What a proposal answers beside its table: the budget if none was given, memory, the worst domain, certainty."""
-    taken = answer.layouts["densest"].num_global
-    said = [requirements.memory(answer.table, taken, options.window)]
+    """Return remarks on a proposal: the default budget, memory, the worst domain, ties, and uncertainty."""
+    num_global = answer.layouts["densest"].num_global
+    sentences = [requirements.memory(answer.table, num_global, options.window)]
     if options.budget is None and options.kv_bytes is None:
-        said += [f"budget: {taken} of {answer.table.num_heads} KV heads, the paper's share, 2 of 7; or give --budget"]
+        sentences += [
+            f"budget: {num_global} of {answer.table.num_heads} KV heads, the paper's share, 2 of 7; or give --budget"
+        ]
     if requirements.robust:
         worst = 100 * answer.rows.set_index("strategy")["worst_domain"]
-        said += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
-    said += [
+        sentences += [f"lowest coverage of a domain: robust {worst['robust']:.2f} %, densest {worst['densest']:.2f} %"]
+    sentences += [
         default_window(answer.table, options.window),
-        tie_advice(answer.table, taken),
-        uneven_budgets(answer.rows, taken),
+        tie_advice(answer.table, num_global),
+        uneven_budgets(answer.rows, num_global),
     ]
-    said += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
-    return [sentence for sentence in said if sentence is not None]
+    sentences += [*(answer.certainty.sentences() if answer.certainty else []), caution(answer.table)]
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _requirements(options: ProposeOptions) -> Requirements:
@@ -162,23 +193,30 @@ def _requirements(options: ProposeOptions) -> Requirements:
 
 
 def is_for_several(options: ProposeOptions) -> bool:
-    """Whether the budget is several. Raises ``UserError`` for options that do not go with one."""
+    """Return whether options have several budgets. Raises ``UserError`` for options that exclude each other."""
     return _requirements(options).asks_for_curve(options.budget, options.tau)
 
 
 def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> BudgetsResult:
-    """The best layout at every one of several budgets, to ``layouts/<name>/budgets/`` with curve and figure."""
+    """Find the best layout at each of several budgets.
+
+    Layouts, curve and figure are written to ``layouts/<name>/budgets/``.
+    """
     from spkv_nas.report.budget_charts import budgets_chart
     from spkv_nas.report.figures import save_figure
 
     table = chosen_table(options, reporter)
-    if (missed := table.missed_price) is not None:
-        reporter.caution(missed)
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
     with reporter.bar("solving") as progress:
         curve = curve_for(
-            table, _requirements(options), str(options.budget), tau=options.tau, window=options.window,
+            table,
+            _requirements(options),
+            str(options.budget),
+            tau=options.tau,
+            window=options.window,
             progress=progress,
-        )  # fmt: skip
+        )
     folder = options.place.layout_dir(table.name)
     write_budgets(folder, curve, reporter)
     figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
@@ -186,10 +224,14 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
 
 
 def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
-    """How far probes, or with ``by`` the parts of each probe, agree on the heads to choose, to ``reports/<name>/``."""
+    """Measure how far probes, or with ``by`` the parts of each probe, agree on the heads to choose.
+
+    The table and its figure are written to ``reports/<name>/``.
+    """
     from spkv_nas.report.budget_charts import agreement_charts
     from spkv_nas.report.figures import save_figure
 
+    # Read and split the probes
     tables: dict[str, HeadScores] = {}
     for probe in options.probes:
         for label, table in parse_probe(probe, lambda source: find_table(options.place, source), options.by):
@@ -198,6 +240,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
             tables[label] = table
     if len(tables) < 2:
         raise UserError("there is only one probe to compare: name another, or split it, --by domain or --by half")
+    # Compare the heads that they choose
     first = next(iter(tables.values()))
     rows = agreement(tables, parse_budget(options.budget, first.num_heads))
     folder = options.place.report_dir(options.name or first.name)

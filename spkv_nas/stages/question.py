@@ -1,4 +1,4 @@
-"""Ask a search its question: check its options and read what they name, without a model and without torch."""
+"""Make the specification of a search from its options and the files they name, without a model and without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ from spkv_nas.training.recipe import Recipe
 
 @dataclass(frozen=True)
 class _Candidates:
-    """The layouts that a search starts from, and those that it compares with only, by name."""
+    """Layouts by name.
+
+    Attributes:
+        starts: layouts that the search starts from.
+        others: layouts that it only compares with.
+    """
 
     starts: dict[str, Layout]
     others: dict[str, Layout]
@@ -39,9 +44,17 @@ class _Candidates:
 
 @dataclass(frozen=True)
 class Question:
-    """What a search is asked, checked: nothing of it takes training.
+    """Validated specification of a search, made without training.
 
-    ``second`` is the second objective, ``file`` the recipe's.
+    Attributes:
+        requirements: constraints and cache that layouts are for.
+        effort: trials, samplers and seeds.
+        second: second objective, "kv-bytes" or "time"; None without one.
+        space: search space.
+        file: path of the recipe.
+        recipe: recipe to retrain layouts by.
+        name: name of the results.
+        candidates: layouts that the user or the strategies provide.
     """
 
     requirements: Requirements
@@ -55,28 +68,37 @@ class Question:
 
 
 def ask(options: SearchOptions, reporter: Reporter = SILENT) -> Question:
-    """The question that options ask. Raises ``UserError`` for one that makes no sense."""
+    """Make a search's specification from its options. Raises ``UserError`` if they are invalid."""
+    # Read the table and resolve its threshold
     requirements = read_requirements(options)
     table = chosen_table(options, reporter)
     budgets = _budgets(options, table)
     table = resolve_tau(table, options.tau, budgets[0])
-    if options.tau == MATCH_BUDGET and (missed := unmatched(table, budgets[0])) is not None:
-        reporter.caution(missed)
+    if options.tau == MATCH_BUDGET and (unmatched_budget := unmatched(table, budgets[0])) is not None:
+        reporter.caution(unmatched_budget)
+    # Define the search space
     window = options.window or table.window or DEFAULT_WINDOW
     space = Space(table, (budgets[0], budgets[-1]), window, requirements.constraints, _signals(options, table))
     space.check()
     signals = {f"signal {signal.name}": signal.window for signal in space.signals}
     warn_of_windows({"the search": window, **signals}, remedy="probe all with one --window")
+    # Read the recipe
     file = chosen_recipe(options, table, "search.yaml")
     recipe = Recipe.read(file).with_precision(options.dtype)
     return Question(
-        requirements, _effort(options), _parse_objective(options.objective, requirements.context), space, file,
-        recipe, options.name or table.name, _candidates(options, space, budgets, reporter.announce),
-    )  # fmt: skip
+        requirements,
+        _effort(options),
+        _parse_objective(options.objective, requirements.context),
+        space,
+        file,
+        recipe,
+        options.name or table.name,
+        _candidates(options, space, budgets, reporter.announce),
+    )
 
 
 def _effort(options: SearchOptions) -> Effort:
-    """How much to search, and what with. Raises ``UserError`` for an unknown sampler."""
+    """Return how much to search and by which samplers. Raises ``UserError`` for an unknown sampler."""
     samplers = _kinds("--sampler", options.sampler)
     controls = [] if options.control == "none" else _kinds("--control", options.control)
     return Effort(
@@ -91,13 +113,13 @@ def _effort(options: SearchOptions) -> Effort:
 
 def _kinds(option: str, names: str) -> list[str]:
     kinds = [name.strip() for name in names.split(",")]
-    if unknown := [kind for kind in kinds if kind not in SAMPLERS]:
-        raise UserError(f"{option} '{unknown[0]}' is unknown; there are {', '.join(SAMPLERS)}")
+    if unknown_names := [kind for kind in kinds if kind not in SAMPLERS]:
+        raise UserError(f"{option} '{unknown_names[0]}' is unknown; there are {', '.join(SAMPLERS)}")
     return kinds
 
 
 def _signals(options: SearchOptions, table: HeadScores) -> tuple[HeadScores, ...]:
-    """The further tables of ``--signals``. Raises ``UserError``: one is missing, or of another grid."""
+    """Read the tables of ``--signals``. Raises ``UserError`` if one is missing or has another grid."""
     signals = tuple(find_table(options.place, probe) for probe in options.signals or ())
     for signal in signals:
         check_grid(f"--signals: '{signal.name}'", signal.grid, f"the density table '{table.name}'", table.grid)
@@ -105,39 +127,39 @@ def _signals(options: SearchOptions, table: HeadScores) -> tuple[HeadScores, ...
 
 
 def _budgets(options: SearchOptions, table: HeadScores) -> list[int]:
-    """The numbers of global heads that may be tried, ascending. Raises ``UserError``."""
+    """Return the numbers of global heads to try, ascending. Raises ``UserError`` if invalid."""
     if asks_for_several(options.budget, options.tau):
         return parse_budgets(str(options.budget), table.num_heads)
     return [parse_budget(options.budget, table.num_heads)]
 
 
 def _candidates(options: SearchOptions, space: Space, budgets: list[int], announce: Announce) -> _Candidates:
-    """The layouts to start from and to compare with, each once; ``announce`` says which are left out."""
+    """Collect the layouts to start from and to compare with; duplicates are dropped and announced."""
     starts = starting_layouts(space, budgets)
-    given, others = (Proposal.read(files or ()).layouts for files in (options.start, options.layouts))
-    _check_given(space, starts, given, others)
-    return _distinct({**starts, **given}, others, announce)
+    user_starts, others = (Proposal.read(files or ()).layouts for files in (options.start, options.layouts))
+    _check_given(space, starts, user_starts, others)
+    return _distinct({**starts, **user_starts}, others, announce)
 
 
 def _check_given(
-    space: Space, starts: Mapping[str, Layout], given: Mapping[str, Layout], others: Mapping[str, Layout]
+    space: Space, starts: Mapping[str, Layout], user_starts: Mapping[str, Layout], others: Mapping[str, Layout]
 ) -> None:
-    """Raises ``UserError`` for a name that is there twice or a baseline's, or a layout that cannot be tried."""
-    check_layout_names([*given, *others])
-    for key, layout in [*given.items(), *others.items()]:
-        if key in starts or (key in given and key in others):
+    """Raise ``UserError`` for a duplicate or reserved name, or a layout outside the search space."""
+    check_layout_names([*user_starts, *others])
+    for key, layout in [*user_starts.items(), *others.items()]:
+        if key in starts or (key in user_starts and key in others):
             raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
-        coverage(space.table, layout)  # refuses another grid
+        coverage(space.table, layout)  # raises for another grid
         if layout.window != space.window:
             raise UserError(
                 f"layout '{key}' has a window of {layout.window}, the search one of {space.window}: give --window"
             )
-        if key in given and not space.contains(layout):
+        if key in user_starts and not space.contains(layout):
             raise UserError(f"--start: layout '{key}' breaks the budget or a constraint; name it without --start")
 
 
 def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announce: Announce) -> _Candidates:
-    """Both without the layouts that are there already, under another name."""
+    """Drop layouts that are already there under another name."""
     names = distinct({**starts, **others})
     for first, *same in names.values():
         for key in same:
@@ -146,7 +168,7 @@ def _distinct(starts: Mapping[str, Layout], others: Mapping[str, Layout], announ
 
 
 def _parse_objective(objective: str, context: int | None) -> str | None:
-    """The second objective, kv-bytes or time, of "nll,kv-bytes" or "nll,time"; None of "nll" alone."""
+    """Return the second objective of "nll,kv-bytes" or "nll,time"; None for "nll" alone."""
     names = [part.strip() for part in objective.split(",")]
     if names == ["nll"]:
         return None

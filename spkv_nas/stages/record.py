@@ -1,10 +1,10 @@
-"""Record the options of a probe in its ``probe.yaml``, and read them back: what it takes to measure the model again.
+"""Record the options of a probe in its ``probe.yaml``, and read them back to measure the model again.
 
-Under the key ``options`` are those of the command that are not at their defaults, paths absolute::
+The key ``options`` holds those of the command that are not at their defaults, with absolute paths::
 
     options: {model: /home/me/model, data: [/home/me/text], block_size: 256}
 
-Probes that an older version wrote have no such key; of an embedded model's the options are known all the same.
+Probes of older versions lack the key; for those of an embedded model the options are inferred.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options import REFERENCE, ProbeOptions
 
 OPTIONS = "options"
-_NOT_RECORDED = ("workspace", "device", "dry_run")  # what does not change the result
+_NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
 _PATHS = ("model", "data", "recipe")
 
 
 def recorded(options: ProbeOptions) -> dict[str, Any]:
-    """Return the options to write to ``probe.yaml``: those that are not at their defaults, paths absolute."""
+    """Return the options to write to ``probe.yaml``: those not at their defaults, with absolute paths."""
     content: dict[str, Any] = {}
     for field in fields(options):
         value, default = getattr(options, field.name), field.default
         if field.name in _NOT_RECORDED or value == (None if default is MISSING else default):
             continue
         if field.name in _PATHS:
-            value = [absolute(one) for one in value] if isinstance(value, list) else absolute(value)
+            value = [absolute(source) for source in value] if isinstance(value, list) else absolute(value)
         content[field.name] = value
     return content
 
 
 def absolute(source: str | Path) -> str:
-    """Return a path as it is named from any folder; a name that is no path of this machine stays as it is."""
+    """Return the absolute path of an existing file or folder; return any other name unchanged."""
     path = Path(source).expanduser()
     return os.path.abspath(path) if path.exists() else str(source)
 
 
 def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | None:
-    """Read the options that a probe was measured with from its record; None where it does not hold them.
+    """Read a probe's options from its record; None where they are missing, invalid or incomplete.
 
     Args:
-        record: the content of ``probe.yaml``, which people may have edited.
-        workspace: of the commands to be made of the options.
+        record: content of ``probe.yaml``, which users may have edited.
+        workspace: folder for the commands to be made from the options.
     """
     content = record.get(OPTIONS)
     if content is None and str(record.get("model", "")).startswith(EMBEDDED_PREFIX):
         model = None if record["model"] == REFERENCE else record["model"]
-        # Text of the user's own is a list, a recipe's is a mapping
+        # The user's text is a list, a recipe's is a mapping
         content = {"model": model} if isinstance(record.get("data"), Mapping) else None
     if not isinstance(content, Mapping):
         return None
@@ -69,13 +69,13 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
         options = TypeAdapter(ProbeOptions).validate_python({**content, "workspace": workspace})
     except ValidationError:
         return None
-    is_own = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)
-    is_complete = bool(options.data) or not is_own
+    is_custom_model = options.model is not None and not options.model.startswith(EMBEDDED_PREFIX)
+    is_complete = bool(options.data) or not is_custom_model
     return options if is_complete and command_line(options).isprintable() else None
 
 
 def model_identity(record: Mapping[str, Any]) -> str | None:
-    """Name the model of a probe, the same for every path that leads to it; None for a table made by hand."""
+    """Return a name that all probes of one model share; None for a table made by hand."""
     content = record.get(OPTIONS)
     recorded_model = content.get("model") if isinstance(content, Mapping) else None
     model = recorded_model or record.get("model")
@@ -83,9 +83,10 @@ def model_identity(record: Mapping[str, Any]) -> str | None:
 
 
 def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
-    """Read the records of all probes in a workspace, by name; one that cannot be read is empty, as of a table by hand.
+    """Read the records of all probes in a workspace, by name.
 
-    Whoever reads the probe itself raises the error.
+    A record that cannot be read is empty here, like that of a table made by hand; reading the probe itself raises the
+    error.
     """
     records: dict[str, dict[str, Any]] = {}
     for name in workspace.probes():
@@ -96,20 +97,30 @@ def probe_records(workspace: Workspace) -> dict[str, dict[str, Any]]:
 
 
 def is_of(record: Mapping[str, Any], identity: str, signal: str) -> bool:
-    """Whether a probe is of a model, named by ``model_identity``, and of a signal."""
+    """Return whether a probe is of a model, as named by ``model_identity``, and of a signal."""
     return model_identity(record) == identity and record.get("signal", DENSITY) == signal
 
 
 def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns: bool) -> ProbeOptions:
-    """Return the options that measure another signal of the same model, on the same text in the same blocks.
+    """Return the options that measure another signal of the same model, on the same blocks of text.
 
     Args:
-        budget: global KV heads that the signal is measured for; None: the signal's default.
-        learns: whether the signal learns on the model, so that it takes a budget, a window and a seed.
+        options: options of the existing probe.
+        signal: name of the signal to measure.
+        budget: global KV heads to measure the signal for; None: the signal's default.
+        learns: whether the signal is learned on the model, so that it takes a budget, a window and a seed.
     """
     name = options.name and f"{options.name}-{signal}"
     changed = replace(
-        options, signal=signal, name=name, tau=None, gain_tokens=None, granularity=None, max_heads=None, steps=None,
-        num_layouts=None, budget=budget,
-    )  # fmt: skip
+        options,
+        signal=signal,
+        name=name,
+        tau=None,
+        gain_tokens=None,
+        granularity=None,
+        max_heads=None,
+        steps=None,
+        num_layouts=None,
+        budget=budget,
+    )
     return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)

@@ -1,4 +1,4 @@
-"""Report: one page and its figures, from what the other commands left in the workspace."""
+"""Report: write pages and figures from what the other commands left in the workspace."""
 
 from __future__ import annotations
 
@@ -34,62 +34,67 @@ from spkv_nas.stages.table_trust import neighbours, trust
 def report(
     options: ReportOptions, reporter: Reporter = SILENT, *, written: datetime | None = None, pictures: bool = True
 ) -> Path:
-    """Write the pages of what the workspace holds, and an index if there are several probes; the page, or the index.
-
-    With ``options.probe`` that page alone, and the index.
+    """Write the pages of a workspace, and an index if there are several probes.
 
     Args:
-        written: now, of a report that will be written again (``stages.watch``): it also shows what is not finished.
-        pictures: whether to draw the figures beside the pages too.
+        options: with ``probe``, only that probe's page and the index are written.
+        reporter: receives messages and progress.
+        written: time to show on a report that ``stages.watch`` rewrites; its pages also show unfinished work.
+        pictures: whether to draw figures beside the pages.
+
+    Returns:
+        Path of the index if there is one and no probe was named, else of the page.
 
     Raises:
-        UserError: figures that are not known, before anything is read; or what is there cannot be read.
+        UserError: unknown figures, before anything is read, or a file that cannot be read.
     """
     check(options)
-    place = options.place
-    tables = [] if options.probe is not None else [find_table(place, name) for name in pages(place)]
+    workspace = options.place
+    tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
     tables = tables or [chosen_table(options, reporter)]
-    found = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
-    index = write_workspace_index(place, written=written)
-    return found[0] if index is None or options.probe is not None else index
+    page_files = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
+    index = write_workspace_index(workspace, written=written)
+    return page_files[0] if index is None or options.probe is not None else index
 
 
 def page_names(options: ReportOptions) -> list[str]:
-    """The names of the pages that ``report`` writes."""
-    place = options.place
-    return pages(place) if options.probe is None else [find_table(place, options.probe).name]
+    """Return the names of the pages that ``report`` writes."""
+    workspace = options.place
+    return pages(workspace) if options.probe is None else [find_table(workspace, options.probe).name]
 
 
 def _page(
     options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None, *, pictures: bool
 ) -> Path:
-    """Write the page of a probe."""
-    place = options.place
-    proposal = find_proposal(place, table.name)
+    """Write the page of a probe and return its path."""
+    workspace = options.place
+    proposal = find_proposal(workspace, table.name)
     proposal.warn_of_windows()
-    if (missed := table.missed_price) is not None:
-        reporter.caution(missed)
-    folder = place.report_dir(table.name)
-    at_tau, probes = proposal.table(table), [table, *neighbours(place, table)]
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
+    # Read probes and results
+    folder = workspace.report_dir(table.name)
+    table_at_tau, probes = proposal.table(table), [table, *neighbours(workspace, table)]
     results = read_results(folder)
     if options.figures is not None and pictures:
-        paper = _write_paper(folder, at_tau, proposal.layouts, results.get("comparison"))
-        reporter.announce(f"figures for a paper: {paper}")
-    scored = results.get("search")
+        paper_folder = _write_paper(folder, table_at_tau, proposal.layouts, results.get("comparison"))
+        reporter.announce(f"figures for a paper: {paper_folder}")
+    search_rows = results.get("search")
+    # Write the page
     with reporter.bar("drawing") as progress:
         return write_report(
             folder,
-            table=at_tau,
+            table=table_at_tau,
             layouts=proposal.layouts,
-            trust=_trust(options, at_tau, proposal.layouts),
+            trust=_trust(options, table_at_tau, proposal.layouts),
             commands={
-                probe.name: command_line(ProposeOptions(probe=probe.name, workspace=place.root)) for probe in probes
+                probe.name: command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)) for probe in probes
             },
             probes=probes,
             calibration=_calibration(folder, table, reporter),
-            predict=None if scored is None else _prediction(scored, probes),
-            advise=page_steps(place, table),
-            under_way=None if written is None else under_way(place, table.name, reporter),
+            predict=None if search_rows is None else _prediction(search_rows, probes),
+            advise=page_steps(workspace, table),
+            under_way=None if written is None else under_way(workspace, table.name, reporter),
             pictures=pictures,
             progress=progress,
             written=written,
@@ -100,21 +105,25 @@ def _page(
 def _write_paper(
     folder: Path, table: HeadScores, layouts: Mapping[str, Layout], comparison: pd.DataFrame | None
 ) -> Path:
-    """Into ``paper/``, with what ``train`` and ``evaluate --tau-sweep`` left under the same name."""
-    evolution, sweep = folder / "density-evolution.csv", folder / "tau-sweep.csv"
-    swept = None
-    if sweep.is_file():
+    """Write the figures for a paper to ``paper/``, with results of ``train`` and ``evaluate --tau-sweep``."""
+    evolution_file, sweep_file = folder / "density-evolution.csv", folder / "tau-sweep.csv"
+    sweep_rows = None
+    if sweep_file.is_file():
         from spkv_nas.evaluation.sweep import read_sweep
 
-        swept = read_sweep(sweep)
+        sweep_rows = read_sweep(sweep_file)
     return write_paper_figures(
-        folder / "paper", table, layouts, comparison=comparison, sweep=swept,
-        evolution=read_density_log(evolution) if evolution.is_file() else None,
-    )  # fmt: skip
+        folder / "paper",
+        table,
+        layouts,
+        comparison=comparison,
+        sweep=sweep_rows,
+        evolution=read_density_log(evolution_file) if evolution_file.is_file() else None,
+    )
 
 
 def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layout]) -> Trust | None:
-    """Of the layout ``densest``, if there is one of the table's shape."""
+    """Judge the table by the layout ``densest``; None without one of the table's shape."""
     densest = layouts.get("densest")
     if densest is None or densest.grid != table.grid:
         return None
@@ -122,19 +131,24 @@ def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layo
 
 
 def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibration | None:
-    """That of the same results, if it is of the model's heads; else a word on why it is not shown."""
+    """Read the calibration of the same results; None without one, or with a caution for other heads."""
     if not (folder / "calibration.yaml").is_file():
         return None
-    found = Calibration.read(folder)
-    of, heads = (found.num_kv_heads, found.case.head_dim), (table.num_kv_heads, table.metadata.get("head_dim"))
-    if of == heads:
-        return found
-    reporter.caution(f"the calibration in {folder} is left out: it is of {found.case.title}, the probe of other heads")
+    calibration = Calibration.read(folder)
+    heads, probed = (
+        (calibration.num_kv_heads, calibration.case.head_dim),
+        (table.num_kv_heads, table.metadata.get("head_dim")),
+    )
+    if heads == probed:
+        return calibration
+    reporter.caution(
+        f"the calibration in {folder} is left out: it is of {calibration.case.title}, the probe of other heads"
+    )
     return None
 
 
 def _prediction(search: pd.DataFrame, probes: Sequence[HeadScores]) -> Prediction | None:
-    """Of zero-shot ΔNLL, by the scores of layouts of the probes' grid; None where they are too few to tell anything."""
+    """Fit a prediction of zero-shot ΔNLL to a search's scores on the probes' grid; None with too few scores."""
     num_layers, num_kv_heads = probes[0].grid
     rows = whole_scores(search).drop_duplicates("heads").dropna(subset="zero_shot_delta_percent")
     rows = rows[[[len(row) for row in heads.split()] == [num_kv_heads] * num_layers for heads in rows["heads"]]]

@@ -1,4 +1,4 @@
-"""What options ask of layouts, as ``proposal`` takes it."""
+"""Read the constraints on layouts from options, in the form that ``proposal`` takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spkv_nas.stages.options import ConstraintOptions
 
 
 def read_requirements(options: ConstraintOptions) -> Requirements:
-    """The constraints and the cache that options ask for. Raises ``UserError`` for one that makes no sense."""
+    """Read layout constraints and cache from options. Raises ``UserError`` if one is invalid."""
     constraints = Constraints(
         min_per_layer=options.min_per_layer,
         max_per_layer=options.max_per_layer,

@@ -1,4 +1,4 @@
-"""What a workspace holds of a probe's results, as the report's pages and their index read it."""
+"""Read a probe's results from a workspace, for the report's pages and their index."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SEARCH = "search.csv"
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """What is in a folder of results, by the name that ``report.inputs`` has for it.
+    """Read the results in a folder, by their names in ``report.inputs``.
 
     Raises:
-        UserError: naming the file that cannot be read.
+        UserError: a file cannot be read; the error names it.
     """
     tables = {
         "comparison": (folder / "comparison.csv", read_comparison),
@@ -31,8 +31,8 @@ def read_results(folder: Path) -> dict[str, Any]:
         "record": (folder / "comparison.yaml", "comparison"),
         "search_record": (folder / "search.yaml", "search"),
     }
-    found: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
-    found |= {name: read_record(file, what) for name, (file, what) in records.items() if is_file(file)}
+    results: dict[str, Any] = {name: read(file) for name, (file, read) in tables.items() if file.is_file()}
+    results |= {name: read_record(file, kind) for name, (file, kind) in records.items() if is_file(file)}
     if (folder / FILE).is_file():
-        found["pair_error"] = pair_error(read_documents(folder / FILE))
-    return {**found, "judged": read_judged(folder)}
+        results["pair_error"] = pair_error(read_documents(folder / FILE))
+    return {**results, "judged": read_judged(folder)}

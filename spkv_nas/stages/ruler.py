@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on RULER, to ``reports/<name>/``: beside another one, and beside itself without long range."""
+"""Evaluate a checkpoint on RULER, beside a second one and beside itself with local heads, to ``reports/<name>/``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RulerResult:
-    """What RULER gave: its name, the table of ``evaluation.ruler``, the table's folder, and that of all answers."""
+    """Result of RULER: its name, the table of ``evaluation.ruler``, the table's folder, and the answers' folder."""
 
     name: str
     rows: pd.DataFrame
@@ -45,34 +45,36 @@ class RulerResult:
 
 
 def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
-    """Scores of a checkpoint at several lengths, written to ``reports/<name>/ruler.csv``, answers to ``runs/``.
+    """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``.
 
-    A sample without room, where the task's first has it, is left out.
+    A sample that does not fit in its length is skipped, if the task's first one does fit.
 
     Raises:
-        UserError: options that do not go together, a length without room for a task, or what cannot be loaded.
+        UserError: options exclude each other, a length is too short for a task, or something cannot be loaded.
     """
     from spkv_nas.model.windows import default_window, every_head_local
 
     quiet_transformers(reporter)
     check(options)
     assert options.ruler is not None
+    # Choose lengths, tasks and material
     lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
     material = Material.read(options.haystack or [], options.qa or [])
     tasks = _tasks(options.ruler_tasks, material)
     assert options.model is not None
     name = options.name or result_name(options.model)
     folder = options.place.report_dir(name)
+    # Load the checkpoint, and check that each task's first sample fits
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
-    places = [(task, length) for length in lengths for task in tasks]
+    sheets = [(task, length) for length in lengths for task in tasks]
     seed, number = options.seed or 0, options.samples or RULER_SAMPLES
     make = _maker(seed, tokenizer, material)
-    for place in places:  # whether there is room for it, before hours of work
-        make(*place, 0)
-    window = options.window or default_window(model, lengths[0])  # of the shortest prompts
-    about = origin_of(options.model, model, options.tau)
+    for sheet in sheets:  # raises if it does not fit, before hours of work
+        make(*sheet, 0)
+    window = options.window or default_window(model, lengths[0])  # as suits the shortest prompts
+    origin_record = origin_of(options.model, model, options.tau)
     origin = {
-        **about,
+        **origin_record,
         "lengths": lengths,
         "tasks": tasks,
         "samples": number,
@@ -83,18 +85,22 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
         "floor_window": window,
         "environment": {**environment(), "wonderwords": version("wonderwords")},
     }
+    # Answer: the checkpoint, itself with all heads local, the baseline
     samples = options.place.run_dir(name) / "ruler"
-    asked = f"{seed} {number} {VERSION} {version('wonderwords')} {material.identity}"
+    samples_identity = f"{seed} {number} {VERSION} {version('wonderwords')} {material.identity}"
     with reporter.bar("answering") as bar:
-        exam = _Exam(places, make, number, 2 if options.against is None else 3, bar, samples, asked)
+        exam = _Exam(sheets, make, number, 2 if options.against is None else 3, bar, samples, samples_identity)
         with hard(model, options.tau):
-            own = exam.take(0, loaded, identity(options.model, loaded, str(about["tau"])))
+            checkpoint_answers = exam.take(0, loaded, identity(options.model, loaded, str(origin_record["tau"])))
         with every_head_local(model, window):
-            floor = exam.take(1, loaded, identity(options.model, loaded, f"local {window}"))
-        against, origin["against"] = _against(options, exam, loaded, lengths, reporter)
-    _say_left_out(places, own, reporter)
-    answers = zip(places, own, floor, against, strict=True)
-    rows = ruler_table([Cell(*place, one, local, other) for place, one, local, other in answers])
+            floor_answers = exam.take(1, loaded, identity(options.model, loaded, f"local {window}"))
+        baseline_answers, origin["against"] = _against(options, exam, loaded, lengths, reporter)
+    _warn_of_skipped(sheets, checkpoint_answers, reporter)
+    # Write the table
+    answers_by_sheet = zip(sheets, checkpoint_answers, floor_answers, baseline_answers, strict=True)
+    rows = ruler_table(
+        [Cell(*sheet, checkpoint, local, baseline) for sheet, checkpoint, local, baseline in answers_by_sheet]
+    )
     on_main(lambda: RULER.write(folder, rows, origin))
     return RulerResult(name, rows, folder, samples)
 
@@ -102,7 +108,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
 def _maker(
     seed: int, tokenizer: PreTrainedTokenizerBase, material: Material
 ) -> Callable[[str, int, int], Sample | None]:
-    """What makes a sample of a task at a length, by its index; None without room, but for the first."""
+    """Return a function that makes a task's sample by index; None where it does not fit, an error for the first."""
 
     def make(task: str, length: int, index: int) -> Sample | None:
         try:
@@ -118,28 +124,30 @@ def _maker(
 def _against(
     options: EvaluateOptions, exam: _Exam, loaded: Loaded, lengths: list[int], reporter: Reporter
 ) -> tuple[Sequence[Answers | None], dict[str, Any] | None]:
-    """What the other checkpoint answers to each sheet, and where that comes from; nothing where there is none."""
+    """Return the baseline's answers to each sheet and its origin; Nones without a baseline."""
     if options.against is None:
-        return [None] * len(exam.places), None
-    other = model, tokenizer = _load(options, options.against, lengths, reporter)
+        return [None] * len(exam.sheets), None
+    baseline = model, tokenizer = _load(options, options.against, lengths, reporter)
     if tokenizer.get_vocab() != loaded[1].get_vocab():
         raise UserError(
             f"--against {options.against} has another tokenizer, and so other samples: a pair of answers must be to "
             "one question"
         )
-    about = origin_of(options.against, model, None)
+    origin_record = origin_of(options.against, model, None)
     with hard(model, None):
-        return exam.take(2, other, identity(options.against, other, str(about["tau"]))), about
+        return exam.take(2, baseline, identity(options.against, baseline, str(origin_record["tau"]))), origin_record
 
 
-def _say_left_out(places: list[tuple[str, int]], answers: list[Answers], reporter: Reporter) -> None:
-    for (task, length), one in zip(places, answers, strict=True):
-        if missing := int(np.isnan(one.scores).sum()):
-            reporter.caution(f"{missing} of {len(one.scores)} samples of {task} have no room at {length} tokens")
+def _warn_of_skipped(sheets: list[tuple[str, int]], answers: list[Answers], reporter: Reporter) -> None:
+    for (task, length), sheet_answers in zip(sheets, answers, strict=True):
+        if num_missing := int(np.isnan(sheet_answers.scores).sum()):
+            reporter.caution(
+                f"{num_missing} of {len(sheet_answers.scores)} samples of {task} have no room at {length} tokens"
+            )
 
 
 def _tasks(names: str | None, material: Material) -> list[str]:
-    """The tasks that are named, or all that there is material for."""
+    """Return the named tasks, by default all that there is material for."""
     if names is None:
         return available(material)
     tasks = list(dict.fromkeys(name.strip() for name in names.split(",")))
@@ -149,7 +157,7 @@ def _tasks(names: str | None, material: Material) -> list[str]:
 
 
 def _load(options: EvaluateOptions, source: str, lengths: list[int], reporter: Reporter) -> Loaded:
-    """A checkpoint whose positions reach that far."""
+    """Load a checkpoint and check that its positions reach the longest length."""
     model, tokenizer = load(options, source, reporter)
     check_positions(model, lengths[-1], "--ruler length")
     return model, tokenizer
@@ -157,37 +165,41 @@ def _load(options: EvaluateOptions, source: str, lengths: list[int], reporter: R
 
 @dataclass(frozen=True)
 class _Exam:
-    """The questions that every model answers.
+    """Questions that every model answers, as one sheet per task and length.
 
     Attributes:
-        places: (task, length) of each sheet.
-        number: samples of a sheet.
-        passes: how often all of it is answered, for the bar.
-        folder: of the answers.
-        asked: all that samples depend on beside their place.
+        sheets: (task, length) of each sheet.
+        make: function that makes a sample from task, length and index.
+        number: samples per sheet.
+        passes: how often all sheets are answered, for the progress bar.
+        bar: progress bar.
+        folder: folder of the answers.
+        samples_identity: everything that samples depend on besides task and length.
     """
 
-    places: list[tuple[str, int]]
+    sheets: list[tuple[str, int]]
     make: Callable[[str, int, int], Sample | None]
     number: int
     passes: int
     bar: Bar
     folder: Path
-    asked: str
+    samples_identity: str
 
-    def take(self, passed: int, loaded: Loaded, whose: str) -> list[Answers]:
-        """A model's answers to each sheet, as its gates are now, after so many passes; what is finished is read."""
+    def take(self, pass_index: int, loaded: Loaded, answer_identity: str) -> list[Answers]:
+        """Answer every sheet with a model in its current gate mode, in pass ``pass_index``; reuse finished sheets."""
         return [
-            self._sheet(task, length, loaded, whose, partial(self._tell, done, task))
-            for done, (task, length) in enumerate(self.places, passed * len(self.places))
+            self._sheet(task, length, loaded, answer_identity, partial(self._update_bar, num_done, task))
+            for num_done, (task, length) in enumerate(self.sheets, pass_index * len(self.sheets))
         ]
 
-    def _sheet(self, task: str, length: int, loaded: Loaded, whose: str, progress: Progress) -> Answers:
-        file = sample_file(self.folder, f"{task}-{length}", f"{whose} {self.asked}")
+    def _sheet(self, task: str, length: int, loaded: Loaded, answer_identity: str, progress: Progress) -> Answers:
+        file = sample_file(self.folder, f"{task}-{length}", f"{answer_identity} {self.samples_identity}")
         if not on_main(file.is_file):
             lines = answer(*loaded, partial(self.make, task, length), self.number, progress)
             on_main(lambda: write_samples(file, lines))
         return Answers.of(on_main(lambda: read_samples(file)), self.number)
 
-    def _tell(self, sheets: int, task: str, done: int, of_sheet: int) -> None:
-        self.bar(sheets * of_sheet + done, self.passes * len(self.places) * of_sheet, task)
+    def _update_bar(self, sheets_done: int, task: str, samples_done: int, samples_per_sheet: int) -> None:
+        self.bar(
+            sheets_done * samples_per_sheet + samples_done, self.passes * len(self.sheets) * samples_per_sheet, task
+        )

@@ -1,4 +1,4 @@
-"""Scaling: the law of NLL against training compute, fitted to runs, to ``reports/<name>/``."""
+"""Scaling: fit the law of NLL against training compute to runs, with results in ``reports/<name>/``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,23 @@ from spkv_nas.stages.options import PAPER, ScalingOptions
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """The fitted laws as ``describe_laws`` gives them, and the name, folder and figure of the result."""
+    """Result of ``scaling``.
+
+    Attributes:
+        name: name of the results.
+        laws: fitted laws, as of ``describe_laws``.
+        folder: folder of the results.
+        figure: path of the figure; None where the plotting library is not installed.
+    """
 
     name: str
     laws: list[dict[str, Any]]
     folder: Path
-    figure: Path | None  # None where what draws it is not installed
+    figure: Path | None
 
 
 def scaling(options: ScalingOptions) -> ScalingResult:
-    """Fit the scaling law to runs, the paper's by default; written with its figure to ``reports/<name>/``."""
+    """Fit the scaling law to runs, by default the paper's, and write law and figure to ``reports/<name>/``."""
     runs = read_runs(options.runs or PAPER_TABLE)
     laws = fit_runs(runs)
     described = describe_laws(runs, laws)

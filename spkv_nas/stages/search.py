@@ -1,4 +1,4 @@
-"""Search: layouts, scored and retrained on a recipe's dense checkpoint, to ``reports/<name>/search.csv``."""
+"""Search: score and retrain layouts on a recipe's dense checkpoint, with results in ``reports/<name>/search.csv``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found: its table, the name of its second objective if it has one, the table's folder, and the
-    tokens of each document that judged full retrainings.
+    """Result of a search.
+
+    Attributes:
+        rows: table of all layouts.
+        cost_name: name of the second objective; None without one.
+        folder: folder of the table.
+        judged_on: int64 [documents], tokens per document of the text on which full retrainings are compared.
     """
 
     rows: pd.DataFrame
@@ -39,46 +44,69 @@ class SearchResult:
 
 
 def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
-    """Search for layouts, as one worker of possibly many; results are written to ``reports/<name>/``."""
+    """Search for layouts as one of possibly many workers; write the results to ``reports/<name>/``."""
     quiet_transformers(reporter)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    asked = ask(options, reporter)
-    space, name, place = asked.space, asked.name, options.place
-    cost = _cache_bytes(asked.requirements, space) if asked.second == "kv-bytes" else None  # before any training
-    place.check_writable()
-    folder = place.report_dir(name)
-    judge = RecipeEvaluator.prepare(
-        asked.recipe, asked.file.parent, place.run_dir(asked.recipe.name), max_tokens=options.max_tokens,
-        short_steps=options.short_steps, racing=options.racing, device=options.device, reporter=reporter,
-    )  # fmt: skip
-    if asked.second == "time":
-        cost = _decode_time(options, asked.requirements, space.window, judge.shape, name, reporter)
+    # Check options and read their files
+    question = ask(options, reporter)
+    space, name, workspace = question.space, question.name, options.place
+    cost = _cache_bytes(question.requirements, space) if question.second == "kv-bytes" else None  # before any training
+    workspace.check_writable()
+    folder = workspace.report_dir(name)
+    # Prepare the dense model and the costs
+    evaluator = RecipeEvaluator.prepare(
+        question.recipe,
+        question.file.parent,
+        workspace.run_dir(question.recipe.name),
+        max_tokens=options.max_tokens,
+        short_steps=options.short_steps,
+        racing=options.racing,
+        device=options.device,
+        reporter=reporter,
+    )
+    if question.second == "time":
+        cost = _decode_time(options, question.requirements, space.window, evaluator.shape, name, reporter)
+    # Run trials and retrainings
     work = Search(
-        judge, space, asked.candidates.starts, asked.candidates.others, asked.effort, place.run_dir(name) / "search",
-        name=name, cost=cost, storage=options.storage, reporter=reporter,
-    )  # fmt: skip
+        evaluator,
+        space,
+        question.candidates.starts,
+        question.candidates.others,
+        question.effort,
+        workspace.run_dir(name) / "search",
+        name=name,
+        cost=cost,
+        storage=options.storage,
+        reporter=reporter,
+    )
     cost_name = None if cost is None else cost.name
-    rows = write_results(work, work.run(), folder, place.layout_dir(name) / SEARCH)
+    rows = write_results(work, work.run(), folder, workspace.layout_dir(name) / SEARCH)
     write_study_figures(folder, rows, cost_name)
-    return SearchResult(rows, cost_name, folder, judge.judged_on)
+    return SearchResult(rows, cost_name, folder, evaluator.judged_on)
 
 
 def _cache_bytes(requirements: Requirements, space: Space) -> LayoutCost:
-    """The second objective kv-bytes. Raises ``UserError`` if nothing says the head dimension or dtype."""
+    """Return the objective kv-bytes. Raises ``UserError`` if head dimension or dtype is unknown."""
     memory = requirements.cache_cost(space.table, space.window)
-    assert memory is not None  # there is a context
+    assert memory is not None  # ``ask`` requires a context
     return LayoutCost("KV bytes", lambda layout: float(memory.total(layout.num_global, layout.num_heads)))
 
 
 def _decode_time(
     options: SearchOptions, requirements: Requirements, window: int, shape: Shape, name: str, reporter: Reporter
 ) -> LayoutCost:
-    """The second objective time: of a decoded token. Raises ``UserError`` if its times are not to be had."""
+    """Return the objective time, in seconds per decoded token. Raises ``UserError`` if there are no times."""
     context = requirements.context
     assert context is not None
     times = find_times(
-        options.place, name, shape, [window], context,
-        calibration=options.calibration, hardware=options.hardware, caution=reporter.caution,
-    )  # fmt: skip
+        options.place,
+        name,
+        shape,
+        [window],
+        context,
+        calibration=options.calibration,
+        hardware=options.hardware,
+        caution=reporter.caution,
+    )
     unit = f"decode seconds per token, {times.source}"
     return LayoutCost(unit, lambda layout: times.layout_seconds(layout, context))

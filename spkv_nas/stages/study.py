@@ -39,50 +39,53 @@ def search_layouts(
     batch_size: int = 8,
     callbacks: Sequence[Callback] = (),
 ) -> Study:
-    """Search for layouts of ``model`` that lose little NLL without training; return the study, which can go on.
+    """Search for layouts of ``model`` that lose little NLL without training; return the study, which can continue.
 
     Args:
-        model: dense, hybrid or gated; it is left as it was.
-        blocks: text to choose on. The winner's luck counts in its score: score it again on other text.
-        table: head scores that the sampler starts from, such as ``head_gates`` gives.
+        model: dense, hybrid or gated model; it is left unchanged.
+        blocks: text to choose on. The best score is biased by selection: score the winner again on other text.
+        table: head scores that guide the sampler, such as ``head_gates`` gives.
         budget: global KV heads, as a number, a share such as "25%", or a range such as "12..24"; by default the
             paper's share.
-        trials: layouts to try; 0 makes a study to call ``optimize`` on.
-        window: of local heads, the query's own key included; by default the table's, or ``default_window``.
+        trials: layouts to try; 0 returns a study to call ``optimize`` on.
+        window: tokens visible to local heads, the query's own included; by default the table's, or ``default_window``.
         sampler: "surrogate", "density", "tpe" or "random".
-        seed: the same seed makes the same trials.
-        signals: further tables that may tell what a head is worth, for "surrogate".
-        starts: layouts to try first, by name; by default what the strategies propose.
-        cost: a second objective.
-        batch_size: blocks of a forward pass.
-        callbacks: each called with the study and a trial when that is finished.
+        seed: random seed; equal seeds give equal trials.
+        signals: further head scores that "surrogate" may use.
+        starts: layouts to try first, by name; by default those of the proposal strategies.
+        cost: second objective.
+        batch_size: micro-batch size in blocks.
+        callbacks: called with the study and each finished trial.
 
     Raises:
         UserError: the budget, the sampler or a table does not fit, a start breaks the budget, or there is no text.
     """
+    # Define the search space
     several = asks_for_several(budget, None)
     budgets = parse_budgets(str(budget), table.num_heads) if several else [parse_budget(budget, table.num_heads)]
     window = window or table.window or default_window(model, blocks.block_size)
     space = Space(table, (budgets[0], budgets[-1]), window, signals=tuple(signals))
     space.check()
+    # Choose and check the starts
     first = starting_layouts(space, budgets) if starts is None else starts
     for name, layout in first.items():
         if not space.contains(layout):
             raise UserError(f"layout '{name}' is outside the search: it has another grid, budget or window")
+    # Run the trials
     scores = _Scores(model, blocks, batch_size)
     study = Study(space, scores, first, sampler=sampler, seed=seed, cost=cost)
     return study.optimize(trials, callbacks)
 
 
 class _Scores:
-    """Scores layouts on a model in memory, against full attention, which is scored once."""
+    """Score layouts on a model in memory against full attention, which is scored once."""
 
     def __init__(self, model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
         self._model, self._blocks, self._batch_size = model, blocks, batch_size
 
     def __call__(self, layouts: Sequence[Layout]) -> list[Score]:
-        found = zero_shot(self._model, layouts, self._blocks, batch_size=self._batch_size)
-        return [Score.of(paired_difference(nll, self._full), self._blocks.tokens.size) for nll in found]
+        document_nlls = zero_shot(self._model, layouts, self._blocks, batch_size=self._batch_size)
+        return [Score.of(paired_difference(nll, self._full), self._blocks.tokens.size) for nll in document_nlls]
 
     @cached_property
     def _full(self) -> DocumentNLL:

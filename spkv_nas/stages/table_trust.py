@@ -1,6 +1,6 @@
-"""How far a probe can be trusted, from what the workspace holds: gains of single heads to judge it by.
+"""Judge how far a probe's ranking can be trusted, by single-head gains in the workspace.
 
-Gains are those beside the probe, or of the signal opening of the same model, window and grid.
+Gains are stored with the probe, or are those of the signal ``opening`` on the same model, window and grid.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Mask, Trust
 from spkv_nas.stages.record import is_of, model_identity, probe_records
 
-_OPENING = "opening"  # the signal whose values are gains
+_OPENING = "opening"  # signal whose values are gains
 
 
-def trust(place: Workspace, table: HeadScores, chosen: Mask) -> Trust | None:
-    """Judge how well ``table`` orders its heads; None where nobody measured gains.
+def trust(workspace: Workspace, table: HeadScores, chosen: Mask) -> Trust | None:
+    """Judge how well ``table`` ranks its heads; None where no gains were measured.
 
     Args:
-        table: at the threshold that its heads were chosen at.
-        chosen: bool [L, Hkv], its densest heads.
+        workspace: workspace with the probes.
+        table: head scores, at the threshold that the heads were chosen at.
+        chosen: bool [L, Hkv], the table's densest heads.
 
     Warns:
         UserWarning: another probe of the same model cannot be read.
     """
-    for one in (table, *neighbours(place, table)):
-        if (gains := _gains(one, table)) is not None:
-            return Trust.of(table.values, chosen, gains, _num_documents(one))
+    for probe in (table, *neighbours(workspace, table)):
+        if (gains := _gains(probe, table)) is not None:
+            return Trust.of(table.values, chosen, gains, _num_documents(probe))
     return None
 
 
 def unknown_trust(table: HeadScores) -> str | None:
-    """Say of probed densities without gains that it is not known how far they can be trusted; else None."""
+    """Return a remark if the ranking by probed densities was not validated by gains, else None."""
     if not table.is_density or "model" not in table.metadata:
         return None
     return "how well the table orders the heads was not measured"
 
 
-def window_advice(place: Workspace, table: HeadScores) -> str | None:
-    """Say that the recommended probe of the same model has another window, so that its choice is not this one's."""
+def window_advice(workspace: Workspace, table: HeadScores) -> str | None:
+    """Return a remark if the model's recommended probe has another window, so layouts do not compare; else None."""
     model = model_identity(table.metadata)
     if table.window is None or model is None or table.signal == RECOMMENDED:
         return None
-    for name, record in probe_records(place).items():
+    for name, record in probe_records(workspace).items():
         window = record.get("window")
         if is_of(record, model, RECOMMENDED) and window not in (None, table.window):
             return (
@@ -58,30 +59,33 @@ def window_advice(place: Workspace, table: HeadScores) -> str | None:
     return None
 
 
-def _gains(table: HeadScores, judged: HeadScores) -> Gains | None:
+def _gains(table: HeadScores, judged_table: HeadScores) -> Gains | None:
+    """Return the gains measured beside a table, or its values if it measures gains itself; else None."""
     if table.gains is not None:
         return table.gains
-    is_own = table is judged or table.signal != _OPENING or table.metadata.get("granularity", "head") != "head"
-    return None if is_own else Gains(table.values, table.standard_error)
+    lacks_gains = (
+        table is judged_table or table.signal != _OPENING or table.metadata.get("granularity", "head") != "head"
+    )
+    return None if lacks_gains else Gains(table.values, table.standard_error)
 
 
 def _num_documents(table: HeadScores) -> int | None:
-    """On how many documents the gains of a table were measured; None where its record does not say it."""
+    """Return the number of documents that a table's gains were measured on; None if not recorded."""
     if table.gains is None:
         return int(table.rows.drop_duplicates("domain")["num_documents"].sum())
-    took = table.metadata.get("gains")
-    documents = took.get("documents") if isinstance(took, dict) else None
+    gains_record = table.metadata.get("gains")
+    documents = gains_record.get("documents") if isinstance(gains_record, dict) else None
     return documents if isinstance(documents, int) else None
 
 
-def neighbours(place: Workspace, table: HeadScores) -> Iterator[HeadScores]:
-    """The other probes of the same model with the same window and grid; warns of those that cannot be read."""
+def neighbours(workspace: Workspace, table: HeadScores) -> Iterator[HeadScores]:
+    """Yield other probes of the same model, window and grid; warn of those that cannot be read."""
     model = model_identity(table.metadata)
-    for name in place.probes() if model is not None else ():
-        folder = place.probe_dir(name)
+    for name in workspace.probes() if model is not None else ():
+        folder = workspace.probe_dir(name)
         try:
-            facts = read_unchecked(folder / RECORD, "probe")
-            if name == table.name or (model_identity(facts), facts.get("window")) != (model, table.window):
+            record = read_unchecked(folder / RECORD, "probe")
+            if name == table.name or (model_identity(record), record.get("window")) != (model, table.window):
                 continue
             other = HeadScores.read(folder)
         except UserError as error:

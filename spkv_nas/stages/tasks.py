@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint on downstream tasks, to ``reports/<name>/``, alone or beside another one."""
+"""Evaluate a checkpoint on downstream tasks, alone or beside a second one, to ``reports/<name>/``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TasksResult:
-    """What the tasks gave: their name, the table of ``evaluation.tasks``, and its folder and that of all samples."""
+    """Result of evaluating on tasks.
+
+    Attributes:
+        name: name of the results.
+        rows: table of ``evaluation.tasks``.
+        folder: folder of the table.
+        samples: folder of all samples.
+    """
 
     name: str
     rows: pd.DataFrame
@@ -36,10 +43,12 @@ class TasksResult:
 
 
 def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
-    """Values of a checkpoint on tasks, written to ``reports/<name>/tasks.csv``, every sample to ``runs/<name>/tasks/``.
+    """Evaluate a checkpoint on downstream tasks.
+
+    Metrics are written to ``reports/<name>/tasks.csv``, every sample to ``runs/<name>/tasks/``.
 
     Raises:
-        UserError: options that do not go together, a task that is not there, without data, or without room, or what
+        UserError: options exclude each other, a task is unknown, lacks data or does not fit the context, or something
             cannot be loaded.
     """
     check(options)
@@ -51,60 +60,68 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
     assert options.tasks is not None
     name = options.name or result_name(options.model)
     folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "tasks"
+    # Run the tasks on every checkpoint
     reporter.announce("reading tasks and their data")
     with code_allowed(options.allow_code):
         suite = load_suite(
-            options.tasks, options.include or [], options.data or [], allow_code=options.allow_code,
+            options.tasks,
+            options.include or [],
+            options.data or [],
+            allow_code=options.allow_code,
             caution=reporter.caution,
-        )  # fmt: skip
+        )
         sources = [(options.model, options.tau), *([(options.against, None)] if options.against else [])]
-        taken = [_take(options, source, tau, suite, samples, reporter) for source, tau in sources]
-    found = list(zip(*(one for one, _ in taken), strict=True))
-    rows = tasks_table([Results(asked, *by_model) for asked, by_model in zip(suite, found, strict=True)])
-    (_, own), *others = taken
-    told = {
-        **own,
-        "against": others[0][1] if others else None,
-        "tasks": [asked.name for asked in suite],
+        by_checkpoint = [_run_tasks(options, source, tau, suite, samples, reporter) for source, tau in sources]
+    # Make the table
+    results_by_group = list(zip(*(results for results, _ in by_checkpoint), strict=True))
+    rows = tasks_table([Results(group, *by_model) for group, by_model in zip(suite, results_by_group, strict=True)])
+    # Write it with its origin
+    (_, origin_record), *baselines = by_checkpoint
+    record = {
+        **origin_record,
+        "against": baselines[0][1] if baselines else None,
+        "tasks": [group.name for group in suite],
         "limit": options.limit,
         "environment": {**environment(), "lm-eval": version("lm-eval")},
     }
-    on_main(lambda: TASKS.write(folder, rows, told))
+    on_main(lambda: TASKS.write(folder, rows, record))
     return TasksResult(name, rows, folder, samples)
 
 
-def _take(
+def _run_tasks(
     options: EvaluateOptions, source: str, tau: float | None, suite: Sequence[Asked], samples: Path, reporter: Reporter
 ) -> tuple[list[list[Found]], dict[str, Any]]:
-    """What one checkpoint gives to every task of every name, and where that comes from; what is finished is read."""
+    """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
     from spkv_nas.evaluation.tasks.language_model import CheckpointLM
     from spkv_nas.evaluation.tasks.run import run_task
 
     loaded = model, _ = load(options, source, reporter)
-    about = origin(source, model, tau)
-    whose = identity(source, loaded, f"{about['tau']} lm-eval {version('lm-eval')}")
-    number = sum(len(asked.tasks) for asked in suite)
-    found: list[list[Found]] = []
+    origin_record = origin(source, model, tau)
+    answer_identity = identity(source, loaded, f"{origin_record['tau']} lm-eval {version('lm-eval')}")
+    num_tasks = sum(len(group.tasks) for group in suite)
+    results: list[list[Found]] = []
     with hard(model, tau), reporter.bar("answering") as bar:
         lm = CheckpointLM(*loaded)
-        for asked in suite:
-            found.append([])
-            for task in asked.tasks:
-                done = sum(map(len, found))
-                lm.progress = _share(bar, done, number, task.task_name)
-                found[-1].append(run_task(lm, task, samples, whose, limit=options.limit, allow_code=options.allow_code))
-    kept = sum(one.was_kept for each in found for one in each)
-    reporter.reused(kept, number, "tasks")
-    return found, about
+        for group in suite:
+            results.append([])
+            for task in group.tasks:
+                num_done = sum(map(len, results))
+                lm.progress = _share(bar, num_done, num_tasks, task.task_name)
+                results[-1].append(
+                    run_task(lm, task, samples, answer_identity, limit=options.limit, allow_code=options.allow_code)
+                )
+    num_reused = sum(result.was_kept for group_results in results for result in group_results)
+    reporter.reused(num_reused, num_tasks, "tasks")
+    return results, origin_record
 
 
-def _share(bar: Bar, task: int, number: int, name: str) -> Any:
-    """A ``Progress`` of one task among ``number``, each as long a part of the bar."""
-    return lambda done, total: bar(round(1000 * (task + done / total)), 1000 * number, name)
+def _share(bar: Bar, index: int, num_tasks: int, name: str) -> Any:
+    """Return a ``Progress`` that maps one of ``num_tasks`` tasks to an equal part of the bar."""
+    return lambda done, total: bar(round(1000 * (index + done / total)), 1000 * num_tasks, name)
 
 
 def _quiet(reporter: Reporter) -> None:
-    """As ``quiet_transformers``, and lm-eval and its data sets too."""
+    """Silence transformers, lm-eval and the datasets library."""
     import datasets
 
     quiet_transformers(reporter)

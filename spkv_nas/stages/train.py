@@ -31,7 +31,12 @@ from spkv_nas.training.variants import Variant
 
 @dataclass(frozen=True)
 class Trained:
-    """The checkpoints of a recipe."""
+    """Checkpoints that a recipe trains.
+
+    Attributes:
+        dense: folder of the dense model.
+        reference: folder of the SP-KV reference.
+    """
 
     dense: Path
     reference: Path
@@ -39,7 +44,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class PalindromeResult:
-    """The table of the palindrome comparison, and the folder of table, curves and figure."""
+    """Table of the palindrome comparison, and the folder with table, curves and figure."""
 
     rows: pd.DataFrame
     folder: Path
@@ -47,7 +52,7 @@ class PalindromeResult:
 
 @dataclass(frozen=True)
 class AblationResult:
-    """The name of a file of ablations, the table of ``training.ablation``, and the table's folder."""
+    """Result of ``ablate``: name of the ablations file, table of ``training.ablation``, and its folder."""
 
     name: str
     rows: pd.DataFrame
@@ -55,28 +60,30 @@ class AblationResult:
 
 
 def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
-    """Train a recipe's dense model and its SP-KV branch. Finished ones are not trained again."""
+    """Train a recipe's dense model and its SP-KV branch, reusing finished runs."""
     quiet_transformers(reporter)
     recipe = Recipe.read(options.recipe).with_precision(options.dtype)
     join_processes(recipe, options.device)
-    place = options.place
-    place.check_writable()
+    workspace = options.place
+    workspace.check_writable()
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")
-    runs, variant = place.run_dir(recipe.name), Variant.sp_kv()
+    # Count what is finished
+    runs, variant = workspace.run_dir(recipe.name), Variant.sp_kv()
     recipe = on_main(lambda: recipe.settled(choose_device(options.device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]
-    trunk = BranchContext.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter)
-    finished.append(trunk.is_trained(variant))
+    context = BranchContext.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter)
+    finished.append(context.is_trained(variant))
     reporter.reused(sum(finished), len(finished), "runs")
-    reference = trunk.train(variant).checkpoint
-    on_main(lambda: _show_training(reference, place.report_dir(recipe.name)))
-    return Trained(trunk.dense, reference)
+    # Train the SP-KV branch
+    reference = context.train(variant).checkpoint
+    on_main(lambda: _show_training(reference, workspace.report_dir(recipe.name)))
+    return Trained(context.dense, reference)
 
 
 def train_dense_model(options: TrainOptions, reporter: Reporter = SILENT) -> Path:
-    """Train a recipe's dense model, unless it starts from a finished one, and return its checkpoint."""
+    """Train a recipe's dense model, unless it is finished or given, and return its checkpoint."""
     quiet_transformers(reporter)
     recipe = Recipe.read(options.recipe).with_precision(options.dtype)
     join_processes(recipe, options.device)
@@ -86,7 +93,7 @@ def train_dense_model(options: TrainOptions, reporter: Reporter = SILENT) -> Pat
 
 
 def _show_training(checkpoint: Path, folder: Path) -> None:
-    """``density-evolution`` (.csv and figure) and ``heldout-log.csv`` of a run, if it was long enough to log them."""
+    """Write ``density-evolution`` (.csv, figure) and ``heldout-log.csv`` of a run that was long enough to log them."""
     from spkv_nas.report.plot import save_chart
     from spkv_nas.report.training_charts import density_evolution_chart
 
@@ -100,31 +107,38 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
 
 
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
-    """Retrain layouts (all of the workspace's by default) and compare them, to ``reports/<name>/``."""
-    place = options.place
+    """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
+    workspace = options.place
     table = chosen_table(options, reporter)
-    proposal = find_proposal(place, table.name, options.layouts)
-    path = chosen_recipe(options, table, "demo.yaml")
-    recipe = Recipe.read(path).with_precision(options.dtype)
-    if (missed := table.missed_price) is not None:
-        reporter.caution(missed)
-    proposal.warn_of_windows({f"{SP_KV} (recipe {path})": recipe.gates.window} if options.reference else None)
+    proposal = find_proposal(workspace, table.name, options.layouts)
+    recipe_file = chosen_recipe(options, table, "demo.yaml")
+    recipe = Recipe.read(recipe_file).with_precision(options.dtype)
+    if (missed_price := table.missed_price) is not None:
+        reporter.caution(missed_price)
+    proposal.warn_of_windows({f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None)
     quiet_transformers(reporter)
     if recipe.gates.start_from is None:
         for line in recipe.warnings():
             reporter.caution(f"warning: {line}")
     return hybrids.train_hybrids(
-        recipe, proposal.layouts, proposal.table(table), place, base=path.parent, num_seeds=options.seeds,
-        reference=options.reference, device=options.device, reporter=reporter,
-    )  # fmt: skip
+        recipe,
+        proposal.layouts,
+        proposal.table(table),
+        workspace,
+        base=recipe_file.parent,
+        num_seeds=options.seeds,
+        reference=options.reference,
+        device=options.device,
+        reporter=reporter,
+    )
 
 
 def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
-    """Train the rows of a file of ablations, by default the embedded ones, to ``reports/<name>/``."""
+    """Train the rows of an ablations file, by default the embedded one, and write a table to ``reports/<name>/``."""
     quiet_transformers(reporter)
-    file, place = options.file or EMBEDDED / "ablations.yaml", options.place
-    name, rows = ablation.ablate(file, place, device=options.device, dtype=options.dtype, reporter=reporter)
-    return AblationResult(name, rows, place.report_dir(name))
+    file, workspace = options.file or EMBEDDED / "ablations.yaml", options.place
+    name, rows = ablation.ablate(file, workspace, device=options.device, dtype=options.dtype, reporter=reporter)
+    return AblationResult(name, rows, workspace.report_dir(name))
 
 
 def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> PalindromeResult:
@@ -145,6 +159,6 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
 
 
 def palindrome_settings(options: PalindromeOptions) -> PalindromeSettings:
-    """The comparison's settings, with those that options give."""
-    given = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
-    return PalindromeSettings(**{key: value for key, value in given.items() if value is not None})
+    """Return the settings of the palindrome comparison, overridden by the options that are set."""
+    overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
+    return PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})

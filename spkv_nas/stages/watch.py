@@ -1,9 +1,8 @@
-"""Watch: the report written again whenever what it reads has changed, while other commands work on the workspace.
+"""Watch: rewrite the report whenever its files change, while other commands work on the workspace.
 
-Results are looked at by the sizes and times of their files alone, every few seconds. What another command has not
-finished writing, or has not begun, is waited for. What a search or a training leaves while it still works
-(``stages.in_progress``) is read at every look; where that alone has changed, no picture is drawn again. Looking takes a
-tenth of a core at most, of which those who work have more need.
+Results are compared by size and modification time, every few seconds; unfinished or missing results are waited for.
+The progress of running searches and trainings (``stages.in_progress``) is read at every scan; if nothing else changed,
+no picture is redrawn. Scanning takes at most a tenth of a core, to leave the rest to the commands at work.
 """
 
 from __future__ import annotations
@@ -25,66 +24,74 @@ from spkv_nas.stages.options import ReportOptions
 from spkv_nas.stages.report import page_names, report
 from spkv_nas.stages.results import SEARCH
 
-EVERY, SELDOM = 3.0, 60.0  # seconds between two looks, at least and at most
-_SHARE = 9  # times as long as a look takes of a core is waited for the next
-_OWN = ("layouts", "reports")  # kinds of folders of which a page reads that of its name; of probes it reads all
-_READ = (".csv", ".tsv", ".yaml", ".npz")  # endings of what a report reads; it writes none of them
-Seen = dict[Path, tuple[int, int]]  # (nanoseconds of the last change, bytes) of files
+EVERY, SELDOM = 3.0, 60.0  # minimum and maximum seconds between two scans
+_SHARE = 9  # waiting time, in multiples of a scan's CPU time
+_OWN = ("layouts", "reports")  # folders of which a page reads its own name's; it reads all probes
+_READ = (".csv", ".tsv", ".yaml", ".npz")  # suffixes of files that a report reads, none of which it writes
+Seen = dict[Path, tuple[int, int]]  # (modification time in ns, bytes) of files
 
 
 def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[float], None] = time.sleep) -> NoReturn:
-    """Write the report, and again whenever a file that it is of has changed, until a signal or ``wait`` raises.
+    """Write the report, and write it again whenever its files change, until a signal or ``wait`` raises.
 
-    ``wait`` is called between two looks, with seconds.
+    Args:
+        options: options of ``report``.
+        reporter: receives messages and progress.
+        wait: called between two scans, with the seconds to wait.
 
     Raises:
-        UserError: figures that are not known, or a workspace that cannot be written, before anything is read.
+        UserError: unknown figures, or a workspace that cannot be written, before anything is read.
     """
     check(options)
     options.place.check_writable()
-    before: Seen | None = None
+    last_state: Seen | None = None
     names: list[str] = []
-    shown: dict[str, Section | None] = {}
-    said = ""
+    shown_progress: dict[str, Section | None] = {}
+    last_message = ""
     while True:
+        # Scan the files
         began = time.process_time()
-        seen = _look(options)
-        changed = _of(seen, names, options) != before
+        scanned = _scan(options)
+        changed = _select(scanned, names, options) != last_state
+        # Rewrite what changed
         try:
-            now = _under_way(options, names, reporter)
-            if changed or now != shown:
+            current_progress = _under_way(options, names, reporter)
+            if changed or current_progress != shown_progress:
                 page = report(options, reporter, written=datetime.now(timezone.utc), pictures=changed)
-                names, said = page_names(options), ""
-                shown = _under_way(options, names, reporter) if changed else now
+                names, last_message = page_names(options), ""
+                shown_progress = _under_way(options, names, reporter) if changed else current_progress
                 reporter.announce(f"written: {page}")
         except (UserError, OSError) as error:
-            if said != (said := f"waiting: {first_line(error)}"):
-                reporter.announce(said)
+            if last_message != (last_message := f"waiting: {first_line(error)}"):
+                reporter.announce(last_message)
+        # Wait
         if changed:
-            before = _of(seen, names, options)
+            last_state = _select(scanned, names, options)
         wait(EVERY if changed else min(SELDOM, max(EVERY, _SHARE * (time.process_time() - began))))
 
 
 def _under_way(options: ReportOptions, names: list[str], reporter: Reporter) -> dict[str, Section | None]:
+    """Return the section on unfinished work of every page."""
     return {name: under_way(options.place, name, reporter) for name in names}
 
 
-def _look(options: ReportOptions) -> Seen:
-    """Every file of results that a report of the workspace can read."""
+def _scan(options: ReportOptions) -> Seen:
+    """Return the state of every file of results that a report can read."""
     root, seen = options.place.root, {}
-    named = [Path(options.probe)] if options.probe is not None else []
-    for path in chain(*((root / kind).glob("*/*") for kind in ("probes", *_OWN)), named):
-        with suppress(OSError):  # just replaced, or no file but the name of a probe
-            told = path.stat()
+    probe_files = [Path(options.probe)] if options.probe is not None else []
+    for path in chain(*((root / kind).glob("*/*") for kind in ("probes", *_OWN)), probe_files):
+        with suppress(OSError):  # just replaced, or the name of a probe
+            status = path.stat()
             if path.suffix in _READ:
-                seen[path] = told.st_mtime_ns, told.st_size
+                seen[path] = status.st_mtime_ns, status.st_size
     return seen
 
 
-def _of(seen: Seen, names: list[str], options: ReportOptions) -> Seen:
-    """Those of the pages: their layouts and results, and all probes; every file while no page has been written.
+def _select(seen: Seen, names: list[str], options: ReportOptions) -> Seen:
+    """Select the files of the pages: their layouts and results, and all probes.
 
-    Where the pages are all that there are, also layouts and searches that would make one more.
+    While no page has been written, that is every file. Unless a probe was named, layouts and searches that would add a
+    page count too.
     """
     if not names:
         return seen
