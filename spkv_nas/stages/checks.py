@@ -86,6 +86,7 @@ def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = Tru
 
 
 def _check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None:
+    """Check the files that a recipe names, its text only if it is needed."""
     if recipe.model.path is not None:
         check_checkpoint(recipe.model.path)
     if recipe.gates.start_from is not None:
@@ -96,6 +97,7 @@ def _check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None
 
 
 def _check_text(sources: Iterable[str | SourceConfig], base: Path = Path()) -> None:
+    """Check that sources of text exist."""
     for source in sources:
         open_source(source, base)
 
@@ -114,6 +116,7 @@ def _in_dtype(opts: options.InDtype) -> None:
 
 
 def _probe(opts: options.ProbeOptions) -> None:
+    """Check ``probe``: the options that its signal takes, and either recipe or model."""
     signal_options = (
         "tau",
         "window",
@@ -138,6 +141,7 @@ def _probe(opts: options.ProbeOptions) -> None:
 
 
 def _evaluate(opts: options.EvaluateOptions) -> None:
+    """Check ``evaluate``: its mode, the checkpoints, and the mode's files."""
     check_mode(opts)
     check_sweep(opts.tau, opts.tau_sweep, opts.points)
     for source in (opts.against, opts.evaluator):
@@ -160,6 +164,7 @@ def _evaluate(opts: options.EvaluateOptions) -> None:
 
 
 def _score(opts: options.ScoreOptions) -> None:
+    """Check ``score``: the layouts, the model and the text."""
     subject = Subject.of_command(opts)
     family = subject.family if opts.probe is None else find_table(opts.place, opts.probe).name
     find_proposal(opts.place, opts.name or family, opts.layouts)
@@ -167,6 +172,7 @@ def _score(opts: options.ScoreOptions) -> None:
 
 
 def _baselines(opts: options.BaselinesOptions) -> None:
+    """Check ``baselines``: its lists of settings and the checkpoints."""
     parse_methods(opts.methods)
     parse_densities(opts.densities)
     parse_sinks(opts.sinks)
@@ -179,6 +185,7 @@ def _baselines(opts: options.BaselinesOptions) -> None:
 
 
 def _generate(opts: options.GenerateOptions) -> None:
+    """Check ``generate``: one prompt, and the checkpoint."""
     if opts.prompt is not None and opts.file is not None:
         raise UserError("give a prompt or --file, not both")
     if opts.prompt is None and opts.file is None:
@@ -190,6 +197,7 @@ def _generate(opts: options.GenerateOptions) -> None:
 
 
 def _search(opts: options.SearchOptions) -> None:
+    """Check ``search`` by making its specification, and the recipe's files."""
     from spkv_nas.stages.question import ask
 
     question = ask(opts)
@@ -197,6 +205,7 @@ def _search(opts: options.SearchOptions) -> None:
 
 
 def _init(opts: options.InitOptions) -> None:
+    """Check ``init``: the file to write, the model and the text."""
     if opts.out.exists() and not opts.force:
         raise UserError(f"{opts.out} is there already: give another --out, or --force to replace it")
     if opts.steps is not None and opts.minutes is not None:
@@ -206,6 +215,7 @@ def _init(opts: options.InitOptions) -> None:
 
 
 def _plan(opts: options.PlanOptions) -> None:
+    """Check ``plan``: either recipe or model, and the options that go with it."""
     if (opts.recipe is None) == (opts.model is None):
         raise UserError("give a recipe, or --model: a folder, an id or a config file")
     _check_sizes(opts.context, opts.hardware)
@@ -223,12 +233,14 @@ def _train(opts: options.TrainOptions) -> None:
 
 
 def _train_hybrid(opts: options.TrainHybridOptions) -> None:
+    """Check ``train-hybrid``: the probe, the layouts and the recipe."""
     table = chosen_table(opts)
     find_proposal(opts.place, table.name, opts.layouts)
     check_recipe(chosen_recipe(opts, table, "demo.yaml"), opts.dtype)
 
 
 def _ablate(opts: options.AblateOptions) -> None:
+    """Check ``ablate``: the files of every row's recipe."""
     plan = AblationPlan.read(opts.file or EMBEDDED / "ablations.yaml", opts.dtype)
     for recipe in plan.recipes.values():
         _check_files(recipe, plan.base)
@@ -239,6 +251,7 @@ def _demo(opts: options.DemoOptions) -> None:
 
 
 def _report(opts: options.ReportOptions) -> None:
+    """Check ``report``: its figures, and the probe unless the report waits for it."""
     if opts.figures not in (None, "paper"):
         raise UserError(f"--figures: expected paper; found '{opts.figures}'")
     if opts.probe is not None and not opts.watch:
@@ -253,6 +266,7 @@ def _check_sizes(context: str | None, hardware: str | None) -> int:
 
 
 def _check_model_size(level: str | None, model: str | None) -> None:
+    """Check that a level of the ladder, or else a model's config, exists."""
     if level is not None and model is not None:
         raise UserError("give a level of the ladder or --model, not both")
     if level is not None:
@@ -262,6 +276,7 @@ def _check_model_size(level: str | None, model: str | None) -> None:
 
 
 def _cost(opts: options.CostOptions) -> None:
+    """Check ``cost``: model, context, hardware, density and layouts."""
     _check_model_size(opts.level, opts.model)
     tokens = _check_sizes(opts.context, opts.hardware)
     if opts.density is not None:
@@ -273,6 +288,7 @@ def _cost(opts: options.CostOptions) -> None:
 
 
 def _calibrate(opts: options.CalibrateOptions) -> None:
+    """Check ``calibrate``; with ``train_step`` most options do not apply."""
     parse_context(opts.context)
     check_dtype(opts.dtype)
     if not opts.train_step:
@@ -286,10 +302,12 @@ def _calibrate(opts: options.CalibrateOptions) -> None:
 
 
 def _is_default(opts: object, name: str) -> bool:
+    """Return whether an option has its default."""
     return bool(getattr(opts, name) == type(opts).__dataclass_fields__[name].default)  # type: ignore[attr-defined]
 
 
 def _export(opts: layout_options.ExportOptions) -> None:
+    """Check ``export``: layout, output folder and checkpoint."""
     if opts.layout is not None:
         Layout.read(opts.layout)
     check_new(opts.out)
@@ -297,6 +315,7 @@ def _export(opts: layout_options.ExportOptions) -> None:
 
 
 def _check_exist(files: Iterable[str | Path], description: str) -> None:
+    """Check that files or folders exist; ``description`` starts the error message."""
     for file in files:
         if not Path(file).exists():
             raise UserError(f"{description} not found: {file}")

@@ -88,6 +88,7 @@ def _name(kind: type) -> str:
 
 
 def _default(field: Field[Any]) -> Any:
+    """Return a field's default; None without one."""
     return None if field.default is MISSING else field.default
 
 

@@ -96,6 +96,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
     """Time the attention of a level or model on this machine and write ``reports/<name>/``."""
     from spkv_nas.cost.timing import time_attention
 
+    # Describe an attention layer of the model
     subject = _Sized.of(options.level, options.model)
     shape, device = subject.shape, choose_device(options.device)
     contexts = default_contexts(parse_context(options.context))
@@ -108,6 +109,7 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
         options.batch,
         device,
     )
+    # Time it
     options.place.check_writable()
     name = options.name or subject.name
     folder = options.place.report_dir(name)
@@ -183,6 +185,7 @@ def _timed(
     """Add times to a cost: those of the layout, or of the cost's density in every layer."""
 
     def seconds(phase: Phase) -> float | None:
+        """Return the seconds of a phase; None where the times do not cover it."""
         if not times.covers(context, phase):
             return None
         if layout is not None:
@@ -224,6 +227,7 @@ def find_times(
     """
     if calibration is not None and hardware is not None:
         raise UserError("give --calibration or --hardware, not both")
+    # Prefer a calibration
     if hardware is None and (calibration is not None or (workspace.report_dir(name) / "calibration.yaml").is_file()):
         try:
             return _find_calibration(workspace, calibration or name, shape, windows, context)
@@ -232,6 +236,7 @@ def find_times(
             if calibration is not None:
                 raise UserError("\n".join([str(error), *command])) from error
             caution("\n".join([str(error), "so times are the roofline's", *command]))
+    # Fall back to the roofline
     return Roofline(find_hardware(hardware or "h200"), shape, element_size)
 
 

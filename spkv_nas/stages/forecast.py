@@ -207,6 +207,7 @@ def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
 
 def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
     """Collect the inputs for a recipe."""
+    # Read the recipe and its model
     recipe, site = Recipe.read(file), _site(options)
     planner = Planner(
         recipe,
@@ -225,6 +226,7 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
         BATCH_SIZE,
         ITEM_BYTES[options.dtype or "float32"],  # the dtype that training saves
     )
+    # List its trainings
     branch, gated = (_training(recipe, recipe.branch, size, site, gated=gated) for gated in (False, True))
     trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
     if recipe.dense is not None:
@@ -320,10 +322,12 @@ def _training(
 
 
 def _about_memory(site: Site) -> str:
+    """Say how much memory the estimate assumes."""
     return f"memory: {site.memory / 1e9:.4g} GB on {site.name}, of which a tenth is left to driver and allocator"
 
 
 def _about_time(options: PlanOptions) -> str:
+    """Say what the estimated times assume."""
     if options.hardware is None:
         return "time: nothing was measured here; name a GPU (--hardware), or try steps of a recipe (init, --dry-run)"
     device = find_hardware(options.hardware)

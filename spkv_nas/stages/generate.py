@@ -37,6 +37,7 @@ def generate(
 
 
 def _prompt(options: GenerateOptions) -> str:
+    """Return the prompt: the argument's, a file's, or that of standard input."""
     prompt, file = options.prompt, options.file
     if file is not None:
         return sys.stdin.read() if str(file) == "-" else read_text(file, "prompt")

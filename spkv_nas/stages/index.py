@@ -102,6 +102,7 @@ def _search(workspace: Workspace, name: str, number: int) -> Card:
     folder = workspace.report_dir(name)
     rows = read_search(folder / SEARCH)
     best = best_layouts(rows, 1).iloc[0]
+    # mask: 0 or 1 [L, Hkv]
     mask = np.array([[letter == "G" for letter in layer] for layer in best["heads"].split()], float)
     fidelity = next(candidate for candidate in reversed(FIDELITIES) if not np.isnan(best[f"{candidate}_delta_percent"]))
     delta = change(best[f"{fidelity}_delta_percent"], best[f"{fidelity}_standard_error"])
@@ -115,4 +116,5 @@ def _search(workspace: Workspace, name: str, number: int) -> Card:
 
 
 def _has_layouts(workspace: Workspace, name: str) -> bool:
+    """Return whether there are layouts of a name."""
     return any(True for _ in workspace.layout_dir(name).glob("*.yaml"))

@@ -96,11 +96,13 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple
             announce=reporter.announce,
             text=draft.text,
         )
+        # Blocks that fit beside weights and optimizer state
         cost = planner.cost(Variant.sp_kv())
         room = ROOM * planner.available - cost.fixed_bytes
         fitting = int(room / cost.block_bytes)
         if fitting >= draft.batch_size:
             return planner, draft
+        # Accumulate gradients over micro-batches of a power of two, or make blocks smaller
         if fitting >= 1 or room < 0 or draft.smaller is None:
             draft = replace(draft, micro_batch_size=2 ** int(math.log2(max(1, fitting))))
             return planner.other(draft.recipe(base)), draft

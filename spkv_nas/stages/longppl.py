@@ -32,7 +32,7 @@ from spkv_nas.stages.options import EvaluateOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PART = 4  # a text is at least 4 short contexts long, a short context 4 strides
+_PART = 4  # default ratio of text to short context, and of short context to stride
 
 Line = dict[str, Any]
 
@@ -99,10 +99,12 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
     """
     from spkv_nas.model.checkpoint import read_size
 
+    # Default length of texts: at most what every model was made for
     length = options.block_size
     if length is None:
         max_positions = (read_size(source).positions for source in sources)
         length = min([LONGPPL_LENGTH, *(positions for positions in max_positions if positions is not None)])
+    # Short context and thresholds of key tokens
     short = options.short or max(1, min(LONGPPL_SHORT, length // _PART))
     if short >= length:
         raise UserError(
@@ -153,6 +155,7 @@ def _readings(
     """Return (a checkpoint's readings of the texts, its origin); finished readings are reused."""
     from spkv_nas.model.modes import evaluation_mode
 
+    # Load the checkpoint
     loaded = model, _ = load(options, source, reporter)
     check_positions(model, length, "--block-size")
     origin_record = origin(source, model, tau)
@@ -161,6 +164,7 @@ def _readings(
     def line(text: LongText, number: int) -> Line:
         return {"text": number, "name": text.name, **asdict(read(*loaded, text.text, spans[number]))}
 
+    # Read every text, with hard gates
     with evaluation_mode(model), hard(model, tau), reporter.bar(f"reading with {model_name(source)}") as progress:
         lines = _lines(sample_file(samples, "nll", answer_identity), texts, line, progress)
     readings = [Reading(**{key: row[key] for key in Reading.__dataclass_fields__}) for row in lines]
@@ -212,4 +216,5 @@ def _documents(options: EvaluateOptions, length: int) -> Iterator[Document]:
 
 
 def _hash(value: object) -> str:
+    """Return 16 hex digits that identify a value by its ``repr``."""
     return sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()[:16]

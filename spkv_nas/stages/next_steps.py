@@ -172,6 +172,7 @@ def _probe_by_signal(workspace: Workspace, identity: str, signal: str) -> str | 
 
 
 def _has_layouts(workspace: Workspace, name: str) -> bool:
+    """Return whether a probe has layouts."""
     return any(workspace.layout_dir(name).glob("*.yaml"))
 
 

@@ -20,6 +20,7 @@ def page_steps(workspace: Workspace, table: HeadScores) -> Advise:
     """Return the function that recommends commands on a probe's page."""
 
     def advise(verdict: Verdict) -> Sequence[Step]:
+        """Return the steps that a verdict calls for."""
         if verdict.layout is None:
             command = command_line(ProposeOptions(probe=table.name, workspace=workspace.root))
             return [Step("Propose layouts:", command)]

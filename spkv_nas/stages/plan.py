@@ -159,6 +159,7 @@ def hybrid_runs(planner: Planner, variants: Mapping[str, Variant], seeds: int = 
 
 
 def _planner(options: Trains, file: Path, reporter: Reporter) -> Planner:
+    """Make the planner of a recipe."""
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):
         recipe = recipe.with_precision(options.dtype)

@@ -100,6 +100,7 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
     requirements, table = _requirements(options), chosen_table(options, reporter)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
+    # Solve for the layouts
     with reporter.bar("resampling") as progress:
         answer = propose_for(
             table,
@@ -143,14 +144,14 @@ def _recommended(workspace: Workspace, table: HeadScores) -> list[HeadScores]:
 def _advice(answer: Answer, options: ProposeOptions) -> Suggestion | None:
     """Suggest another granularity, price or threshold, with its command where the probe's record is complete."""
     table, num_global = answer.table, answer.layouts["densest"].num_global
-    again = replace(options, probe=options.probe or table.name)
+    same_options = replace(options, probe=options.probe or table.name)
     if (reason := layer_advice(table, options.granularity)) is not None:
         is_of_layers = table.metadata.get("granularity") == _LAYER
-        return Suggestion(command_line(replace(again, granularity=_LAYER)) if is_of_layers else "", reason)
+        return Suggestion(command_line(replace(same_options, granularity=_LAYER)) if is_of_layers else "", reason)
     if (reason := price_advice(table, num_global)) is not None:
         return Suggestion(_probe_command(f"{num_global / table.num_heads:.0%}", table, options), reason)
     if options.tau is None and (reason := tau_advice(table, num_global)) is not None:
-        return Suggestion(command_line(replace(again, tau=MATCH_BUDGET)), reason)
+        return Suggestion(command_line(replace(same_options, tau=MATCH_BUDGET)), reason)
     if options.tau == MATCH_BUDGET and (reason := unmatched(table, num_global)) is not None:
         return Suggestion("", reason)
     return None
@@ -187,6 +188,7 @@ def _sentences(answer: Answer, requirements: Requirements, options: ProposeOptio
 
 
 def _requirements(options: ProposeOptions) -> Requirements:
+    """Read the requirements on layouts, including those that only ``propose`` takes."""
     return replace(
         read_requirements(options), robust=options.robust, weights=options.weights, kv_bytes=options.kv_bytes
     )
@@ -208,6 +210,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     table = chosen_table(options, reporter)
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
+    # Solve at every budget
     with reporter.bar("solving") as progress:
         curve = curve_for(
             table,
@@ -217,6 +220,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
             window=options.window,
             progress=progress,
         )
+    # Write layouts, curve and figure
     folder = options.place.layout_dir(table.name)
     write_budgets(folder, curve, reporter)
     figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))

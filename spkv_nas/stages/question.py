@@ -112,6 +112,7 @@ def _effort(options: SearchOptions) -> Effort:
 
 
 def _kinds(option: str, names: str) -> list[str]:
+    """Split comma-separated samplers. Raises ``UserError`` for an unknown one."""
     kinds = [name.strip() for name in names.split(",")]
     if unknown_names := [kind for kind in kinds if kind not in SAMPLERS]:
         raise UserError(f"{option} '{unknown_names[0]}' is unknown; there are {', '.join(SAMPLERS)}")

@@ -50,8 +50,10 @@ def report(
     """
     check(options)
     workspace = options.place
+    # Choose the probes
     tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
     tables = tables or [chosen_table(options, reporter)]
+    # Write their pages and the index
     page_files = [_page(options, table, reporter, written, pictures=pictures) for table in tables]
     index = write_workspace_index(workspace, written=written)
     return page_files[0] if index is None or options.probe is not None else index
@@ -154,6 +156,7 @@ def _prediction(search: pd.DataFrame, probes: Sequence[HeadScores]) -> Predictio
     rows = rows[[[len(row) for row in heads.split()] == [num_kv_heads] * num_layers for heads in rows["heads"]]]
     if rows.empty:
         return None
+    # masks: bool [layouts, L * Hkv]; signals: [L * Hkv, probes]
     masks = np.array([[letter == "G" for letter in heads.replace(" ", "")] for heads in rows["heads"]])
     signals = np.stack([probe.density.ravel() for probe in probes], 1)
     return Prediction.of(masks, rows["zero_shot_delta_percent"].to_numpy(float), signals)

@@ -111,6 +111,7 @@ def _maker(
     """Return a function that makes a task's sample by index; None where it does not fit, an error for the first."""
 
     def make(task: str, length: int, index: int) -> Sample | None:
+        """Make a sample; only the first one of a task has to fit."""
         try:
             return generate(task, seed, index, length, tokenizer, material)
         except NoRoomError:
@@ -139,6 +140,7 @@ def _against(
 
 
 def _warn_of_skipped(sheets: list[tuple[str, int]], answers: list[Answers], reporter: Reporter) -> None:
+    """Caution the user about samples that did not fit in their length."""
     for (task, length), sheet_answers in zip(sheets, answers, strict=True):
         if num_missing := int(np.isnan(sheet_answers.scores).sum()):
             reporter.caution(
@@ -193,6 +195,7 @@ class _Exam:
         ]
 
     def _sheet(self, task: str, length: int, loaded: Loaded, answer_identity: str, progress: Progress) -> Answers:
+        """Answer one sheet and write it, or read its finished answers."""
         file = sample_file(self.folder, f"{task}-{length}", f"{answer_identity} {self.samples_identity}")
         if not on_main(file.is_file):
             lines = answer(*loaded, partial(self.make, task, length), self.number, progress)
@@ -200,6 +203,7 @@ class _Exam:
         return Answers.of(on_main(lambda: read_samples(file)), self.number)
 
     def _update_bar(self, sheets_done: int, task: str, samples_done: int, samples_per_sheet: int) -> None:
+        """Advance the bar, given the sheets done and the samples done of the current sheet."""
         self.bar(
             sheets_done * samples_per_sheet + samples_done, self.passes * len(self.sheets) * samples_per_sheet, task
         )

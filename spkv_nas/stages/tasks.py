@@ -95,11 +95,13 @@ def _run_tasks(
     from spkv_nas.evaluation.tasks.language_model import CheckpointLM
     from spkv_nas.evaluation.tasks.run import run_task
 
+    # Load the checkpoint
     loaded = model, _ = load(options, source, reporter)
     origin_record = origin(source, model, tau)
     answer_identity = identity(source, loaded, f"{origin_record['tau']} lm-eval {version('lm-eval')}")
     num_tasks = sum(len(group.tasks) for group in suite)
     results: list[list[Found]] = []
+    # Run every task, with hard gates
     with hard(model, tau), reporter.bar("answering") as bar:
         lm = CheckpointLM(*loaded)
         for group in suite:

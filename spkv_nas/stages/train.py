@@ -109,10 +109,12 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
     """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
     workspace = options.place
+    # Read probe, layouts and recipe
     table = chosen_table(options, reporter)
     proposal = find_proposal(workspace, table.name, options.layouts)
     recipe_file = chosen_recipe(options, table, "demo.yaml")
     recipe = Recipe.read(recipe_file).with_precision(options.dtype)
+    # Warn before hours of work
     if (missed_price := table.missed_price) is not None:
         reporter.caution(missed_price)
     proposal.warn_of_windows({f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None)
@@ -120,6 +122,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
     if recipe.gates.start_from is None:
         for line in recipe.warnings():
             reporter.caution(f"warning: {line}")
+    # Retrain and compare
     return hybrids.train_hybrids(
         recipe,
         proposal.layouts,
