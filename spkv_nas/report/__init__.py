@@ -1,1 +1,1 @@
-"""The report: charts, each described once, and the page and pictures that are made of them."""
+"""Reports: charts, each described once, and the HTML page and pictures that are drawn from them."""

@@ -1,4 +1,4 @@
-"""Axes with ticks at round values."""
+"""Make axes with ticks at round values."""
 
 from __future__ import annotations
 
@@ -8,70 +8,99 @@ from collections.abc import Iterable, Sequence
 from spkv_nas.report.chart import Axis
 
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_ROOM = 0.3  # beyond the data, at most, as a share of the step between ticks
-_WIDE = 10.0  # ratio of the largest to the smallest from which on small numbers would lie on one another
-_BEYOND = 1.15  # room of a logarithmic axis on either side, as a ratio
-_RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_ROOM = 0.3  # greatest padding beyond the data, as a share of the tick step
+_WIDE = 10.0  # ratio of the largest to the smallest value from which an axis is logarithmic
+_BEYOND = 1.15  # padding of a logarithmic axis on either side, as a ratio
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def round_axis(title: str, low: float, high: float, *, exact: bool = False, padded: bool = False) -> Axis:
-    """A linear axis with ticks at round values.
+    """Return a linear axis with ticks at round values.
 
-    It ends a little beyond the data or at the tick before that; with ``exact`` at the data, with ``padded`` always
-    beyond. An end that is NaN, as of a table without a number, is 0.
+    It ends a little beyond the data, or at the last tick before that point. A NaN end, as of an empty table, is 0.
+
+    Args:
+        title: its label.
+        low: smallest value.
+        high: largest value.
+        exact: end at the data.
+        padded: always end beyond the data.
     """
     low, high = (end if math.isfinite(end) else 0.0 for end in (low, high))
     if not high > low:
         high = low + 1.0
     ticks = _round_values(low, high, 6 if exact or padded else 5)
-    room = 0.0 if exact else _ROOM * (ticks[1] - ticks[0])
-    low, high = low - room, high + room
+    padding = 0.0 if exact else _ROOM * (ticks[1] - ticks[0])
+    low, high = low - padding, high + padding
     if not padded:
         low, high = max(ticks[0], low), min(ticks[-1], high)
     return Axis(title, low, high, _plain(tick for tick in ticks if low <= tick <= high))
 
 
 def percent_axis(title: str) -> Axis:
-    """From 0 to 100 %, with room for marks at both ends."""
+    """Return an axis from 0 to 100 %, padded so that marks at both ends fit."""
     return Axis(title, -3.0, 106.0, _plain(range(0, 101, 20)))
 
 
 def name_axis(title: str, names: Sequence[str], *, every: int = 1, down: bool = False) -> Axis:
-    """A place for each name, at 0, 1, 2, ..., ticked at every ``every``-th; ``down``: the first at the top."""
+    """Return an axis with one position per name, at 0, 1, 2, ...
+
+    Args:
+        title: its label.
+        names: in order.
+        every: label only every ``every``-th.
+        down: put the first at the top.
+    """
     ends = (len(names) - 0.5, -0.5) if down else (-0.5, len(names) - 0.5)
     return Axis(title, *ends, tuple((float(i), name) for i, name in enumerate(names) if i % every == 0))
 
 
 def log_axis(title: str, low: float, high: float) -> Axis:
-    """Logarithmic over less than two decades, with round ticks."""
+    """Return a logarithmic axis with round ticks, for ranges below two decades."""
     ticks = [tick for tick in _round_values(low, high, 7) if low <= tick <= high]
     return Axis(title, low, high, _plain(ticks), log=True)
 
 
 def decades_axis(title: str, low: float, high: float, *, multiples: Sequence[int] = (1,), powers: bool = False) -> Axis:
-    """Logarithmic over decades, with ticks at ``multiples`` of each power of ten, written as powers or in full."""
+    """Return a logarithmic axis over decades.
+
+    Args:
+        title: its label.
+        low: its start.
+        high: its end.
+        multiples: ticks at these multiples of each power of ten.
+        powers: write ticks as powers of ten instead of in full.
+    """
     exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [(multiple * 10.0**exponent, exponent) for exponent in exponents for multiple in multiples]
-    texts = ((tick, f"10{str(n).translate(_RAISED)}" if powers else f"{tick:,g}") for tick, n in ticks)
+    texts = ((tick, f"10{str(n).translate(_SUPERSCRIPTS)}" if powers else f"{tick:,g}") for tick, n in ticks)
     return Axis(title, low, high, tuple((tick, text) for tick, text in texts if low <= tick <= high), log=True)
 
 
 def spread_axis(title: str, low: float, high: float, *, zero: bool = True) -> Axis:
-    """Linear, with 0 on it if ``zero``; or logarithmic where all is above 0, and the largest ten times the smallest."""
+    """Return a logarithmic axis if all values are positive and span a decade, else a linear one.
+
+    Args:
+        title: its label.
+        low: smallest value.
+        high: largest value.
+        zero: include 0 on a linear axis.
+    """
     if 0 < _WIDE * low <= high < math.inf:
         return decades_axis(f"{title} (log)", low / _BEYOND, high * _BEYOND, multiples=(1, 2, 5))
     return round_axis(title, min(0.0, low) if zero else low, high)
 
 
 def _plain(ticks: Iterable[float]) -> tuple[tuple[float, str], ...]:
+    """Return (value, text) of each tick."""
     return tuple((float(tick), f"{round(tick, 10):g}".replace("-", "\N{MINUS SIGN}")) for tick in ticks)
 
 
 def _round_values(low: float, high: float, most: int) -> list[float]:
-    """Multiples of a round step from the last at or below ``low`` to the first at or above ``high``.
+    """Return multiples of a round step that cover the range from ``low`` to ``high``.
 
-    The step is the smallest of 1, 2, 2.5, 5 times a power of ten that needs at most ``most`` intervals; whole where the
-    range is wide.
+    The step is the smallest of 1, 2, 2.5, 5 times a power of ten that needs at most ``most`` intervals; it is an
+    integer for a range above 3.
     """
     decade = 10.0 ** math.floor(math.log10((high - low) / most))
     for step in (decade * factor for factor in (*_STEPS, *(10 * step for step in _STEPS))):

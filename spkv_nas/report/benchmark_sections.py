@@ -1,8 +1,7 @@
-"""Sections of the page on what judges a checkpoint beside the field: pruning after the fact, RULER, downstream
-tasks, LongPPL.
+"""Build the page's sections on benchmarks of a checkpoint: training-free pruning, RULER, downstream tasks, LongPPL.
 
-``SECTIONS`` lists them all: one more is one more line there, with the function that writes its section. Which rows are
-level is said by their own errors. "Level" is a difference of at most two standard errors.
+``SECTIONS`` lists them: a further section is one function and one line there. "Level" means a difference of at most two
+standard errors.
 """
 
 from __future__ import annotations
@@ -32,23 +31,32 @@ Record = Mapping[str, Any]
 
 
 def read_judged(folder: Path) -> tuple[Section, ...]:
-    """The sections of the tables that are in a folder of results. Raises ``UserError`` for one that is unreadable."""
-    found = ((kind, make, kind.read(folder)) for kind, make in SECTIONS)
-    return tuple(make(kind.name, *table) for kind, make, table in found if table is not None)
+    """Return the sections of the result tables in a folder.
+
+    Raises:
+        UserError: a table cannot be read.
+    """
+    results = ((kind, make_section, kind.read(folder)) for kind, make_section in SECTIONS)
+    return tuple(
+        make_section(kind.name, *rows_and_record)
+        for kind, make_section, rows_and_record in results
+        if rows_and_record is not None
+    )
 
 
 def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
-    """Groups: the model itself, what knows no density, every density that was asked for, and SP-KV."""
+    """Return the section of pruning rules; rows are grouped by target density, then dense model and SP-KV."""
+    # Group rows by target density; 2.0, 1.5 and -1.0 stand for dense, no density, and SP-KV
     kinds = rows["target_density"].where(rows["method"] != SP_KV, -1.0).where(rows["method"] != FULL_ATTENTION, 2.0)
     groups = [
-        tuple(_baseline(row) for _, row in some.iterrows()) for _, some in rows.groupby(kinds.fillna(1.5), sort=False)
+        tuple(_baseline(row) for _, row in group.iterrows()) for _, group in rows.groupby(kinds.fillna(1.5), sort=False)
     ]
-    how = "" if record.get("protocol") != "kvpress" else ", as kvpress reads it"
+    protocol = "" if record.get("protocol") != "kvpress" else ", as kvpress reads it"
     return Section(
         name,
         "Training-free pruning",
         "The dense model with keys evicted by training-free rules, on "
-        f"{_text(record)}, read in chunks of {record.get('chunk', '?')} tokens{how}; the window of "
+        f"{_text(record)}, read in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
         f"{record.get('window', '?')} is always kept. "
         "Density is the share of the keys outside the window that is kept, sinks among them. ΔNLL is against the model "
         "with all keys, ± one standard error, paired by document; “level” is within two of them. SP-KV is a model of "
@@ -62,6 +70,7 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
 
 
 def _baseline(row: pd.Series[Any]) -> Row:
+    """Return the row of one pruning rule, or of the dense model."""
     is_dense = row["method"] == FULL_ATTENTION
     delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
     cells = (
@@ -75,50 +84,57 @@ def _baseline(row: pd.Series[Any]) -> Row:
 
 
 def _called(row: pd.Series[Any]) -> str:
+    """Return the name of a row's method, with the threshold of SP-KV."""
     if row["method"] == SP_KV:
         return f"SP-KV, τ = {row['tau']:g}" if row["tau"] else "SP-KV, gates open"
     return str(row["method"])
 
 
 def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
-    """What loses least at each density that was asked for, what cannot be told from it, and where SP-KV stands."""
-    own = rows[rows["method"] == SP_KV]
-    alone = True
+    """Yield, for each target density, the rule that loses least, the rules level with it, and SP-KV."""
+    spkv_rows = rows[rows["method"] == SP_KV]
+    unmatched = True
     for target in rows["target_density"].dropna().unique():
-        near = own[(own["density"] - target).abs() <= NEAR_DENSITY]
-        alone = alone and near.empty
-        ordered = pd.concat([rows[rows["target_density"] == target], near]).sort_values("delta_nll_percent")
+        # Rank the rules at this density, and SP-KV if its density is near
+        spkv_near = spkv_rows[(spkv_rows["density"] - target).abs() <= NEAR_DENSITY]
+        unmatched = unmatched and spkv_near.empty
+        ordered = pd.concat([rows[rows["target_density"] == target], spkv_near]).sort_values("delta_nll_percent")
         (_, best), *others = ordered.iterrows()
         level = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
+        # Say which rules are level with the best
         if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
-            more = "; whether others are level with it is not known"
+            level_note = "; whether others are level with it is not known"
         elif level:
-            more = f"; level with it, within two standard errors of the difference: {listed(level, _MOST_NAMED)}"
+            level_note = f"; level with it, within two standard errors of the difference: {listed(level, _MOST_NAMED)}"
         else:
-            more = "; no other rule is level with it"
+            level_note = "; no other rule is level with it"
         loss = change(best["delta_nll_percent"], best["delta_nll_standard_error"])
-        yield f"At {100 * target:g} %, {_with_sinks(best)} loses least, {loss} %{more if others else ''}."
-    if len(own) and alone:
+        yield f"At {100 * target:g} %, {_with_sinks(best)} loses least, {loss} %{level_note if others else ''}."
+    if len(spkv_rows) and unmatched:
         yield (
             "No row of SP-KV is within a point of these densities, so it is compared by the figure alone, between rows."
         )
 
 
 def _with_sinks(row: pd.Series[Any]) -> str:
+    """Return the name of a row's method with its number of sinks."""
     if row["method"] == SP_KV:
         return _called(row)
     return f"{row['method']} {f'with {row.sinks:g} sinks' if row.sinks else 'without sinks'}"
 
 
 def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
-    """Averages by length; every task when asked for."""
+    """Return the section of RULER: averages by length, with every task in the folded rows."""
     paired = bool(rows["against"].notna().any())
     lines = [(row["length"], row["task"], _ruler_row(row, paired=paired)) for _, row in rows.iterrows()]
+    # Separate averages from tasks, and group the tasks by length
     averages = tuple(row for _, task, row in lines if task.startswith(_AVERAGE))
     tasks = [(length, row) for length, task, row in lines if not task.startswith(_AVERAGE)]
     by_length = tuple(
-        tuple(row for at, row in tasks if at == length) for length in dict.fromkeys(at for at, _ in tasks)
+        tuple(row for task_length, row in tasks if task_length == length)
+        for length in dict.fromkeys(task_length for task_length, _ in tasks)
     )
+    # Name what is no better than the floor
     at_floor = [f"{task} at {length:,}" for length, task, row in lines if _AT_FLOOR in row.tag]
     findings = (
         [f"No better than the floor, within two standard errors: {listed(at_floor, _MOST_NAMED)}."] if at_floor else []
@@ -140,6 +156,7 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
 
 
 def _ruler_row(row: pd.Series[Any], *, paired: bool) -> Row:
+    """Return the row of one task at one length, tagged where it is level with the floor or the other checkpoint."""
     cells = (
         number(row["length"], 0),
         number(row["num_samples"], 0),
@@ -154,6 +171,7 @@ def _ruler_row(row: pd.Series[Any], *, paired: bool) -> Row:
 
 
 def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Return the section of lm-eval's downstream tasks."""
     paired = bool(rows["against"].notna().any())
     limit = f", the first {record['limit']} samples of each" if record.get("limit") else ""
     lines = [_task(row, paired=paired) for _, row in rows.iterrows()]
@@ -171,6 +189,7 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
 
 
 def _task(row: pd.Series[Any], *, paired: bool) -> Row:
+    """Return the row of one metric of a task."""
     cells = (
         str(row["metric"]),
         number(row["num_fewshot"], 0),
@@ -183,15 +202,17 @@ def _task(row: pd.Series[Any], *, paired: bool) -> Row:
 
 
 def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
+    """Return the section of LongPPL."""
     paired = bool(rows["against_ppl"].notna().any())
     evaluator, withheld = record.get("evaluator"), record.get("withheld")
-    by = f" by {evaluator['model']}" if isinstance(evaluator, Mapping) and "model" in evaluator else ""
+    evaluator_note = f" by {evaluator['model']}" if isinstance(evaluator, Mapping) and "model" in evaluator else ""
     reasons = [f"{domain}: {why}." for domain, why in withheld.items()] if isinstance(withheld, Mapping) else []
     return Section(
         name,
         "LongPPL",
         f"{_whose(record)}Perplexity of the key tokens alone, those that a long context makes much likelier, as judged"
-        f"{by}; ± one standard error by document, and beside it that of all tokens. The SP-KV paper uses the name for "
+        f"{evaluator_note}; ± one standard error by document, and beside it that of all tokens. "
+        "The SP-KV paper uses the name for "
         "its validation text, which is another thing. “Level” is a difference of at most two standard errors, on the "
         "same key tokens.",
         tuple(reasons),
@@ -201,6 +222,7 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
 
 
 def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
+    """Return the row of one domain."""
     difference, error = row["difference_percent"], row["difference_standard_error"]
     pair = (number(row["against"], 3), number(row["against_ppl"], 3), number(100 * row["against_density"], 1))
     cells = (
@@ -214,20 +236,20 @@ def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
 
 
 def _whose(record: Record) -> str:
-    """Which checkpoints these are, so far as the record says it."""
+    """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
     against = record.get("against")
     other = f", against {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
     return f"{record['model']}{other}. " if "model" in record else ""
 
 
 def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:
-    """The columns of ``_PAIR``."""
+    """Return the cells of the columns ``_PAIR``."""
     difference = change(row["difference"], row["difference_standard_error"])
     return number(row["against"], 3), number(100 * row["against_density"], 1), difference
 
 
 def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iterable[str]:
-    """Which rows are clearly better and clearly worse than the other checkpoint's."""
+    """Yield which rows differ from the other checkpoint's by more than two standard errors."""
     if not paired:
         return
     clear = [
@@ -235,25 +257,31 @@ def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iter
         for name, (_, row) in zip(names, rows.iterrows(), strict=True)
         if abs(row["difference"]) > 2 * row["difference_standard_error"]
     ]
-    for way, some in (("above", [one for one in clear if one[1] > 0]), ("below", [one for one in clear if one[1] < 0])):
-        if some:
-            named = listed([f"{name} ({signed(difference)})" for name, difference in some], _MOST_NAMED)
-            yield f"By more than two standard errors {way} the other checkpoint: {named}."
+    for direction, differing in (
+        ("above", [pair for pair in clear if pair[1] > 0]),
+        ("below", [pair for pair in clear if pair[1] < 0]),
+    ):
+        if differing:
+            listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MOST_NAMED)
+            yield f"By more than two standard errors {direction} the other checkpoint: {listing}."
     if not clear:
         yield "No row is told apart from the other checkpoint's by two standard errors."
 
 
 def _level(difference: float, error: float) -> str:
-    return _LEVEL if abs(difference) <= 2 * error else ""  # not where either is NaN
+    """Return "level" for a difference of at most two standard errors, else "", also if either is NaN."""
+    return _LEVEL if abs(difference) <= 2 * error else ""
 
 
 def _text(record: Record) -> str:
+    """Return the recorded size of the text in words."""
     tokens, documents = record.get("num_tokens"), record.get("num_documents")
     if not isinstance(tokens, int) or not isinstance(documents, int):
         return "its text"
     return f"{tokens:,} tokens of {documents:,} documents"
 
 
+# Table of results, and the function that makes its section of (name, rows, record)
 SECTIONS: tuple[tuple[ResultTable, Callable[[str, pd.DataFrame, Record], Section]], ...] = (
     (EVALUATION, evaluated_section),
     (BASELINES, _baselines),

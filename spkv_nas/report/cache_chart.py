@@ -1,4 +1,4 @@
-"""Draw what a smaller KV cache costs in NLL."""
+"""Draw NLL against the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
 
-_WIDE = 10.0  # ratio of the largest change to the smallest from which on the axis is logarithmic
+_WIDE = 10.0  # ratio of the largest to the smallest change from which the axis is logarithmic
 
 
 @dataclass(frozen=True)
 class _Size:
-    """Hold a point: its share of full attention's cache, and its change of NLL in percent; the error may be NaN."""
+    """One point: its share of full attention's cache, its change of NLL in percent, and the error, which may be NaN."""
 
     name: str
     share: float
@@ -31,46 +31,48 @@ class _Size:
 
 
 def cache_nll_chart(inputs: Inputs, verdict: Verdict) -> Chart | None:
-    """Draw the bytes of the KV cache against the NLL increase of what the verdict was drawn from.
+    """Return KV-cache bytes against NLL increase, for the evidence behind the verdict; None before training.
 
-    In percent of full attention's cache where the probe does not record the size of a head. None before training.
+    Sizes are in percent of full attention's cache if the probe does not record the size of a head.
     """
     evidence = verdict.evidence
     layouts = [] if evidence is None else list(_layouts(inputs, evidence))
     if evidence is None or not layouts:
         return None
-    # A logarithmic axis tells the best layouts apart where others are far behind; it has no place for 0.
+    # Use a logarithmic axis where some layouts are far behind; it cannot show 0
     deltas = [size.delta for size in layouts]
     is_log = 0 < _WIDE * min(deltas) < max(deltas)
     references = [size for size in _references(inputs, evidence) if size.delta > 0 or not is_log]
-    # Convert shares of the full cache to MiB, where the size of a head is known.
-    whole = full_bytes(inputs.table)
-    scale, unit = (100.0, "%") if whole is None else (whole / 2**20, "MiB")
-    across = f"KV cache of one sequence of {CONTEXT:,} tokens, MiB" if whole else "KV cache, % of full attention's"
+    # Convert shares of the full cache to MiB if the size of a head is known
+    full_cache = full_bytes(inputs.table)
+    scale, unit = (100.0, "%") if full_cache is None else (full_cache / 2**20, "MiB")
+    cache_title = (
+        f"KV cache of one sequence of {CONTEXT:,} tokens, MiB" if full_cache else "KV cache, % of full attention's"
+    )
     groups = [(LAYOUT, layouts), *((SHAPES[size.name], [size]) for size in references)]
-    words = (f"{size.name} {100 * size.share:.1f} %, {signed(size.delta)} %" for _, some in groups for size in some)
+    words = (f"{size.name} {100 * size.share:.1f} %, {signed(size.delta)} %" for _, sizes in groups for size in sizes)
     return Chart(
         "cache-nll",
         "NLL against KV cache",
         f"Share of full attention's KV cache, and NLL increase: {'; '.join(words)}.",
-        round_axis(across, 0.0, scale, padded=True),
+        round_axis(cache_title, 0.0, scale, padded=True),
         _change_axis([*layouts, *references], f"NLL increase over {BASELINES[evidence.baseline]}, %", is_log=is_log),
         (
             Rule(scale, f"full: {scale:,.0f} {unit}", tone="muted", dash="dotted"),
             *(
                 Points(
-                    numbers((size.share for size in some), scale),
-                    numbers(size.delta for size in some),
-                    numbers(size.error for size in some),
-                    tuple(_tip(size, scale, unit) for size in some),
-                    tuple(short(size.name, 22) for size in some),
+                    numbers((size.share for size in sizes), scale),
+                    numbers(size.delta for size in sizes),
+                    numbers(size.error for size in sizes),
+                    tuple(_tip(size, scale, unit) for size in sizes),
+                    tuple(short(size.name, 22) for size in sizes),
                     label=label,
                     shape=shape,
                     tone=tone,
                     farthest=4,
                     optional=True,
                 )
-                for (shape, tone, label), some in groups
+                for (shape, tone, label), sizes in groups
             ),
         ),
         note=f"{evidence.how[0].upper()}{evidence.how[1:]}. {NOTE}",
@@ -87,18 +89,18 @@ def _change_axis(sizes: list[_Size], title: str, *, is_log: bool) -> Axis:
 
 
 def _reach(size: _Size) -> float:
-    """Return the length of an error bar, 0 where the error is not known."""
+    """Return the length of an error bar; 0 if the error is unknown."""
     return 0.0 if np.isnan(size.error) else size.error
 
 
 def _tip(size: _Size, scale: float, unit: str) -> str:
-    """Return what pointing at a point shows."""
+    """Return a point's tooltip."""
     memory = f"{scale * size.share:,.1f} MiB, " if unit == "MiB" else ""
     return f"{size.name}\n{memory}{100 * size.share:.1f} % of the full cache\n{change(size.delta, size.error)} %"
 
 
 def _layouts(inputs: Inputs, evidence: Evidence) -> Iterator[_Size]:
-    """Yield the layouts of a way of measuring whose change and number of global heads are known."""
+    """Yield the layouts whose change of NLL and number of global heads are known."""
     for result in evidence.results:
         if not np.isnan(result.delta) and not np.isnan(result.num_global):
             share = cache_share(inputs.table, min(1.0, result.num_global / inputs.table.num_heads))
@@ -106,7 +108,7 @@ def _layouts(inputs: Inputs, evidence: Evidence) -> Iterator[_Size]:
 
 
 def _references(inputs: Inputs, evidence: Evidence) -> Iterator[_Size]:
-    """Yield SP-KV, the control and the dense model as it is, if they were measured in the same way."""
+    """Yield SP-KV, the control and the dense model, if they were measured in the same way."""
     if evidence.source != COMPARISON or inputs.comparison is None:
         return
     rows = inputs.comparison[inputs.comparison["strategy"].isin(REFERENCES)]

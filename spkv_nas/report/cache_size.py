@@ -1,4 +1,4 @@
-"""Compute the size of the KV cache of a page's model."""
+"""Compute the KV-cache size of a page's model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from spkv_nas.artifacts.layout import DEFAULT_WINDOW
 from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.formulas import head_bytes, visible_keys
 
-CONTEXT = 131_072  # tokens of the sequence that sizes on the page are of, unless the reader chooses another
+CONTEXT = 131_072  # tokens; default sequence length for sizes on the page
 
 
 def token_bytes(table: HeadScores) -> float | None:
-    """Return the bytes of one token in the cache of one KV head; None where the probe does not record them."""
+    """Return the bytes of one token in one KV head's cache; None if the probe does not record them."""
     head_dim, dtype = (table.metadata.get(key) for key in ("head_dim", "dtype"))
     if head_dim is None or dtype not in ITEM_BYTES:
         return None
@@ -22,13 +22,14 @@ def cache_share(table: HeadScores, density: float) -> float:
     """Return the cache of one sequence of ``CONTEXT`` tokens as a share of full attention's.
 
     Args:
-        density: share of the tokens outside the window that are kept, mean over heads; of a layout, the share of its
+        table: probe with the window.
+        density: share of the tokens outside the window that is kept, averaged over heads; for a layout, the share of
             heads that are global.
     """
     return visible_keys(CONTEXT, density=density, window=table.window or DEFAULT_WINDOW) / CONTEXT
 
 
 def full_bytes(table: HeadScores) -> float | None:
-    """Return the bytes of the cache of full attention for one sequence of ``CONTEXT`` tokens; None: not known."""
+    """Return the bytes of full attention's cache for one sequence of ``CONTEXT`` tokens; None if unknown."""
     token = token_bytes(table)
     return None if token is None else token * table.num_heads * CONTEXT

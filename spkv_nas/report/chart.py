@@ -1,7 +1,7 @@
-"""A chart in data coordinates: its axes, its marks, and what there is to say about it.
+"""Describe a chart in data coordinates: its axes, its marks and its texts.
 
-Knows neither SVG nor matplotlib: ``svg`` draws a chart on the report's page, ``plot`` as a picture beside it, and
-``data`` hands the page its numbers. Lengths (sizes, widths of lines) are user units of the page, 62.5 to the inch.
+A chart knows neither SVG nor matplotlib: ``svg`` draws it on the report page, ``plot`` draws it as a picture file, and
+``data`` embeds its numbers in the page. Sizes and line widths are in the page's user units, 62.5 to the inch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,24 @@ Shape = Literal["circle", "square", "diamond", "triangle", "stroke"]
 Numbers = tuple[float, ...]
 
 SERIES: tuple[tuple[Tone, Dash], ...] = (
-    ("accent", "solid"), ("muted", "dashed"), ("second", "dashdot"), ("third", "dotted")
-)  # fmt: skip  # of lines in one chart, told apart without their colour
+    ("accent", "solid"),
+    ("muted", "dashed"),
+    ("second", "dashdot"),
+    ("third", "dotted"),
+)  # of the lines in one chart, distinguishable without colour
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale from ``low`` (left or bottom) to ``high``, which may be the smaller; ``ticks`` are (value, text)."""
+    """An axis of a chart.
+
+    Attributes:
+        title: its label.
+        low: value at the left or bottom.
+        high: value at the right or top; it may be smaller than ``low``.
+        ticks: (value, text) of each tick.
+        log: logarithmic instead of linear.
+    """
 
     title: str
     low: float
@@ -34,9 +45,9 @@ class Axis:
     log: bool = False
 
     def fraction(self, value: float) -> float:
-        """Return where a value lies: 0 at ``low``, 1 at ``high``.
+        """Return the position of a value: 0 at ``low``, 1 at ``high``.
 
-        On a logarithmic axis what lies below ``low``, such as the lower end of a wide error bar, is drawn at ``low``.
+        On a logarithmic axis values below ``low``, such as the lower end of a wide error bar, are drawn at ``low``.
         """
         if self.log:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
@@ -45,7 +56,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points in order; ``label`` is its name in the legend, if it has one."""
+    """A line through points in order; ``label`` is its name in the legend, "" for none."""
 
     x: Numbers
     y: Numbers
@@ -58,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """What lies between two lines, shaded."""
+    """A shaded band between two lines."""
 
     x: Numbers
     low: Numbers
@@ -73,15 +84,18 @@ class Points:
     """Marks at (x, y).
 
     Attributes:
-        error: half the length of each vertical error bar; NaN for none; empty: no point has one.
-        tips: what pointing at each shows; empty: nothing.
-        names: texts beside them, "" for none; empty: no point has one.
-        form: what all tips share, around each of their words, which stand in ``tips`` alone; empty: they share nothing.
-        layouts: names of the layouts that points without tips stand for, which the page then shows; empty: none.
-        farthest: lines of text that a name may move from its point.
-        optional: whether a name without room is left out.
+        x: horizontal coordinates.
+        y: vertical coordinates.
+        error: half the length of each vertical error bar; NaN for none; empty if no point has one.
+        tips: tooltip of each point; empty if there are none.
+        names: text beside each point, "" for none; empty if no point has one.
+        layouts: names of the layouts that points without tips stand for, which the page then shows; empty for none.
+        form: what all tips share: the pieces of text around the words in ``tips``; empty if they share nothing.
+        farthest: lines of text by which a name may move from its point.
+        optional: leave out a name that finds no room.
+        label: name in the legend, "" for none.
         size: radius.
-        hollow: whether only the outline is drawn.
+        hollow: draw the outline only.
     """
 
     x: Numbers
@@ -113,7 +127,13 @@ class Bars:
 
 @dataclass(frozen=True)
 class Rule:
-    """A line across the chart at a value: of the horizontal axis if ``vertical``, else of the vertical one."""
+    """A straight line across the whole chart.
+
+    Attributes:
+        at: its value, on the horizontal axis if ``vertical``, else on the vertical one.
+        label: text beside it, "" for none.
+        vertical: direction of the line.
+    """
 
     at: float
     label: str = ""
@@ -124,16 +144,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Cells in cividis, row 0 at the top; a cell's centre is at (column, row) of the axes.
+    """Cells in the cividis colours, row 0 at the top; a cell's centre is at (column, row) of the axes.
 
     Attributes:
-        values: by row; NaN is an empty cell.
-        words: what pointing at a cell says on the page, where ``%`` stands for its value in percent; "": nothing.
-        chosen: (row, column) of the cells marked by an outline and a dot.
-        written: whether cells are large and show their value.
-        scale: of the colours, and of values as they are written.
-        legend: what the colours mean, for a scale beside a picture; "" for none.
-        same_as: name of a chart on the same page that has the same values, whose cells are shown; "": its own.
+        values: values by row; NaN is an empty cell.
+        words: tooltip of a cell on the page, in which ``%`` stands for its value in percent; "" for none.
+        chosen: (row, column) of the cells that are marked with an outline and a dot.
+        written: draw large cells with their values in them.
+        scale: colour scale, which also formats the values.
+        legend: title of the colour bar in pictures; "" for none.
+        same_as: name of a chart on the page with the same values, whose cells are reused; "" for its own.
     """
 
     values: tuple[Numbers, ...]
@@ -150,15 +170,20 @@ Mark = Line | Band | Points | Bars | Rule | Heatmap
 
 @dataclass(frozen=True)
 class Chart:
-    """One pair of axes with marks, drawn in their order.
+    """One pair of axes with marks, drawn in order.
 
     Attributes:
-        name: of its files, and its id on the page.
-        title: what the page says above it.
-        description: what there is to see, in words.
-        note: what the page says below it.
-        heading: what is said above it in a picture, where a title of the page would not do.
-        above: a second horizontal axis, in the values of the first, along the top.
+        name: the chart's file name, and its id on the page.
+        title: heading on the page.
+        description: what the chart shows, in words, for screen readers.
+        x: horizontal axis.
+        y: vertical axis.
+        marks: what is drawn, back to front.
+        note: text below it on the page.
+        heading: title in a picture file; "" for none.
+        above: second horizontal axis along the top, in the values of the first.
+        width: width on the page.
+        height: height on the page.
     """
 
     name: str
@@ -175,13 +200,13 @@ class Chart:
 
     @property
     def heatmap(self) -> Heatmap | None:
-        """Its cells, if it is a heatmap; it then has no other marks."""
+        """Return the chart's heatmap, which is then its only mark; None for other charts."""
         return next((mark for mark in self.marks if isinstance(mark, Heatmap)), None)
 
 
 @dataclass(frozen=True)
 class Panels:
-    """Charts that share one picture, row after row."""
+    """Charts that share one picture file, in rows of ``columns``."""
 
     name: str
     charts: tuple[Chart, ...]
@@ -189,27 +214,36 @@ class Panels:
 
 
 def legend_marks(chart: Chart) -> list[Line | Band | Points]:
-    """The marks that the legend names, lines first."""
+    """Return the marks that have a name in the legend: lines, then points, then bands."""
     named = [mark for mark in chart.marks if isinstance(mark, Line | Band | Points) and mark.label]
     return sorted(named, key=lambda mark: (Line, Points, Band).index(type(mark)))
 
 
 def numbers(values: Iterable[float], scale: float = 1.0) -> Numbers:
-    """Values, such as a column of a table, times ``scale``."""
+    """Convert values, such as a column of a table, to floats times ``scale``."""
     return tuple(scale * float(value) for value in values)
 
 
 def thinned(x: Numbers, y: Numbers, near: float) -> tuple[Numbers, Numbers]:
-    """A line from fewer points, nowhere farther than ``near`` in y from the one through all (Douglas and Peucker)."""
-    kept, open_ = {0, len(x) - 1}, [(0, len(x) - 1)]
-    while open_:
-        first, last = open_.pop()
-        off = [
+    """Simplify a line (Douglas-Peucker) so that it deviates at most ``near`` in y from the original.
+
+    Args:
+        x: ascending.
+        y: of the same length.
+        near: greatest vertical distance between the two lines.
+
+    Returns:
+        The x and y of the points that are kept, the ends among them.
+    """
+    kept, spans = {0, len(x) - 1}, [(0, len(x) - 1)]
+    while spans:
+        first, last = spans.pop()
+        deviations = [
             abs(y[at] - y[first] - (y[last] - y[first]) * (x[at] - x[first]) / (x[last] - x[first]))
             for at in range(first + 1, last)
         ]
-        if max(off, default=0.0) > near:
-            middle = first + 1 + off.index(max(off))
+        if max(deviations, default=0.0) > near:
+            middle = first + 1 + deviations.index(max(deviations))
             kept.add(middle)
-            open_ += [(first, middle), (middle, last)]
+            spans += [(first, middle), (middle, last)]
     return tuple(x[at] for at in sorted(kept)), tuple(y[at] for at in sorted(kept))

@@ -1,7 +1,7 @@
-"""What the page's instrument chooses heads by, in few letters: values at every threshold, their order, coverage.
+"""Compress the data by which the page's explorer chooses heads: scores at every threshold, their order, coverage.
 
-Most of a page would be these numbers. What is nearly known of a number from those before it is taken off, and the
-rest is coded; ``codes.js`` puts both together again.
+These numbers would be most of a page. Each is predicted from earlier ones and only the difference is coded, in few
+letters; ``codes.js`` decodes them.
 """
 
 from __future__ import annotations
@@ -17,38 +17,46 @@ from spkv_nas.proposal.coverage import densest_coverage
 from spkv_nas.proposal.strategies import densest_first
 from spkv_nas.report.codes import Code, zigzag
 
-ORDER = 9  # of the code of the first levels, most of which lie between 0 and 2,000
-_DIGITS = 4  # of a coverage in a layout's provenance
-_SHARES = 10_000  # of all tokens, in which those of a domain are counted
+ORDER = 9  # Golomb order of the first levels, most of which lie between 0 and 2,000
+_DIGITS = 4  # decimals of a coverage in a layout's provenance
+_SHARES = 10_000  # resolution of a domain's share of all tokens
 
 
 def coded(tables: list[HeadScores]) -> str:
-    """For every threshold the levels of the heads, their order as of ``densest``, and the coverage of the first ones.
+    """Return the coded levels of the heads, their order as in ``densest``, and its coverage, for every threshold.
 
-    Levels by domain are coded by their steps from one threshold to the next; levels over all text, the order and the
-    coverage, by how far they are from what those before them say.
+    Levels by domain are coded as differences from the previous threshold; levels over all text, order and coverage as
+    differences from their prediction.
+
+    Args:
+        tables: one probe at each threshold, ascending.
     """
     code, num_heads, weights = Code(), tables[0].num_heads, shares(tables[0])
     zeros, orders = [0] * num_heads, [[ORDER] * num_heads for _ in weights or (1,)]
-    before: list[list[int]] = []
+    previous: list[list[int]] = []
     for table in tables:
-        own = levels(table.values, tables[0].measure)
+        # Levels over all text, and by domain
+        overall = levels(table.values, tables[0].measure)
         parts = [levels(table.domain_density(domain, signed=True), tables[0].measure) for domain in table.domains]
-        parts = parts if weights else [own]
-        for part, now in enumerate(parts):
-            steps = [old - new for old, new in zip(before[part], now, strict=True)] if before else now
+        parts = parts if weights else [overall]
+        for part, part_levels in enumerate(parts):
+            steps = (
+                [old - new for old, new in zip(previous[part], part_levels, strict=True)] if previous else part_levels
+            )
             orders[part] = code.run(steps, orders[part])
-        before = parts
+        previous = parts
+        # Level over all text: difference from the domains' mean
         if weights:
-            code.run([zigzag(level - mean) for level, mean in zip(own, _means(parts, weights), strict=True)], zeros)
+            code.run([zigzag(level - mean) for level, mean in zip(overall, _means(parts, weights), strict=True)], zeros)
+        # Order and coverage of the densest heads
         order = [int(head) for head in densest_first(table.values)]
-        code.run(_places(order, own), zeros)
-        code.run(_beside(order, own, densest_coverage(table)), zeros)
+        code.run(_places(order, overall), zeros)
+        code.run(_beside(order, overall, densest_coverage(table)), zeros)
     return code.text
 
 
 def shares(table: HeadScores) -> list[int]:
-    """Of all tokens, each domain's; none where there is but one domain."""
+    """Return each domain's share of all tokens, in ``_SHARES``; [] with a single domain."""
     if len(table.domains) < 2:
         return []
     tokens = table.rows.groupby("domain")["num_tokens"].first().reindex(table.domains).to_numpy(float)
@@ -56,47 +64,49 @@ def shares(table: HeadScores) -> list[int]:
 
 
 def _means(parts: list[list[int]], weights: list[int]) -> list[int]:
-    """The level of each head over all text, by its levels in the domains: to one level or so."""
-    whole = max(1, sum(weights))
+    """Predict the level of each head over all text from its levels in the domains, to about one level."""
+    total = max(1, sum(weights))
     return [
-        sum(weight * (2 * level + 1) for weight, level in zip(weights, head, strict=True)) // (2 * whole)
+        sum(weight * (2 * level + 1) for weight, level in zip(weights, head, strict=True)) // (2 * total)
         for head in zip(*parts, strict=True)
     ]
 
 
-def _places(order: list[int], own: list[int]) -> list[int]:
-    """Of each head in its turn, its place among those that are left, the highest level first: 0 but for equal ones."""
-    left = sorted(range(len(own)), key=lambda head: -own[head])
+def _places(order: list[int], head_levels: list[int]) -> list[int]:
+    """Return the index of each head among the remaining heads, sorted by level: 0 except for ties."""
+    remaining = sorted(range(len(head_levels)), key=lambda head: -head_levels[head])
     places = []
     for head in order:
-        places.append(left.index(head))
-        left.pop(places[-1])
+        places.append(remaining.index(head))
+        remaining.pop(places[-1])
     return places
 
 
-def _beside(order: list[int], own: list[int], covered: list[float]) -> list[int]:
-    """How far coverage lies above what the levels say, less how far that before it does."""
-    heights = [max(0, 2 * own[head] + 1) for head in order]
-    whole, sums, off = sum(heights), 0, [0]
-    for height, share in zip(heights, covered, strict=True):
-        sums += height
-        off.append(round(10**_DIGITS * round(share, _DIGITS)) - 10**_DIGITS * sums // whole)
-    return [zigzag(now - before) for before, now in pairwise(off)]
+def _beside(order: list[int], head_levels: list[int], coverages: list[float]) -> list[int]:
+    """Return the differences of coverage from its prediction by the levels, each relative to the previous."""
+    heights = [max(0, 2 * head_levels[head] + 1) for head in order]
+    total, running_sum, deviations = sum(heights), 0, [0]
+    for height, share in zip(heights, coverages, strict=True):
+        running_sum += height
+        deviations.append(round(10**_DIGITS * round(share, _DIGITS)) - 10**_DIGITS * running_sum // total)
+    return [zigzag(current - previous) for previous, current in pairwise(deviations)]
 
 
 def levels(values: NDArray[np.float64], measure: Measure) -> list[int]:
-    """Halves of the last digit of ``Measure.exact``: value v lies in [n, n + 1) / (2 * 10^decimals).
+    """Quantise values to half units of the last digit of ``Measure.exact``.
 
-    The middle of that interval is written like the value, by ``exact`` and on the map, because both round at its ends.
+    Value v has level n if v lies in [n, n + 1) / (2 * 10^decimals). Both ``exact`` and the map round at the ends of
+    this interval, so its middle is written like v.
     """
     units = 2 * 10**measure.decimals
-    found: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
+    quantised: list[int] = np.floor(values.ravel() * units).astype(int).tolist()
     for number, value in enumerate(values.ravel().tolist()):
-        if abs(value * units - round(value * units)) < 1e-6:  # at an end, where a half is rounded to even
+        if abs(value * units - round(value * units)) < 1e-6:  # on a boundary, where halves round to even
             below, above = round(value * units) - 1, round(value * units)
-            found[number] = above if _written(measure, (above + 0.5) / units) == _written(measure, value) else below
-    return found
+            quantised[number] = above if _written(measure, (above + 0.5) / units) == _written(measure, value) else below
+    return quantised
 
 
 def _written(measure: Measure, value: float) -> tuple[str, str]:
+    """Return a value as the page writes it: exactly, and on the map."""
     return measure.exact(value), measure.scale.text(value)

@@ -1,4 +1,4 @@
-"""The colours of pictures: tones on white, and cividis, which reads the same to the colour-blind and in grey."""
+"""Define the colours of pictures: tones on white, and cividis, which is safe for colour blindness and greyscale."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 
 from spkv_nas.report.chart import Tone
 
-TONES: dict[Tone, str] = {  # the page has its own, for light and dark
+TONES: dict[Tone, str] = {  # the page defines its own, for light and dark mode
     "accent": "#1f5fa8",
     "muted": "#5d6878",
     "second": "#b05a00",
@@ -20,7 +20,7 @@ SHADES = 65
 
 
 def cividis(value: float) -> tuple[str, str]:
-    """The colour of ``value``, clipped to [0, 1], and black or white, whichever reads better on it (WCAG contrast)."""
+    """Return the colour of ``value``, clipped to [0, 1], and black or white for text on it (WCAG contrast)."""
     rgb = np.array(colormaps["cividis"](min(1.0, max(0.0, float(value))))[:3])
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     luminance = float(linear @ [0.2126, 0.7152, 0.0722])
@@ -28,10 +28,10 @@ def cividis(value: float) -> tuple[str, str]:
 
 
 def scale_stops() -> list[tuple[int, str]]:
-    """(percent, colour) of the cividis scale, for its legend."""
+    """Return (percent, colour) stops of the cividis scale for its legend."""
     return [(percent, cividis(percent / 100)[0]) for percent in range(0, 101, 10)]
 
 
 def shades() -> list[tuple[str, str]]:
-    """``cividis`` at ``SHADES`` equal steps from 0 to 1, the ends among them: what maps on the page are made of."""
+    """Return ``cividis`` at ``SHADES`` equally spaced values from 0 to 1, the colours of maps on the page."""
     return [cividis(step / (SHADES - 1)) for step in range(SHADES)]

@@ -1,4 +1,4 @@
-"""The numbers behind a page's charts, for its script and for whoever reads the page with a program: one JSON text."""
+"""Embed the numbers behind a page's charts as one JSON text, for its script and for programs that read the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from spkv_nas.report.chart import Chart, Mark, Points
 
-_NOT_DATA = {"name", "description", "note", "heading", "width", "height"}  # of a chart: text of the page, or layout
+_NOT_DATA = {"name", "description", "note", "heading", "width", "height"}  # fields of a chart that hold text or sizes
 
 
 def page_data(
@@ -18,39 +18,44 @@ def page_data(
     instrument: Mapping[str, Any] | None = None,
     places: Mapping[str, int] | None = None,
 ) -> str:
-    """``{"charts": {name: {title, x, y, marks}}, "instrument": ...}``, charts in data coordinates; cannot end the
-    element that it stands in.
+    """Return the page's data as JSON: ``{"charts": {name: {title, x, y, marks}}, "instrument": ...}``.
 
-    Of charts what has its default value is left out, and the places of points that say nothing when pointed at, or say
-    where they are: of heads by domain. Numbers are whole or have five significant digits, NaN is null.
-    Layouts that points stand for are their places among those of the instrument, -1 where there is none.
+    Charts are in data coordinates. Fields with their default value are omitted, and so are the coordinates of points
+    without tips or names, and of points whose tips share a ``form``. Numbers are integers or have five significant
+    digits; NaN is null. The text contains no ``<``, so it cannot close the element that holds it.
+
+    Args:
+        charts: charts to embed.
+        instrument: data of the layout explorer, if the page has one.
+        places: index of each layout among the explorer's, by name; points that stand for layouts refer to it, with -1
+            for a name that it lacks.
     """
 
-    def of_chart(chart: Chart) -> dict[str, Any]:
+    def chart_content(chart: Chart) -> dict[str, Any]:
         content = {key: value for key, value in _plain(chart).items() if key not in _NOT_DATA}
         for mark in content["marks"]:
             if "layouts" in mark:
                 mark["layouts"] = [(places or {}).get(name, -1) for name in mark["layouts"]]
         return content
 
-    content = {"charts": {chart.name: of_chart(chart) for chart in charts}, "instrument": instrument}
+    content = {"charts": {chart.name: chart_content(chart) for chart in charts}, "instrument": instrument}
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings; marks say their kind."""
+    """Convert a value to types of JSON; dataclasses become mappings without default values, marks name their kind."""
     if is_dataclass(value):
         kind = {"kind": type(value).__name__.lower()} if isinstance(value, Mark) else {}
-        given = {field.name: getattr(value, field.name) for field in fields(value)}
-        usual = {field.name: field.default for field in fields(value)}
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        defaults = {field.name: field.default for field in fields(value)}
         if isinstance(value, Points) and (value.form or not (value.tips or value.names)):
-            usual |= {"x": value.x, "y": value.y}
-        return kind | {name: _plain(content) for name, content in given.items() if content != usual[name]}
+            defaults |= {"x": value.x, "y": value.y}
+        return kind | {name: _plain(content) for name, content in values.items() if content != defaults[name]}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, float):
-        if not math.isfinite(value):  # which JSON has no word for
+        if not math.isfinite(value):  # JSON has no NaN or infinity
             return None
         return int(value) if value == round(value) else float(f"{value:.5g}")
     return value

@@ -1,4 +1,4 @@
-"""Pictures of a density table: by head, by domain, by position, and how sure the choice of heads is."""
+"""Draw a table of head scores: by head, by domain, by position, and the stability of the choice of heads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spkv_nas.report.chart import Axis, Band, Bars, Chart, Heatmap, Line, Panels
 from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import domain_profile, position_profile
 
-_DENSITY = "density"  # the chart whose cells those of layouts show again
-_MOST_POINTED = 500  # dots of heads by domain, of which each can be pointed at: more would be most of the page
-_UNEVEN = 2.0  # ratio of the widest part of a block to the narrowest from which on positions are logarithmic
+_DENSITY = "density"  # name of the chart whose cells the layout charts reuse
+_MOST_POINTED = 500  # above so many dots by domain they get no tooltips, which would be most of the page
+_UNEVEN = 2.0  # ratio of the widest to the narrowest bucket from which positions are logarithmic
 
 
 def density_chart(table: HeadScores) -> Chart:
-    """The density of every KV head, or what else the table holds."""
+    """Return a heatmap of the score of every KV head."""
     measure, scale = table.measure, table.measure.scale
     cells = Heatmap(_rows(table.values), scale=scale, legend=measure.noun)
     title = f"{measure.title} by layer and KV head"
@@ -33,9 +33,17 @@ def density_chart(table: HeadScores) -> Chart:
 
 
 def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, *, number: int) -> Chart:
-    """The same values with a layout's global heads marked; ``covered`` is its coverage in [0, 1]."""
+    """Return a small heatmap of the same values, with a layout's global heads marked.
+
+    Args:
+        table: head scores.
+        label: name of the layout.
+        layout: the layout.
+        covered: its coverage, in [0, 1].
+        number: makes the chart's name unique.
+    """
     chosen = tuple((int(head), int(layer)) for head, layer in np.argwhere(layout.global_mask.T))
-    taken = [
+    global_heads = [
         f"layer {layer}: " + ", ".join(str(head) for head, letter in enumerate(row) if letter == "G")
         for layer, row in enumerate(layout.heads)
         if "G" in row
@@ -43,7 +51,7 @@ def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, 
     return Chart(
         f"layout-{number}",
         f"Layout {label}",
-        f"Global KV heads: {'; '.join(taken) or 'none'}.",
+        f"Global KV heads: {'; '.join(global_heads) or 'none'}.",
         *_head_axes(table.grid, small=True),
         (Heatmap(_rows(table.values), chosen=chosen, written=False, scale=table.measure.scale, same_as=_DENSITY),),
         heading=f"{short(label, 28)}: {layout.num_global} of {layout.num_heads}, coverage {100 * covered:.1f} %",
@@ -51,7 +59,14 @@ def layout_chart(table: HeadScores, label: str, layout: Layout, covered: float, 
 
 
 def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, number: int) -> Chart:
-    """A small map of values [L, Hkv] alone; ``number`` tells it from others on the page. No scale: of shares."""
+    """Return a small heatmap without axis labels.
+
+    Args:
+        title: for screen readers.
+        values: [L, Hkv].
+        scale: colour scale; None for shares.
+        number: makes the chart's name unique.
+    """
     layers, heads = values.shape
     axes = (Axis("layer", -0.5, layers - 0.5, ()), Axis("KV head", heads - 0.5, -0.5, ()))
     about = f"{layers} layers from left to right, {heads} KV heads from top to bottom."
@@ -60,7 +75,7 @@ def thumbnail(title: str, values: NDArray[np.float64], scale: Scale | None, numb
 
 
 def grid_chart(layout: Layout) -> Chart:
-    """A layout alone: its global heads light, its local ones dark."""
+    """Return a layout without scores: global heads light, local heads dark."""
     title = f"{short(layout.strategy, 28)}: {layout.num_global} of {layout.num_heads} global, window {layout.window}"
     cells = Heatmap(_rows(layout.global_mask.astype(float)), written=False)
     axes = _head_axes(layout.grid, small=True)
@@ -68,7 +83,7 @@ def grid_chart(layout: Layout) -> Chart:
 
 
 def layout_charts(table: HeadScores, layouts: Mapping[str, Layout], covered: Mapping[str, float]) -> Panels | None:
-    """One chart per layout, in their order; None without layouts."""
+    """Return one chart per layout, in order; None without layouts."""
     if not layouts:
         return None
     charts = tuple(
@@ -79,7 +94,7 @@ def layout_charts(table: HeadScores, layouts: Mapping[str, Layout], covered: Map
 
 
 def stability_chart(certainty: Certainty) -> Chart:
-    """The chance of every KV head to be one of the densest."""
+    """Return the probability of every KV head to be among the densest under resampling."""
     probability = certainty.probability["densest"]
     about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
     heading = f"Chance to be one of the {certainty.budget} densest heads, %"
@@ -89,25 +104,38 @@ def stability_chart(certainty: Certainty) -> Chart:
 
 
 def domain_chart(table: HeadScores) -> Chart:
-    """One row per domain with enough text: every KV head a dot, the mean a bar; the note names the other domains."""
-    profile, measure, small = domain_profile(table), table.measure, about_small_domains(table)
+    """Return one row per domain: a dot for every KV head, a bar for their mean.
+
+    Domains with too little text are left out and named in the note.
+    """
+    profile, measure, others = domain_profile(table), table.measure, about_small_domains(table)
     profile = profile[~profile["domain"].isin(list(small_domains(table)))]
+    # Dots of heads and bar of the mean, by domain
     marks: list[Points] = []
-    for place, (domain, mean) in enumerate(zip(profile["domain"], profile["mean"].tolist(), strict=True)):
+    for row, (domain, mean) in enumerate(zip(profile["domain"], profile["mean"].tolist(), strict=True)):
         values = numbers(table.domain_density(domain, signed=True).ravel())
         tips: tuple[str, ...] = tuple(
-            f"{k // table.num_kv_heads} {k % table.num_kv_heads} {measure.exact(value)}"
-            for k, value in enumerate(values)
+            f"{index // table.num_kv_heads} {index % table.num_kv_heads} {measure.exact(value)}"
+            for index, value in enumerate(values)
         )
         form: tuple[str, ...] = (f"{domain}\nlayer ", ", KV head ", ": ", "")
-        across = tuple(place + jitter(k) for k in range(len(values)))
+        heights = tuple(row + jitter(index) for index in range(len(values)))
         if len(table.rows) > _MOST_POINTED:
             tips, form = (), ()
         marks += [
-            Points(values, across, tips=tips, form=form, size=3.6, opacity=0.45, label="" if place else "KV head"),
-            Points((mean,), (float(place),), tips=(f"{domain}\nmean {measure.exact(mean)}",),
-                   names=(measure.rough(mean),), shape="stroke", size=15.0, tone="ink", label="" if place else "mean"),
-        ]  # fmt: skip
+            Points(values, heights, tips=tips, form=form, size=3.6, opacity=0.45, label="" if row else "KV head"),
+            Points(
+                (mean,),
+                (float(row),),
+                tips=(f"{domain}\nmean {measure.exact(mean)}",),
+                names=(measure.rough(mean),),
+                shape="stroke",
+                size=15.0,
+                tone="ink",
+                label="" if row else "mean",
+            ),
+        ]
+    # Description
     means = (f"{name} {measure.exact(mean)}" for name, mean in zip(profile["domain"], profile["mean"], strict=True))
     return Chart(
         "domains",
@@ -116,22 +144,24 @@ def domain_chart(table: HeadScores) -> Chart:
         _value_axis(table),
         name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
         tuple(marks),
-        note=f"Each dot is a KV head, the vertical bar the mean over heads.{f' Left out: {small}.' if small else ''}",
+        note=f"Each dot is a KV head, the vertical bar the mean over heads.{f' Left out: {others}.' if others else ''}",
         height=62.0 + 46 * len(profile),
     )
 
 
 def position_chart(table: HeadScores) -> Chart | None:
-    """Mean density by token position, with the middle 80 % of KV heads as a band; None where it is not known."""
+    """Return mean density by token position, with the middle 80 % of KV heads; None if unknown."""
     profile = position_profile(table)
     if profile is None:
         return None
+    # Horizontal axis: logarithmic where buckets are uneven
     centre = numbers(profile["start"] + profile["end"], 0.5)
     position, end = "Position of the token in its block", float(profile["end"].iloc[-1])
     widths = profile["end"] - profile["start"]
     axis = round_axis(position, 0, end, exact=True)
     if widths.max() > _UNEVEN * widths.min():
         axis = decades_axis(f"{position} (log)", centre[0] / 2, end, multiples=(1, 3))
+    # Vertical values and tooltips
     low, mean, high = (numbers(profile[column]) for column in ("low", "mean", "high"))
     first, last = profile.iloc[0], profile.iloc[-1]
     tips = tuple(
@@ -156,21 +186,23 @@ def position_chart(table: HeadScores) -> Chart | None:
 
 
 def histogram_chart(table: HeadScores) -> Chart:
-    """How many KV heads have which density, or what else the table holds, in 20 bins."""
+    """Return a histogram of the KV heads' scores in 20 bins."""
     measure, scale = table.measure, table.measure.scale
+    # Count heads
     counts, edges = np.histogram(table.values, bins=20, range=(scale.low, scale.high))
     low, high, height = numbers(edges[:-1]), numbers(edges[1:]), numbers(counts)
     tips = tuple(
         f"{measure.rough(a)} to {measure.rough(b)}: {n:.0f} heads" for a, b, n in zip(low, high, height, strict=True)
     )
+    # Title and description
     if table.is_density:
         below, above = int((table.density < 0.1).sum()), int((table.density > 0.9).sum())
         title = "Distribution of density over heads"
         about = f"Of {table.num_heads} KV heads, {below} keep less than 10 % of the tokens, {above} more than 90 %."
     else:
-        most = int((table.values > 0.1 * scale.high).sum())
+        num_high = int((table.values > 0.1 * scale.high).sum())
         title = f"Distribution of {measure.noun}s over heads"
-        about = f"Of {table.num_heads} KV heads, {most} have more than a tenth of the highest {measure.noun}."
+        about = f"Of {table.num_heads} KV heads, {num_high} have more than a tenth of the highest {measure.noun}."
     return Chart(
         "histogram",
         title,
@@ -186,17 +218,17 @@ def histogram_chart(table: HeadScores) -> Chart:
 
 
 def jitter(index: int) -> float:
-    """A fixed offset in [-0.28, 0.28] that keeps neighbours apart (multiples of the golden ratio, modulo 1)."""
+    """Return a fixed offset in [-0.28, 0.28] that separates neighbours (multiples of the golden ratio, modulo 1)."""
     return ((index * 0.6180339887) % 1 - 0.5) * 0.56
 
 
 def _rows(values: NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
-    """[L, Hkv] with a row per KV head."""
+    """Transpose [L, Hkv] to one row per KV head."""
     return tuple(numbers(row) for row in values.T)
 
 
 def _value_axis(table: HeadScores) -> Axis:
-    """From the lowest to the highest value, of all domains."""
+    """Return an axis over the values of all domains."""
     measure = table.measure
     low, high = measure.scale.low, measure.scale.high
     if measure.scale.is_stretched:
@@ -205,9 +237,9 @@ def _value_axis(table: HeadScores) -> Axis:
 
 
 def _head_axes(shape: tuple[int, ...], *, small: bool = False) -> tuple[Axis, Axis]:
-    """Layers from left to right, KV heads from top to bottom."""
+    """Return the axes of a map: layers from left to right, KV heads from top to bottom."""
     layers, heads = shape
-    across = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
+    layer_axis = name_axis("layer", [str(layer) for layer in range(layers)], every=5 if small and layers > 10 else 1)
     if small:
-        return across, name_axis("KV head", [str(head) for head in range(heads)], down=True)
-    return across, name_axis("", [f"head {head}" for head in range(heads)], down=True)
+        return layer_axis, name_axis("KV head", [str(head) for head in range(heads)], down=True)
+    return layer_axis, name_axis("", [f"head {head}" for head in range(heads)], down=True)

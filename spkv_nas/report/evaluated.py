@@ -1,4 +1,4 @@
-"""Show checkpoints whose NLL was measured side by side (``evaluate --against``): a section of the page."""
+"""Build the section of the page on checkpoints whose NLL was measured side by side (``evaluate --against``)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADER = ("Checkpoint", "Documents", "Effective", "Tokens", "NLL", "Density, %"
 
 
 def evaluated_section(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) -> Section:
-    """Write the section of ``evaluation.csv``: one line per checkpoint, and which differ clearly."""
+    """Return the section of ``evaluation.csv``: a row per checkpoint, and which differ significantly."""
     labels = {row["checkpoint"]: _label(row) for _, row in rows.iterrows()}
     length = record.get("block_size")
     blocks = f", in blocks of {length} tokens" if isinstance(length, int) else ""
@@ -33,6 +33,7 @@ def evaluated_section(name: str, rows: pd.DataFrame, record: Mapping[str, Any]) 
 
 
 def _row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
+    """Return the row of one checkpoint."""
     against = str(row["against"])
     cells = (
         number(row["num_documents"], 0),
@@ -47,18 +48,18 @@ def _row(row: pd.Series[Any], labels: Mapping[str, str]) -> Row:
 
 
 def _sentences(rows: pd.DataFrame, labels: Mapping[str, str]) -> Iterable[str]:
-    """Say which checkpoints differ from theirs by more than ``critical_errors`` of them."""
+    """Yield whether each checkpoint differs from its baseline by more than ``critical_errors``."""
     for _, row in rows[rows["delta_nll_percent"].notna()].iterrows():
         delta, error = row["delta_nll_percent"], row["delta_nll_standard_error"]
-        way = "above" if delta > 0 else "below"
+        direction = "above" if delta > 0 else "below"
         critical = critical_errors(row["effective_documents"])
         clear = abs(delta) > critical * error
-        verdict = f"{way} that of" if clear else f"within {standard_errors(critical)} of that of"
+        verdict = f"{direction} that of" if clear else f"within {standard_errors(critical)} of that of"
         against = labels.get(row["against"], row["against"])
         yield f"The NLL of {labels[row['checkpoint']]} is {verdict} {against}: {change(delta, error)} %."
 
 
 def _label(row: pd.Series[Any]) -> str:
-    """Name a checkpoint: by what its run trained and the run's folder, else by its path."""
+    """Return a checkpoint's name: what its run trained and the run's folder, else its path."""
     path = PurePath(str(row["checkpoint"]))
     return f"{row['variant']} ({path.parent.name})" if row["variant"] else str(path)

@@ -1,4 +1,4 @@
-"""Collect what was measured of which layout, by each way of measuring on the page: zero-shot, and retrained."""
+"""Collect the measured changes of NLL of layouts, by evaluation mode: zero-shot, and each retraining."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _HELD_OUT = ", on held-out documents not used for selection"
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """Hold the measured change of NLL of one layout.
+    """The measured change of NLL of one layout.
 
     Attributes:
-        delta: NLL above that of the baseline of its ``Evidence``, in percent; NaN: unknown.
-        error: its standard error, in percentage points; NaN: unknown.
+        name: of the layout.
+        delta: NLL relative to the baseline of its ``Evidence``, in percent; NaN: unknown.
+        error: standard error of ``delta``, in percentage points; NaN: unknown.
         num_global: number of global KV heads; NaN: unknown.
-        mask: bool [L, Hkv], the global heads; None where only the name of the layout is known.
+        mask: bool [L, Hkv], the global heads; None if only the layout's name is known.
         nll: nats per token; NaN: unknown.
     """
 
@@ -43,21 +44,21 @@ class Result:
 
     @property
     def key(self) -> object:
-        """Identify the layout: two names of the same heads are one layout."""
+        """Return what identifies the layout: its heads, so that two names of the same heads are one layout."""
         return self.name if self.mask is None else self.mask.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Hold the results of one way of measuring.
+    """All results of one evaluation mode.
 
     Attributes:
-        how: the way in words.
+        how: the mode in words.
         steps: of retraining; NaN: unknown.
         source: ``COMPARISON`` or ``SEARCH``.
         baseline: the row that changes count from, ``DENSE`` or ``FULL_ATTENTION`` (the control).
-        results: the distinct layouts, lowest NLL first.
-        fidelity: of a search, which of ``FIDELITIES``; "" for a comparison.
+        results: distinct layouts, lowest NLL first.
+        fidelity: for a search, one of ``FIDELITIES``; "" for a comparison.
     """
 
     how: str
@@ -69,7 +70,7 @@ class Evidence:
 
     @property
     def of_one_budget(self) -> tuple[Result, ...]:
-        """Return the results of one budget: of several, the one that most layouts share."""
+        """Return the results of one budget: the one that most layouts share."""
         budgets = pd.Series([result.num_global for result in self.results]).dropna()
         if budgets.empty:
             return self.results
@@ -77,17 +78,23 @@ class Evidence:
 
 
 def all_evidence(inputs: Inputs) -> list[Evidence]:
-    """Return every way of measuring that has results, the longest retraining first; each has words of its own."""
+    """Return the evidence of every mode that has results, most retraining steps first, with distinct ``how``."""
     collected = [*_of_search(inputs), *_of_comparison(inputs)]
-    times = Counter(one.how for one in collected)
+    occurrences = Counter(evidence.how for evidence in collected)
     collected = [
-        replace(one, how=f"{one.how}, in the {one.source}") if times[one.how] > 1 else one for one in collected
+        replace(evidence, how=f"{evidence.how}, in the {evidence.source}")
+        if occurrences[evidence.how] > 1
+        else evidence
+        for evidence in collected
     ]
-    return sorted(collected, key=lambda one: -math.inf if math.isnan(one.steps) else -one.steps)
+    return sorted(collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps)
 
 
 def stopped_trials(inputs: Inputs) -> list[Result]:
-    """Return the layouts whose scoring was stopped, where a chart shows their cost; their change is an estimate."""
+    """Return the layouts whose scoring was stopped early; their change of NLL is an estimate.
+
+    Only for a search with a cost, whose chart shows them.
+    """
     search = inputs.search
     if search is None or search["cost"].isna().any():
         return []
@@ -107,19 +114,19 @@ def _of_search(inputs: Inputs) -> Iterator[Evidence]:
         is_zero_shot = fidelity == "zero_shot"
         steps = 0.0 if is_zero_shot else _steps(recorded.get(fidelity) if isinstance(recorded, dict) else None)
         how = _how(steps) + (_HELD_OUT if fidelity == "full" else "")
-        # Without training, the dense model as it is; retrained layouts are compared with the control, trained alike.
+        # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
         if results:
             yield Evidence(how, steps, SEARCH, baseline, _distinct(results), fidelity)
 
 
 def _search_results(inputs: Inputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:
-    """Yield the rows of a search whose layout is of the table's grid."""
+    """Yield the rows of a search whose layout has the table's grid."""
     for row in rows.to_dict("records"):
         mask = _mask(row["heads"], inputs.table.grid)
         if mask is not None:
-            known = math.nan if error is None else float(row[error])
-            yield Result(str(row["name"]), float(row[delta]), known, float(mask.sum()), mask)
+            standard_error = math.nan if error is None else float(row[error])
+            yield Result(str(row["name"]), float(row[delta]), standard_error, float(mask.sum()), mask)
 
 
 def _of_comparison(inputs: Inputs) -> Iterator[Evidence]:
@@ -128,16 +135,16 @@ def _of_comparison(inputs: Inputs) -> Iterator[Evidence]:
         return
     baseline = counted_from(inputs.comparison)
     rows = inputs.comparison[is_layout(inputs.comparison) & inputs.comparison["nll"].notna()]
-    for steps, some in rows.groupby("steps", dropna=False):
-        results = tuple(_comparison_result(inputs, row) for row in some.to_dict("records"))
+    for steps, group in rows.groupby("steps", dropna=False):
+        results = tuple(_comparison_result(inputs, row) for row in group.to_dict("records"))
         yield Evidence(_how(float(steps)), float(steps), COMPARISON, baseline, _distinct(results))
 
 
 def _comparison_result(inputs: Inputs, row: dict[Any, Any]) -> Result:
-    """Return a row of the comparison; its heads are those of the layout of that name, if there is one."""
+    """Return a row of the comparison with the heads of the layout of that name, if there is one."""
     layout = inputs.layouts.get(row["strategy"])
     if layout is not None and row["num_global"] >= 0 and row["num_global"] != layout.num_global:
-        layout = None  # its file was since replaced by a layout of another budget
+        layout = None  # its file has been replaced by a layout of another budget
     return Result(
         row["strategy"],
         row["delta_nll_percent"],
@@ -149,7 +156,7 @@ def _comparison_result(inputs: Inputs, row: dict[Any, Any]) -> Result:
 
 
 def _distinct(results: tuple[Result, ...]) -> tuple[Result, ...]:
-    """Order results by their change of NLL, or by NLL where a change is missing, and keep the first of each layout."""
+    """Sort results by change of NLL (by NLL if one is missing) and keep the first of each layout."""
     has_deltas = not any(math.isnan(result.delta) for result in results)
     ordered = sorted(results, key=lambda result: result.delta if has_deltas else result.nll)
     distinct: dict[object, Result] = {}
@@ -159,19 +166,19 @@ def _distinct(results: tuple[Result, ...]) -> tuple[Result, ...]:
 
 
 def _steps(recorded: Any) -> float:
-    """Return the recorded number of steps, NaN where there is none."""
+    """Return the recorded number of steps; NaN if there is none."""
     return float(recorded) if isinstance(recorded, int | float) else math.nan
 
 
 def _how(steps: float) -> str:
-    """Return the way of measuring in words."""
+    """Return the evaluation mode in words."""
     if steps == 0:
         return _UNTRAINED
     return "retrained" if math.isnan(steps) else f"retrained for {steps:.0f} steps"
 
 
 def _mask(heads: str, grid: tuple[int, ...]) -> Mask | None:
-    """Return the global heads of a row of a search's table, bool [L, Hkv]; None for another grid than the table's."""
+    """Return the global heads in a row of a search's table, bool [L, Hkv]; None for another grid."""
     rows = str(heads).split()
     if {len(row) for row in rows} != {grid[1]} or len(rows) != grid[0]:
         return None

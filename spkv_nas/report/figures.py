@@ -1,4 +1,4 @@
-"""Which pictures are written where; the makers of the charts know no files."""
+"""Write the picture files of tables and searches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ SEARCH_FIGURES = ("search-progress", "search-retrained", "search-front")
 
 
 def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
-    """Write the picture of a table that is of use without it; its PNG file.
+    """Write a table's picture and return its PNG file.
 
-    None, with a warning, where what draws it is not installed; the picture of an earlier table is removed then.
+    Returns:
+        The file; None, with a warning, if the drawing libraries are not installed. A picture of an earlier table is
+        then removed.
     """
     try:
         from spkv_nas.report.plot import save_chart
@@ -33,11 +35,12 @@ def save_figure(folder: Path, chart: Chart | Panels) -> Path | None:
 
 
 def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> None:
-    """Write those of ``SEARCH_FIGURES`` that there is data for; one of an earlier search that has none is removed.
+    """Write those of ``SEARCH_FIGURES`` that have data, and remove the others, left by an earlier search.
 
     Args:
+        folder: of the files.
         rows: columns as in ``search.csv``.
-        cost: name of the second objective.
+        cost: name of the second objective; None without one.
     """
     from spkv_nas.report.plot import save_chart
 
@@ -49,5 +52,6 @@ def write_study_figures(folder: Path, rows: pd.DataFrame, cost: str | None) -> N
 
 
 def _remove(folder: Path, name: str) -> None:
+    """Delete the picture files of one name."""
     for suffix in (".png", ".svg"):
         (folder / f"{name}{suffix}").unlink(missing_ok=True)

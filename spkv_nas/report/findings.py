@@ -1,4 +1,4 @@
-"""Write the sentences of the sections on the comparison and the search; the conclusion itself is ``verdict``'s."""
+"""Write the sentences of the comparison and search sections; ``verdict`` writes the conclusion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Pair = tuple["pd.Series[Any]", "pd.Series[Any]"]
 
 
 def findings(inputs: Inputs) -> list[str]:
-    """Return the sentences on the comparison as a whole; none before training."""
+    """Return the sentences on the comparison; none before training."""
     if inputs.comparison is None:
         return []
     return [
@@ -32,7 +32,7 @@ def findings(inputs: Inputs) -> list[str]:
 
 
 def _baseline(comparison: pd.DataFrame) -> list[str]:
-    """Say what changes of NLL count from, and what retraining alone changes."""
+    """Return what changes of NLL count from, and the effect of retraining alone."""
     if counted_from(comparison) != DENSE:
         if not (comparison["strategy"] == FULL_ATTENTION).any():
             return []
@@ -47,16 +47,16 @@ def _baseline(comparison: pd.DataFrame) -> list[str]:
 
 
 def _ranking(inputs: Inputs) -> list[str]:
-    """Say how well coverage orders the layouts of one budget; none without two of different coverage and NLL."""
-    known = _contenders(inputs)
+    """Return how well coverage ranks the layouts of one budget; nothing if no two differ in coverage and NLL."""
+    contenders = _contenders(inputs)
     pairs = [
-        (one, other)
-        for one, other in combinations([row for _, row in known.iterrows()], 2)
-        if one["coverage_percent"] != other["coverage_percent"] and one["nll"] != other["nll"]
+        (first, second)
+        for first, second in combinations([row for _, row in contenders.iterrows()], 2)
+        if first["coverage_percent"] != second["coverage_percent"] and first["nll"] != second["nll"]
     ]
     if not pairs:
         return []
-    widest = known.sort_values("coverage_percent", ascending=False, kind="stable").iloc[0]
+    widest = contenders.sort_values("coverage_percent", ascending=False, kind="stable").iloc[0]
     return [
         f"{widest['strategy']} has the highest {inputs.table.measure.noun} coverage, "
         f"{widest['coverage_percent']:.1f} %; coverage puts {sum(_agrees(*pair) for pair in pairs)} of {len(pairs)} "
@@ -65,8 +65,8 @@ def _ranking(inputs: Inputs) -> list[str]:
 
 
 def _contenders(inputs: Inputs) -> pd.DataFrame:
-    """Return the rows of the layouts of one budget in the comparison that have a coverage."""
-    compared = [one for one in all_evidence(inputs) if one.source == COMPARISON]
+    """Return the comparison's rows of layouts of one budget that have a coverage."""
+    compared = [evidence for evidence in all_evidence(inputs) if evidence.source == COMPARISON]
     if inputs.comparison is None or not compared:
         return pd.DataFrame(columns=["coverage_percent"])
     names = [result.name for result in compared[0].of_one_budget]
@@ -74,8 +74,8 @@ def _contenders(inputs: Inputs) -> pd.DataFrame:
 
 
 def _of_clear(pairs: list[_Pair], inputs: Inputs) -> str:
-    """Say how many of the significantly different pairs coverage orders as their NLL does."""
-    errors = [inputs.pair_error(one["strategy"], other["strategy"]) for one, other in pairs]
+    """Return how many of the significantly different pairs coverage ranks like NLL."""
+    errors = [inputs.pair_error(first["strategy"], second["strategy"]) for first, second in pairs]
     if all(math.isnan(error) for error in errors):
         return "of which no standard error of the difference is known"
     clear = [pair for pair, error in zip(pairs, errors, strict=True) if _difference(*pair) > inputs.critical * error]
@@ -89,17 +89,20 @@ def _of_clear(pairs: list[_Pair], inputs: Inputs) -> str:
 
 
 def _difference(one: pd.Series[Any], other: pd.Series[Any]) -> float:
-    """Return how far two changes of NLL are apart, in percentage points."""
+    """Return the absolute difference of two changes of NLL, in percentage points."""
     return abs(float(one["delta_nll_percent"] - other["delta_nll_percent"]))
 
 
 def _agrees(one: pd.Series[Any], other: pd.Series[Any]) -> bool:
-    """Return whether the layout of higher coverage has the lower NLL."""
+    """Return True if the layout of higher coverage has the lower NLL."""
     return bool((one["coverage_percent"] > other["coverage_percent"]) == (one["nll"] < other["nll"]))
 
 
 def _correlation(record: Mapping[str, Any]) -> list[str]:
-    """Say the rank correlations recorded in ``comparison.yaml``: keys rho and, where known, layouts and interval."""
+    """Return the rank correlations that ``comparison.yaml`` records.
+
+    Their keys are rho and, where known, layouts and interval.
+    """
     recorded = record.get("rank_correlation")
     if not _is_correlation(recorded):
         return []
@@ -113,11 +116,12 @@ def _correlation(record: Mapping[str, Any]) -> list[str]:
 
 
 def _is_correlation(recorded: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return True if a recorded value is a rank correlation."""
     return isinstance(recorded, Mapping) and isinstance(recorded.get("rho"), int | float)
 
 
 def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
-    """Return a rank correlation with its interval or, below ``FEWEST`` layouts, its p-value, if either is known."""
+    """Return a rank correlation with its interval or, below ``FEWEST`` layouts, its p-value, if recorded."""
     text, interval, p_value = signed(recorded["rho"], 2), recorded.get("interval"), recorded.get("p_value")
     if recorded.get("layouts", FEWEST) < FEWEST or not isinstance(interval, list | tuple) or len(interval) != 2:
         return text if not isinstance(p_value, int | float) else f"{text} (p = {p_value:.2g})"
@@ -126,29 +130,29 @@ def _with_uncertainty(recorded: Mapping[str, Any]) -> str:
 
 
 def _reference(comparison: pd.DataFrame) -> list[str]:
-    """Say where SP-KV itself stands."""
+    """Return where SP-KV itself stands."""
     rows = comparison[(comparison["strategy"] == SP_KV) & comparison["delta_nll_percent"].notna()]
     if rows.empty:
         return []
     row = rows.iloc[0]
     density = f" keeps {row['density_percent']:.1f} % of the tokens and" if row["density_percent"] >= 0 else ""
-    what = f"SP-KV itself, which decides for every token of every head,{density}"
-    return [f"{what} is {versus(row, counted_from(comparison))}."]
+    subject = f"SP-KV itself, which decides for every token of every head,{density}"
+    return [f"{subject} is {versus(row, counted_from(comparison))}."]
 
 
 def search_findings(rows: pd.DataFrame) -> list[str]:
-    """Say what each sampler of a search reached, and how well cheap scores order its layouts."""
-    said = []
+    """Return what each sampler of a search reached, and how well cheap scores rank its layouts."""
+    sentences = []
     for sampler, reached in guidance(rows).items():
         if (best := reached.retrained) is not None:
             value = change(best.delta_nll_percent, best.standard_error)
-            said.append(
+            sentences.append(
                 f"{sampler}: {best.layout}, the best of its layouts after the short retraining, is at {value} % "
                 f"against {BASELINES[FULL_ATTENTION]} after the full one."
             )
     for pair, correlation in correlations(rows).items():
         if correlation is not None:
-            said.append(
+            sentences.append(
                 f"Rank correlation of {pair} over {correlation['layouts']} layouts: {_with_uncertainty(correlation)}."
             )
-    return said
+    return sentences

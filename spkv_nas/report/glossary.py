@@ -1,4 +1,4 @@
-"""Explain the words of the report: each is linked to where it is used, and all are listed at the end of the page."""
+"""Explain the terms of the report; each is linked where it is used, and all are listed at the end of the page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from spkv_nas.report.inputs import Inputs
 
 
 def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:
-    """Return (title, meaning) of each word that the page uses, by its key."""
+    """Return (title, meaning) of each term that the page uses, by key."""
     table, measure = inputs.table, inputs.table.measure
-    below = "" if table.is_density else " (0 where it is negative)"
-    words = {
+    clipping = "" if table.is_density else " (0 where it is negative)"
+    # Terms of every page
+    terms = {
         "measure": (measure.title, measure.meaning),
         "window": (
             "Window",
@@ -22,11 +23,12 @@ def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:
         "budget": ("Budget", "Number of global KV heads of a layout."),
         "coverage": (
             f"{measure.title} coverage",
-            f"Sum of {measure.noun}{below} over the global heads of a layout, as a share of the sum over all heads.",
+            f"Sum of {measure.noun}{clipping} over the global heads of a layout, as a share of the sum over all heads.",
         ),
     }
+    # Terms of gates and of results
     if table.is_density:
-        words["tau"] = (
+        terms["tau"] = (
             "Threshold τ",
             "A key is kept if its utility, which the gate predicts, is at least τ."
             + (
@@ -37,13 +39,13 @@ def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:
             ),
         )
     if inputs.comparison is not None or inputs.search is not None:
-        words |= _of_results(inputs)
-    return words
+        terms |= _of_results(inputs)
+    return terms
 
 
 def _of_results(inputs: Inputs) -> dict[str, tuple[str, str]]:
-    """Return the words of a comparison and of a search."""
-    words = {
+    """Return the terms of a comparison and of a search."""
+    terms = {
         "control": (
             "Control",
             "Full attention, retrained like the layouts: what differs from it is due to the layout, not to the "
@@ -51,6 +53,7 @@ def _of_results(inputs: Inputs) -> dict[str, tuple[str, str]]:
         ),
         "dense": ("Dense model as it is", "The checkpoint before any retraining."),
     }
+    # What changes of NLL count from
     comparison = inputs.comparison
     if comparison is None:
         baseline = "the dense model as it is where nothing was retrained, else the control"
@@ -58,11 +61,11 @@ def _of_results(inputs: Inputs) -> dict[str, tuple[str, str]]:
         baseline = BASELINES[counted_from(comparison)]
         if inputs.search is not None and counted_from(comparison) == DENSE:
             baseline += "; in the search, of retrained layouts, the control"
-    words["delta"] = (
+    terms["delta"] = (
         "Δ NLL",
         f"Change of the negative log-likelihood per token on held-out text against {baseline}, in percent; lower is "
         "better. ± is one standard error over documents.",
     )
     if comparison is not None and (comparison["strategy"] == SP_KV).any():
-        words["spkv"] = ("SP-KV", "The model with gates: it decides for every token of every head what stays.")
-    return words
+        terms["spkv"] = ("SP-KV", "The model with gates: it decides for every token of every head what stays.")
+    return terms

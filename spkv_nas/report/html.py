@@ -1,6 +1,6 @@
-"""HTML files that load nothing, from the templates beside this file.
+"""Render self-contained HTML files from the templates in this folder.
 
-Everything that comes from users is escaped by the template engine; scripts and styles are allowed by their hash alone.
+The template engine escapes everything that comes from users; scripts and styles are allowed by their hashes only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from spkv_nas.report.svg import draw, draw_scale, legend
 
 
-def render(template: str, **given: Any) -> str:
-    """The file that a template makes of what is given."""
+def render(template: str, **values: Any) -> str:
+    """Return the HTML of a template with the given values."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -28,21 +28,21 @@ def render(template: str, **given: Any) -> str:
     environment.filters.update(
         csp_hash=_csp_hash, compact=compact, tie=_tie, draw=draw, draw_scale=draw_scale, legend=legend
     )
-    return environment.get_template(template).render(**given)
+    return environment.get_template(template).render(**values)
 
 
 def compact(text: str) -> str:
-    """A script or style without comments and indentation, of which no text in it is made."""
+    """Strip comments and indentation from a script or style, whose own strings contain neither."""
     return re.sub(r"\s*\n\s*", "\n", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
 
 
 def _tie(sentence: str) -> str:
-    """No line break before a percent sign nor around a plus-minus or an equals sign."""
+    """Replace the spaces before percent signs and around ± and = by no-break spaces."""
     for sign in (" %", " ± ", " = "):
         sentence = sentence.replace(sign, sign.replace(" ", "\N{NO-BREAK SPACE}"))
     return sentence
 
 
 def _csp_hash(content: str) -> str:
-    """The Content-Security-Policy source that allows an inline style or script of exactly this content."""
+    """Return the Content-Security-Policy source that allows an inline style or script with this content."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

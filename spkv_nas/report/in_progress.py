@@ -1,4 +1,4 @@
-"""The section of a watched page on what is not finished: a search's scores so far, trainings at their checkpoints."""
+"""Build the section of unfinished work on a watched page: a running search, trainings at their checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spkv_nas.report.formatting import number, signed
 from spkv_nas.report.search_charts import progress_chart
 from spkv_nas.report.section import Row, Section
 
-_BEST = 5  # layouts of a search that are shown
+_BEST = 5  # best layouts of a search to show
 _CURVES: tuple[tuple[str, str, Tone], ...] = (
     ("heldout_soft_nll", "held-out NLL with soft gates", "accent"),
     ("heldout_hard_nll", "held-out NLL with hard gates", "second"),
@@ -24,7 +24,13 @@ _CURVES: tuple[tuple[str, str, Tone], ...] = (
 
 @dataclass(frozen=True)
 class Part:
-    """What there is to say of one command."""
+    """What one command adds to the section.
+
+    Attributes:
+        said: sentences.
+        charts: charts of its progress.
+        rows: rows of the table of layouts.
+    """
 
     said: tuple[str, ...]
     charts: tuple[Chart, ...] = ()
@@ -32,7 +38,7 @@ class Part:
 
 
 def section(parts: Sequence[Part]) -> Section | None:
-    """All of them; None where nothing is under way."""
+    """Return one section that joins all parts; None if nothing is in progress."""
     if not parts:
         return None
     return Section(
@@ -48,57 +54,71 @@ def section(parts: Sequence[Part]) -> Section | None:
 
 
 def searching(scored: pd.DataFrame, retrained: Mapping[Retraining, tuple[int, int]], num_workers: int) -> Part:
-    """A search.
+    """Describe a running search.
 
     Args:
-        scored: of every layout name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent and cost.
-        retrained: by fidelity, how many are finished, and how many are to be.
+        scored: columns name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent and cost, a row per layout.
+        retrained: (number finished, total) by fidelity.
+        num_workers: processes that work on it.
     """
-    there = _workers(num_workers)
+    workers = _workers(num_workers)
     if scored.empty:
-        return Part((f"Search: no layout is scored yet; {there}.",))
-    by_sampler = ", ".join(f"{sampler} {len(some)}" for sampler, some in scored.groupby("sampler", sort=False))
+        return Part((f"Search: no layout is scored yet; {workers}.",))
+    # Count layouts and retrainings
+    by_sampler = ", ".join(f"{sampler} {len(trials)}" for sampler, trials in scored.groupby("sampler", sort=False))
     stopped = f"{int(scored['stopped'].sum())} of them stopped"
-    said = [f"Search: {len(scored)} layout{'s' * (len(scored) > 1)} scored ({by_sampler}), {stopped}; {there}."]
-    said += [f"Retraining, {kind}: {done} of {number} finished." for kind, (done, number) in retrained.items()]
-    whole = scored[np.isfinite(scored["zero_shot_delta_percent"]) & ~scored["stopped"].astype(bool)]
-    if whole.empty:
-        return Part(tuple(said))
-    ordered = whole.sort_values("zero_shot_delta_percent", kind="stable").head(_BEST)
+    sentences = [f"Search: {len(scored)} layout{'s' * (len(scored) > 1)} scored ({by_sampler}), {stopped}; {workers}."]
+    sentences += [f"Retraining, {kind}: {done} of {number} finished." for kind, (done, number) in retrained.items()]
+    complete = scored[np.isfinite(scored["zero_shot_delta_percent"]) & ~scored["stopped"].astype(bool)]
+    if complete.empty:
+        return Part(tuple(sentences))
+    # Tabulate and plot the layouts that were scored on the whole text
+    ordered = complete.sort_values("zero_shot_delta_percent", kind="stable").head(_BEST)
     best = tuple(
         Row(name, (str(heads.count("G")), signed(delta)))
         for name, heads, delta in zip(
             *(ordered[column] for column in ("name", "heads", "zero_shot_delta_percent")), strict=True
         )
     )
-    cost = "cost" if whole["cost"].notna().all() else None
+    cost = "cost" if complete["cost"].notna().all() else None
     chart = replace(
-        progress_chart(whole, cost), name="under-way-search", title="The best so far",
+        progress_chart(complete, cost),
+        name="under-way-search",
+        title="The best so far",
         note="Of layouts that were scored on the whole text. Thick: mean over seeds; thin: each.",
-    )  # fmt: skip
-    return Part(tuple(said), (chart,), best)
+    )
+    return Part(tuple(sentences), (chart,), best)
 
 
 def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held: bool, count: int) -> Part:
-    """A training; ``count`` tells it from others.
+    """Describe a running training.
 
     Args:
-        log: columns step, loss, heldout_soft_nll, heldout_hard_nll; NaN where a step has it not.
+        name: of the training.
+        step: of its last checkpoint.
+        num_steps: total.
+        log: columns step, loss, heldout_soft_nll, heldout_hard_nll; NaN where a step lacks one.
+        is_held: True if a process is working on it.
+        count: number of the training on this page, which makes its chart's name unique.
     """
-    there = "a process is at it" if is_held else "no process is at it: the same command goes on"
-    said = f"Training {name}: step {step:,} of {num_steps:,} at its last checkpoint"
+    worker = "a process is at it" if is_held else "no process is at it: the same command goes on"
+    # Sentence: step and latest values
+    sentence = f"Training {name}: step {step:,} of {num_steps:,} at its last checkpoint"
     lines = [(label, tone, *_curve(log, column)) for column, label, tone in _CURVES]
     losses = _curve(log, "loss")
     if losses[1]:
-        said += f", loss {number(losses[1][-1], 4)}"
-    said += "".join(f", {label} {number(values[-1], 4)}" for label, _, _, values in lines if values) + f"; {there}."
+        sentence += f", loss {number(losses[1][-1], 4)}"
+    sentence += (
+        "".join(f", {label} {number(values[-1], 4)}" for label, _, _, values in lines if values) + f"; {worker}."
+    )
     if not losses[1]:
-        return Part((said,))
+        return Part((sentence,))
+    # Chart of the curves
     values = [value for _, _, _, curve in lines for value in curve] + list(losses[1])
     chart = Chart(
         f"under-way-{count}",
         f"Training {name}",
-        said,
+        sentence,
         round_axis("Step", 0, num_steps, exact=True),
         round_axis("NLL, nats per token", min(values), max(values)),
         (
@@ -107,16 +127,17 @@ def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held
             *(Points(x, y, tone=tone, size=3.0) for _, tone, x, y in lines if y),
         ),
     )
-    return Part((said,), (chart,))
+    return Part((sentence,), (chart,))
 
 
 def _curve(log: pd.DataFrame, column: str) -> tuple[Numbers, Numbers]:
-    """(steps, values) of a column where it has any."""
+    """Return (steps, values) of a column where it has values."""
     rows = log[np.isfinite(log[column])]
     return numbers(rows["step"]), numbers(rows[column])
 
 
 def _workers(number: int) -> str:
+    """Return how many processes work on a search, in words."""
     if not number:
         return "no process is at it: the same command goes on"
     return "a process is at it" if number == 1 else f"{number} processes are at it"

@@ -1,6 +1,6 @@
-"""The index of a workspace's reports: a small map and some words for every probe and search, and where they lead.
+"""Write the index of a workspace's reports: a small map, some sentences and links for every probe and search.
 
-It has no script, so that it is the same without one.
+It needs no script.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from spkv_nas.report.html import render
 
 @dataclass(frozen=True)
 class Card:
-    """A probe's or a search's place in the index.
+    """The entry of one probe or search in the index.
 
     Attributes:
-        chart: its map; its name tells it from the others on the page.
+        name: its title.
+        chart: its map, with a name that is unique on the page.
         said: sentences.
-        page: address of its page, "" without one.
-        links: (words, address) of more.
+        page: URL of its page, "" without one.
+        links: (text, URL) of further links.
     """
 
     name: str
@@ -35,10 +36,12 @@ class Card:
 
 
 def write_index(folder: Path, cards: Sequence[Card], *, written: datetime | None = None) -> Path:
-    """Write ``index.html``; its path.
+    """Write ``index.html`` and return its path.
 
     Args:
-        written: now, of an index that will be written again: it says so.
+        folder: of the file.
+        cards: entries, in order.
+        written: the current time if the index will be written again: it then shows it.
     """
     page = folder / "index.html"
     write_atomic(page, render("index.html.j2", version=__version__, cards=cards, written=written))

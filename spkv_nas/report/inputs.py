@@ -1,4 +1,4 @@
-"""What a report is made from, checked, and who competes in it."""
+"""Hold everything that a report is made from, checked."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from spkv_nas.proposal.stability import Certainty, bootstrap, knee
 from spkv_nas.report.section import Section
 
 Float = NDArray[np.float64]
-# Of layouts [M, H] their scores [M] and the standard deviations; NaN where nothing is known.
+# Maps layouts, bool [M, H], to predicted scores [M] and their standard deviations [M]; NaN where unknown
 Predict = Callable[[NDArray[np.bool_]], tuple[Float, Float]]
-# Of two rows of the comparison, the standard error of their difference of NLL in percentage points; NaN: not known.
+# Maps two rows of the comparison to the standard error of their NLL difference, in percentage points; NaN: unknown
 PairError = Callable[[str, str], float]
 
 
 def no_pair_error(_first: str, _second: str) -> float:
-    """Return NaN: no standard error of any difference is known."""
+    """Return NaN: the standard error of the difference is unknown."""
     return math.nan
 
 
@@ -38,15 +38,23 @@ def no_pair_error(_first: str, _second: str) -> float:
 class Inputs:
     """Everything a report is made from, checked.
 
-    ``comparison`` is None where nothing has been trained yet; ``covered`` holds each layout's density coverage,
-    in [0, 1]; ``record`` is the content of ``comparison.yaml``; ``agreement`` and ``search`` are the tables of a
-    comparison of probes and of a search, None where there was none, ``search_record`` is the content of
-    ``search.yaml``; ``trust`` is that of the layout ``densest``, None where it was not measured; ``probes`` are what
-    heads can be chosen by on the page, each at its own threshold; ``calibration`` is of the model's heads, None where
-    nothing was timed; ``predict`` tells zero-shot ΔNLL in percent by the search's scores, None where they cannot tell;
-    ``judged`` are the sections of further tables, ``under_way`` is that of what is not finished; ``pair_error`` gives
-    the standard error of the difference of two rows of the comparison, which share documents; ``commands`` propose
-    layouts by each probe in its workspace, by the probe's name.
+    Attributes:
+        table: head scores of the reference model.
+        layouts: layouts by name.
+        covered: each layout's coverage, in [0, 1].
+        comparison: retrained layouts; None before training.
+        record: content of ``comparison.yaml``.
+        agreement: comparison of probes; None without one.
+        search: table of a search; None without one.
+        trust: how well the table ranks the heads, for the layout ``densest``; None if it was not measured.
+        search_record: content of ``search.yaml``.
+        probes: tables by which the page can choose heads, each at its own threshold.
+        calibration: measured times of the model's attention; None if there are none.
+        predict: predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it.
+        judged: sections of further result tables.
+        under_way: section of unfinished work; None if there is none.
+        pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
+        commands: the command that proposes layouts, by the probe's name.
     """
 
     table: HeadScores
@@ -68,13 +76,13 @@ class Inputs:
 
     @property
     def critical(self) -> float:
-        """Return how many standard errors of the comparison lie on either side of a 95 % interval."""
+        """Return the number of standard errors on either side of a 95 % interval of the comparison."""
         effective = self.record.get("effective_documents")
         return critical_errors(float(effective) if isinstance(effective, int | float) else math.nan)
 
     @cached_property
     def certainty(self) -> Certainty | None:
-        """How sure the densities are, at the budget that most layouts share, or without any at the knee."""
+        """Return how stable the choice of heads is at ``budget``; None if the probe cannot be resampled."""
         resampled = bootstrap(self.table)
         if resampled is None:
             return None
@@ -82,7 +90,7 @@ class Inputs:
 
     @cached_property
     def budget(self) -> int:
-        """Number of global KV heads that most layouts share, or without any the knee's."""
+        """Return the number of global KV heads that most layouts share; without layouts, the knee's."""
         budgets = pd.Series([layout.num_global for layout in self.layouts.values()])
         return knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
 
@@ -106,9 +114,12 @@ class Inputs:
         pair_error: PairError = no_pair_error,
         commands: Mapping[str, str] | None = None,
     ) -> Inputs:
-        """Without ``probes`` the table is the only one.
+        """Check the inputs and compute the layouts' coverage; the arguments are the attributes.
 
-        Raises ``UserError`` for a layout of another shape than the table, or a comparison that cannot be read.
+        Without ``probes`` the table is the only one.
+
+        Raises:
+            UserError: a layout has another shape than the table, or the comparison cannot be read.
         """
         covered = {name: coverage(table, layout) for name, layout in layouts.items()}
         checked = None if comparison is None or comparison.empty else complete(comparison)
@@ -120,14 +131,18 @@ class Inputs:
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are layouts, rather than baselines (the dense model as it is, full attention, SP-KV)."""
+    """Return which rows are layouts; the others are baselines (dense model, full attention, SP-KV)."""
     return ~comparison["strategy"].isin(BASELINES)
 
 
 def widest_layout(inputs: Inputs) -> str | None:
-    """The layout of highest coverage: of several budgets, at the one that most layouts share. None without layouts."""
+    """Return the name of the layout with the highest coverage, at the budget that most layouts share.
+
+    Returns:
+        The name; None without layouts.
+    """
     if not inputs.layouts:
         return None
     budgets = pd.Series({name: layout.num_global for name, layout in inputs.layouts.items()})
-    rivals = budgets[budgets == budgets.mode().max()].index
-    return str(max(rivals, key=lambda name: inputs.covered[name]))
+    candidates = budgets[budgets == budgets.mode().max()].index
+    return str(max(candidates, key=lambda name: inputs.covered[name]))

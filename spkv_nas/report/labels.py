@@ -1,6 +1,6 @@
-"""Where a chart's labels go: the same for the page and for pictures, in whatever unit the renderer draws.
+"""Place a chart's labels, both for the page and for picture files.
 
-Lengths are in that unit, y downward. A label keeps off marks, lines and other labels.
+Lengths are in the unit of the renderer, y downward. Labels avoid marks, lines and other labels.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ from spkv_nas.report.chart import Bars, Chart, Line, Points, Rule
 
 Place = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
-_FAINT = 0.6  # marks of less opacity may lie under a label
+_FAINT = 0.6  # labels may cover marks of lower opacity
 _MARGIN = 14  # from the end of a line across the chart to its label
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text, centred on y; ``leader`` is where a thin line leads from it, when it had to move away from its mark."""
+    """A text, centred vertically on y.
+
+    Attributes:
+        x: left, middle or right of the text, by ``anchor``.
+        y: vertical centre.
+        text: what it says.
+        anchor: as in SVG.
+        leader: point from which a thin line leads to a label that had to move away from its mark.
+    """
 
     x: float
     y: float
@@ -30,7 +38,7 @@ class Label:
 
 
 def margin(chart: Chart, letter: float) -> float:
-    """Room that labels need to the right of the axes; ``letter`` is the width of a letter."""
+    """Return the width that labels need to the right of the axes; ``letter`` is a letter's width."""
     names = [mark.label for mark in _across(chart)]
     return _MARGIN + letter * max(map(len, names)) if names else 0.0
 
@@ -38,19 +46,23 @@ def margin(chart: Chart, letter: float) -> float:
 def chart_labels(
     chart: Chart, at: Callable[[float, float], Place], box: Box, *, letter: float, line: float
 ) -> list[Label]:
-    """Every label inside and beside a chart's axes.
+    """Return every label inside and beside a chart's axes.
 
     Args:
-        at: the place of a point in data coordinates.
-        box: of the axes.
-        letter: width of a letter, on average.
+        chart: the chart.
+        at: maps data coordinates to the renderer's.
+        box: extent of the axes.
+        letter: average width of a letter.
         line: height of a line of text.
     """
+    # Labels of horizontal rules, to the right of the axes
     taken = list(_obstacles(chart, at, box))
     labels = _beside_axes([(at(chart.x.high, mark.at)[1], mark.label) for mark in _across(chart)], box, line)
+    # Labels of vertical rules
     for mark in chart.marks:
         if isinstance(mark, Rule) and mark.vertical and mark.label:
             labels.append(_along_rule(at(mark.at, chart.y.low)[0], mark.label, box, taken, letter, line))
+    # Names of points
     for mark in chart.marks:
         if not isinstance(mark, Points) or not any(mark.names):
             continue
@@ -61,8 +73,16 @@ def chart_labels(
                 for (x, y), name in zip(places, mark.names, strict=True)
             ]
         else:
-            labels += place_labels(places, mark.names, box, taken=taken, letter=letter, line=line,
-                                   farthest=mark.farthest, optional=mark.optional)  # fmt: skip
+            labels += place_labels(
+                places,
+                mark.names,
+                box,
+                taken=taken,
+                letter=letter,
+                line=line,
+                farthest=mark.farthest,
+                optional=mark.optional,
+            )
     return labels
 
 
@@ -77,15 +97,23 @@ def place_labels(
     farthest: int = 8,
     optional: bool = False,
 ) -> list[Label]:
-    """Labels beside their marks that cover nothing in ``taken``, which grows by them: the nearest free place, greedily.
+    """Place names beside their marks, each at the nearest free position (greedy).
 
-    A label moves at most ``farthest`` lines. One that finds no free place keeps its first, or if ``optional`` is left
-    out.
+    Args:
+        marks: position of each mark.
+        names: text of each, "" for none.
+        within: box that the labels should stay in.
+        taken: occupied boxes; those of the new labels are appended.
+        letter: average width of a letter.
+        line: height of a line of text.
+        farthest: lines by which a label may move up or down.
+        optional: leave out a label that finds no free position; otherwise it keeps its first one.
     """
     labels = []
     for (x, y), name in zip(marks, names, strict=True):
         if not name:
             continue
+        # Candidates: right or left of the mark, moved by whole lines
         boxes = [
             (left, y + shift - line / 2, left + letter * len(name), y + shift + line / 2)
             for shift in (0.0, *(sign * k * line for k in range(1, farthest + 1) for sign in (-1, 1)))
@@ -95,6 +123,7 @@ def place_labels(
         box = _first_free(inside, taken) or (None if optional else inside[0])
         if box is None:
             continue
+        # Add a leader line if the label has moved
         taken.append(box)
         middle = (box[1] + box[3]) / 2
         moved = (x, y) if abs(middle - y) > line * 0.6 else None
@@ -104,41 +133,41 @@ def place_labels(
 
 
 def _beside_axes(rules: list[tuple[float, str]], box: Box, line: float) -> list[Label]:
-    """Labels to the right of the axes, each as near its height as the others leave room."""
+    """Place the labels of horizontal rules to the right of the axes, as near their heights as they fit."""
     ordered = sorted(rules)
     heights = spread([height for height, _ in ordered], line)
     return [
-        Label(box[2] + _MARGIN, height, name, "start", (box[2], wanted))
-        for (wanted, name), height in zip(ordered, heights, strict=True)
+        Label(box[2] + _MARGIN, height, name, "start", (box[2], rule_height))
+        for (rule_height, name), height in zip(ordered, heights, strict=True)
     ]
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Ascending places at least ``gap`` apart, nearest to the ascending ``wanted`` in the sum of squares."""
+    """Return positions at least ``gap`` apart, nearest in squares to the ``wanted`` ones; both ascend (isotonic)."""
     blocks: list[tuple[float, int]] = []
-    for index, place in enumerate(wanted):
-        total, count = place - index * gap, 1
+    for index, position in enumerate(wanted):
+        total, count = position - index * gap, 1
         while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
-            more, others = blocks.pop()
-            total, count = total + more, count + others
+            block_total, block_count = blocks.pop()
+            total, count = total + block_total, count + block_count
         blocks.append((total, count))
     means = [total / count for total, count in blocks for _ in range(count)]
     return [mean + index * gap for index, mean in enumerate(means)]
 
 
 def _along_rule(x: float, name: str, box: Box, taken: list[Box], letter: float, line: float) -> Label:
-    """The highest free place beside a vertical line."""
+    """Place the label of a vertical line at the highest free position beside it."""
     width = letter * len(name)
     rows = [box[1] + row * line / 2 for row in range(int((box[3] - box[1]) / line * 2) - 1)]
     boxes = [(left, top, left + width, top + line) for top in rows for left in (x + 6, x - 6 - width)]
-    inside = [place for place in boxes if _holds(box, place)] or boxes
+    inside = [candidate for candidate in boxes if _holds(box, candidate)] or boxes
     chosen = _first_free(inside, taken) or inside[0]
     taken.append(chosen)
     return Label(chosen[0], chosen[1] + line / 2, name)
 
 
 def _obstacles(chart: Chart, at: Callable[[float, float], Place], box: Box) -> Iterator[Box]:
-    """What labels keep off."""
+    """Yield the boxes of marks that labels should avoid."""
     for mark in chart.marks:
         match mark:
             case Line():
@@ -161,7 +190,7 @@ def _obstacles(chart: Chart, at: Callable[[float, float], Place], box: Box) -> I
 
 
 def _along(places: list[Place]) -> Iterator[Box]:
-    """Small boxes along the line through ``places``."""
+    """Yield small boxes along the line through ``places``."""
     for (x0, y0), (x1, y1) in pairwise(places):
         steps = 1 + int(math.hypot(x1 - x0, y1 - y0) / 4)
         for k in range(steps + 1):
@@ -170,16 +199,20 @@ def _along(places: list[Place]) -> Iterator[Box]:
 
 
 def _across(chart: Chart) -> list[Rule]:
+    """Return the horizontal rules that have a label."""
     return [mark for mark in chart.marks if isinstance(mark, Rule) and not mark.vertical and mark.label]
 
 
 def _first_free(boxes: Sequence[Box], taken: Sequence[Box]) -> Box | None:
+    """Return the first box that overlaps none of the taken ones; None if there is none."""
     return next((box for box in boxes if not any(_overlap(box, other) for other in taken)), None)
 
 
 def _holds(outer: Box, inner: Box) -> bool:
+    """Return True if ``outer`` contains ``inner``."""
     return outer[0] <= inner[0] and outer[1] <= inner[1] and inner[2] <= outer[2] and inner[3] <= outer[3]
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _overlap(first: Box, second: Box) -> bool:
+    """Return True if two boxes overlap."""
+    return first[0] < second[2] and second[0] < first[2] and first[1] < second[3] and second[1] < first[3]

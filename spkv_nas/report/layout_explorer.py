@@ -1,7 +1,7 @@
-"""Prepare what the page's explorer needs to choose heads by hand: values, order, coverage and files.
+"""Prepare the data of the page's layout explorer: head scores, their order, coverage, and layout files.
 
-They are computed here, as ``propose`` computes them, so that the page looks them up, and a layout that it hands out is
-that of ``propose`` to the byte. The explorer starts with the layout of the page's ``Verdict``.
+They are computed here, as ``propose`` computes them, so that the page only looks them up and the layouts that it offers
+are identical to ``propose``'s, byte for byte. The explorer starts with the layout of the page's ``Verdict``.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, sto
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.verdict import Verdict
 
-_TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered beside a probe's own
-_GPU = "h200"  # whose roofline is shown where nothing was measured, as by ``cost``
-_ORDER = 8  # of the code of predictions: in thousandths of a percent, a few hundred apart
-_VARY = ("budget", "coverage", "tau")  # in a layout's provenance, from one to the next
+_TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
+_GPU = "h200"  # its roofline stands in for missing measurements, as in ``cost``
+_ORDER = 8  # Golomb order of predictions, which are thousandths of a percent and a few hundred apart
+_VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 
 def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
-    """Return the data, as JSON takes it; None where no head keeps anything."""
+    """Return the explorer's data as JSON types; None if no head keeps anything."""
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
         return None
-    # Collect the distinct layouts: proposed ones first, then measured ones, then those whose scoring was stopped.
-    evidence = [replace(one, results=_of_known_heads(one)) for one in all_evidence(inputs)]
+    # Collect distinct layouts: proposed, then measured, then those whose scoring was stopped
+    evidence = [replace(mode, results=_of_known_heads(mode)) for mode in all_evidence(inputs)]
     proposed = [Result(name, 0.0, mask=layout.global_mask) for name, layout in inputs.layouts.items()]
-    retrained = [result for one in evidence if one.steps != 0 for result in one.results]
-    measured = [result for one in evidence for result in one.results]
+    retrained = [result for mode in evidence if mode.steps != 0 for result in mode.results]
+    measured = [result for mode in evidence for result in mode.results]
     stopped = stopped_trials(inputs)
     names: dict[object, str] = {}
     for result in (*proposed, *measured):
@@ -57,48 +57,48 @@ def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
     for result in stopped:
         names.setdefault(result.key, result.name)
     places = {key: number for number, key in enumerate(names)}
-    called = {(result.name, places[result.key]) for result in (*proposed, *measured, *stopped)}
-    offered = {places[result.key]: result for result in reversed((*proposed, *retrained))}
+    named = {(result.name, places[result.key]) for result in (*proposed, *measured, *stopped)}
+    proposed_or_retrained = {places[result.key]: result for result in reversed((*proposed, *retrained))}
     colours = shades()
     return {
         "grid": inputs.table.grid,
         "shades": [colour for colour, _ in colours],
-        "dark": sum(ink == "#fff" for _, ink in colours),  # of the shades, from the first on
+        "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
         "budget": inputs.budget,
         "context": CONTEXT,
         "start": -1 if verdict.layout is None else places.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),
         "layouts": [[name, _flags(key)] for key, name in names.items() if isinstance(key, bytes)],
-        "files": [_layout_file(inputs, offered[place]) for place in sorted(offered)],
-        "aliases": sorted([name, place] for name, place in called if name != [*names.values()][place]),
-        "offered": len(offered),  # of them, to compare with
-        "known": num_known,  # of them; the others were stopped before anything could be said
+        "files": [_layout_file(inputs, proposed_or_retrained[place]) for place in sorted(proposed_or_retrained)],
+        "aliases": sorted([name, place] for name, place in named if name != [*names.values()][place]),
+        "offered": len(proposed_or_retrained),  # number of layouts with a file
+        "known": num_known,  # number of layouts with results; the others were stopped early
         "measured": [
             [
-                one.how,
-                _column(one),
-                [[places[each.key], _number(each.delta), _number(each.error)] for each in one.results],
+                mode.how,
+                _column(mode),
+                [[places[scored.key], _number(scored.delta), _number(scored.error)] for scored in mode.results],
             ]
-            for one in evidence
-            if one.results
+            for mode in evidence
+            if mode.results
         ],
         "costs": _costs(inputs, places),
     }
 
 
 def _of_known_heads(evidence: Evidence) -> tuple[Result, ...]:
-    """Return the results whose layout and change are known, which the map can show."""
+    """Return the results whose heads and change of NLL are known."""
     return tuple(one for one in evidence.results if one.mask is not None and not math.isnan(one.delta))
 
 
 def _column(evidence: Evidence) -> int:
-    """Return the column of a way of measuring in the search's table, -1 where it has none."""
+    """Return an evaluation mode's column in the search's table; -1 if it has none."""
     return 3 - FIDELITIES.index(evidence.fidelity) if evidence.source == SEARCH else -1
 
 
 def _costs(inputs: Inputs, places: Mapping[object, int]) -> list[str] | None:
-    """Return what the search's second objective is, by layout, as its table writes it; None without one."""
+    """Return the search's second objective of each layout, formatted as in its table; None without one."""
     rows = inputs.search
     if rows is None or rows["cost"].isna().any():
         return None
@@ -112,7 +112,11 @@ def _costs(inputs: Inputs, places: Mapping[object, int]) -> list[str] | None:
 
 
 def _layout_file(inputs: Inputs, result: Result) -> list[str]:
-    """Return a layout's name, exact coverage, and its file before and after the rows; [] where it cannot be a file."""
+    """Return what the page needs to write a layout's file.
+
+    Returns:
+        Name, exact coverage in percent, hash, and the text before and after the rows; [] if it cannot be a file.
+    """
     table, name = inputs.table, result.name
     layout = inputs.layouts.get(name)
     if result.mask is None:
@@ -120,7 +124,7 @@ def _layout_file(inputs: Inputs, result: Result) -> list[str]:
     if layout is None or layout.global_mask.tobytes() != result.key:
         try:
             bare = Layout.from_mask(result.mask, window=_window(inputs), strategy=name)
-        except UserError:  # a name that cannot be a file's
+        except UserError:  # the name cannot be a file name
             return []
         layout = replace(bare, provenance=provenance(table, bare, int(bare.num_global), None))
     before, _, after = layout.text.partition(layout.rows)
@@ -128,29 +132,31 @@ def _layout_file(inputs: Inputs, result: Result) -> list[str]:
 
 
 def _window(inputs: Inputs) -> int:
-    """Return the window of the layouts of a search."""
+    """Return the window of a search's layouts."""
     recorded = inputs.search_record.get("window")
     return recorded if isinstance(recorded, int) else inputs.table.window or DEFAULT_WINDOW
 
 
 def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
-    """Of every name that one layout of the instrument alone has, the place of that."""
+    """Return the index of each layout in the explorer's data, by name; ambiguous names are left out."""
     if choices is None:
         return {}
     places: dict[str, set[int]] = defaultdict(set)
     for name, place in (*((name, place) for place, (name, _) in enumerate(choices["layouts"])), *choices["aliases"]):
         places[name].add(place)
-    return {name: min(found) for name, found in places.items() if len(found) == 1}
+    return {name: min(indices) for name, indices in places.items() if len(indices) == 1}
 
 
 def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
-    """Of one probe, at every threshold at which it keeps anything, that of the table on the page too."""
-    shown = inputs.table
-    tables = [one for one in _at_thresholds(table, shown.tau) if one.density.any()]
+    """Return the data of one probe at every threshold at which it keeps anything; None if there is none."""
+    page_table = inputs.table
+    tables = [candidate for candidate in _at_thresholds(table, page_table.tau) if candidate.density.any()]
     if not tables:
         return None
     measure, scale = table.measure, table.measure.scale
-    own, start = (_nearest(tables, tau) for tau in (table.tau, (shown if shown.name == table.name else table).tau))
+    own_index, start = (
+        _nearest(tables, tau) for tau in (table.tau, (page_table if page_table.name == table.name else table).tau)
+    )
     return {
         "name": table.name,
         "command": inputs.commands.get(table.name, f"spkv-nas propose --probe {shlex.quote(table.name)}"),
@@ -166,9 +172,9 @@ def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
         },
         "domains": list(table.domains),
         "cache": _cache(table),
-        "file": _file(tables[own]),
-        "taus": [yaml_line(_origin(one)["tau"]) for one in tables],
-        "own": own,
+        "file": _file(tables[own_index]),
+        "taus": [yaml_line(_origin(candidate)["tau"]) for candidate in tables],
+        "own": own_index,
         "start": start,
         "shares": shares(table),
         "order": ORDER,
@@ -178,10 +184,12 @@ def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
 
 
 def _nearest(tables: list[HeadScores], tau: float) -> int:
+    """Return the index of the table whose threshold is nearest to ``tau``."""
     return min(range(len(tables)), key=lambda number: abs(tables[number].tau - tau))
 
 
 def _at_thresholds(table: HeadScores, other: float) -> Iterator[HeadScores]:
+    """Yield a probe's table at each offered threshold, its own, and ``other``; only as it is without a histogram."""
     if not table.is_density or table.histogram is None:
         yield table
         return
@@ -190,9 +198,9 @@ def _at_thresholds(table: HeadScores, other: float) -> Iterator[HeadScores]:
 
 
 def _file(table: HeadScores) -> dict[str, Any]:
-    """Parts of the layout file: what comes before its rows, between them and its provenance, and that one's entries.
+    """Return the parts of a layout file: the text before its rows, between rows and provenance, and the provenance.
 
-    An entry that varies is "".
+    Provenance entries that differ between layouts are "".
     """
     layout = _example(table)
     before, _, after = layout.text.partition(layout.rows)
@@ -207,63 +215,69 @@ def _file(table: HeadScores) -> dict[str, Any]:
 
 
 def _example(table: HeadScores) -> Layout:
+    """Return any one layout of a table."""
     return propose(table, 1, num_random=0)["densest"]
 
 
 def _origin(table: HeadScores) -> Mapping[str, Any]:
+    """Return the provenance of a table's layouts."""
     return _example(table).provenance
 
 
 def _cache(table: HeadScores) -> dict[str, Any] | None:
-    """Return the bytes of a token in one KV head, and the window of a local one; None where they are not known."""
+    """Return the bytes of a token in one KV head, and the window of local heads; None if they are not recorded."""
     token = token_bytes(table)
     return None if token is None else {"token": token, "window": table.window or DEFAULT_WINDOW}
 
 
 def _times(calibration: Calibration | None) -> dict[str, Any]:
-    """Where times of decoding are from, and what they follow from: the memory's bandwidth, or a layer's seconds.
+    """Return the source of decoding times, and the numbers to compute them from.
 
-    The roofline of decoding: every visible key and value is read once for a token.
+    These are the measured seconds of a layer, if there is a calibration, and the memory bandwidth for the roofline:
+    decoding a token reads every visible key and value once.
     """
     hardware = find_hardware(_GPU)
-    found: dict[str, Any] = {"bound": f"roofline, {hardware.name}", "bandwidth": hardware.bandwidth}
+    sources: dict[str, Any] = {"bound": f"roofline, {hardware.name}", "bandwidth": hardware.bandwidth}
     if calibration is not None:
         contexts, counts, seconds = calibration.grid("decode")
-        found |= {
+        sources |= {
             "measured": calibration.source,
             "window": calibration.case.window,
             "contexts": contexts.astype(int).tolist(),
             "counts": counts.astype(int).tolist(),
             "seconds": seconds.tolist(),
         }
-    return found
+    return sources
 
 
 def _predicted(tables: list[HeadScores], inputs: Inputs) -> dict[str, Any] | None:
-    """Predicted ΔNLL and its deviation, in thousandths of a percent, by threshold, of the budgets that have one."""
+    """Return predicted zero-shot ΔNLL and its deviation, in thousandths of a percent, coded.
+
+    There is one run of each by threshold, over the budgets for which the search's scores allow a prediction.
+    """
     if inputs.predict is None:
         return None
-    code, found, low = Code(), None, 0
+    code, count, low = Code(), None, 0
     for table in tables:
         order = densest_first(table.values)
         masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
         for budget, head in enumerate(order):
             masks[budget:, head] = True
         means, errors = inputs.predict(masks)
-        known = np.flatnonzero(~np.isnan(means))
-        low, found = int(known[0]) + 1, len(known)
+        predicted = np.flatnonzero(~np.isnan(means))
+        low, count = int(predicted[0]) + 1, len(predicted)
         for numbers in (means, errors):
-            code.run([round(1000 * number) for number in numbers[known].tolist()], [_ORDER] * found)
-    return {"low": low, "count": found, "order": _ORDER, "code": code.text}
+            code.run([round(1000 * number) for number in numbers[predicted].tolist()], [_ORDER] * count)
+    return {"low": low, "count": count, "order": _ORDER, "code": code.text}
 
 
 def _flags(mask: bytes) -> str:
-    """Global heads, layer after layer."""
+    """Return a layout's global heads, layer by layer, coded as bits."""
     code = Code()
     code.flags(np.frombuffer(mask, np.bool_).tolist())
     return code.text
 
 
 def _number(value: float) -> float | None:
-    """As JSON takes it."""
+    """Round to five significant digits; NaN is None."""
     return None if math.isnan(value) else float(f"{value:.5g}")

@@ -1,8 +1,8 @@
-"""Write the report's page: one HTML file that loads nothing, and its figures beside it.
+"""Write the report page: one self-contained HTML file, with its figures beside it.
 
-Names of strategies, domains and probes come from users, so everything is escaped by the template engine, scripts and
-styles are allowed by their hash alone (Content-Security-Policy), and the script writes text only. The numbers of all
-charts on the page stand in it once, as JSON, where its script reads them.
+Names of strategies, domains and probes come from users: the template engine escapes all of them, scripts and styles are
+allowed by their hashes only (Content-Security-Policy), and the script writes text only. The numbers of all charts are
+embedded once, as JSON, where the script reads them.
 """
 
 from __future__ import annotations
@@ -76,31 +76,32 @@ def write_report(
     progress: Progress = no_progress,
     written: datetime | None = None,
 ) -> Path:
-    """Write ``index.html`` and the figures (PNG and SVG) into ``folder``; returns the path of the page.
+    """Write ``index.html`` and its figures (PNG and SVG) into ``folder``, and return the page's path.
 
     Args:
-        folder: made if it is not there; files of the same names are replaced, each atomically.
-        table: density of the reference model.
-        layouts: by name, which is the strategy in the comparison.
-        comparison: of ``spkv_nas.artifacts.comparison``, columns but the strategy optional; None before training.
-        record, search_record: content of ``comparison.yaml`` and ``search.yaml``.
-        agreement: of ``spkv_nas.proposal.agreement``; None where no probes have been compared.
-        search: of ``spkv_nas.artifacts.search_table``; None where no layouts have been searched for.
-        trust: how well the table orders the heads, of the layout ``densest``; None where that was not measured.
-        probes: what heads can be chosen by on the page, each at its own threshold; by default the table.
-        calibration: times of the model's attention; None where they were not measured.
-        predict: zero-shot ΔNLL of layouts by the search's scores; None where these cannot tell.
-        judged: sections of further tables (``report.benchmark_sections``).
-        under_way: the section of what other commands have not finished, if there is anything.
-        pair_error: standard error of the difference of two rows of the comparison; by default none is known.
-        advise: returns the commands to recommend, by the verdict of the page; None recommends none.
-        commands: that propose layouts, by the probe's name; by default those of the current folder.
-        pictures: whether to draw the figures too; otherwise the page leads to those that are there.
-        progress: called with (figures drawn, figures in all).
-        written: now, of a page that will be written again: it says so, and has a button that loads it again.
+        folder: created if missing; files of the same names are replaced, each atomically.
+        table: head scores of the reference model.
+        layouts: layouts by name, which is their strategy in the comparison.
+        comparison: table of ``spkv_nas.artifacts.comparison``, only the strategy required; None before training.
+        record: content of ``comparison.yaml``.
+        agreement: table of ``spkv_nas.proposal.agreement``; None if no probes were compared.
+        search: table of ``spkv_nas.artifacts.search_table``; None without a search.
+        trust: how well the table ranks the heads, for the layout ``densest``; None if it was not measured.
+        search_record: content of ``search.yaml``.
+        probes: tables by which the page can choose heads, each at its own threshold; by default only ``table``.
+        calibration: measured times of the model's attention; None if there are none.
+        predict: predicts zero-shot ΔNLL of layouts from the search's scores; None if the scores do not allow it.
+        judged: sections of further result tables (``report.benchmark_sections``).
+        under_way: section of unfinished work of other commands, if there is any.
+        pair_error: returns the standard error of the difference of two rows of the comparison; by default NaN.
+        advise: returns the commands to recommend for the page's verdict; None recommends nothing.
+        commands: the command that proposes layouts, by the probe's name; by default for the current folder.
+        pictures: draw the figures too; otherwise the page links to those that exist.
+        progress: called with (number of figures drawn, total).
+        written: the current time if the page will be written again: it then shows it, with a reload button.
 
     Raises:
-        UserError: a layout of another shape, an unreadable number in the comparison, a folder that cannot be written.
+        UserError: a layout has another shape, the comparison cannot be read, or the folder cannot be written.
     """
     inputs = Inputs.check(
         table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
@@ -110,13 +111,16 @@ def write_report(
     verdict = conclude(inputs)
     groups = _charts(inputs, verdict)
     figures = _figures(folder, groups, inputs, progress if pictures else None)
-    steps = [] if advise is None else advise(verdict)
-    write_atomic(folder / _PAGE, _render(inputs, verdict, steps, groups, figures, written))
+    write_atomic(folder / _PAGE, _render(inputs, verdict, advise(verdict) if advise else [], groups, figures, written))
     return folder / _PAGE
 
 
 def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | None) -> list[str]:
-    """Draw the page's own figures, unless ``progress`` is None; the names of all that are there then."""
+    """Draw the page's own figures, unless ``progress`` is None.
+
+    Returns:
+        The names of all figures of the page whose files exist.
+    """
     drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
     if progress is not None:
         for number, chart in enumerate(drawn, 1):
@@ -128,7 +132,7 @@ def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | 
 
 
 def _charts(inputs: Inputs, verdict: Verdict) -> Groups:
-    """Every chart that there is data for, by the section of the page that it stands in."""
+    """Return every chart that has data, by the section of the page that shows it."""
     table = inputs.table
     has_cost = inputs.search is not None and bool(inputs.search["cost"].notna().all())
     groups: dict[str, list[Chart | Panels | None]] = {
@@ -147,8 +151,8 @@ def _charts(inputs: Inputs, verdict: Verdict) -> Groups:
 
 
 def _singles(charts: list[Chart | Panels]) -> list[Chart]:
-    """Charts as the page shows them, one by one."""
-    return [one for chart in charts for one in (chart.charts if isinstance(chart, Panels) else (chart,))]
+    """Return charts as the page shows them, with panels split into their charts."""
+    return [single for chart in charts for single in (chart.charts if isinstance(chart, Panels) else (chart,))]
 
 
 def _render(
@@ -163,6 +167,7 @@ def _render(
     table, search = inputs.table, inputs.search
     under_way = [] if inputs.under_way is None else [inputs.under_way]
     charts = {name: _singles(group) for name, group in groups.items()}
+    # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
     shown = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
     shown += [chart for section in (*inputs.judged, *under_way) for chart in section.charts]
     choices = instrument(inputs, verdict)
@@ -203,7 +208,7 @@ def _render(
 
 
 def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
-    """Each layout as the template shows it, highest coverage first."""
+    """Return each layout as the template shows it, highest coverage first."""
     by_name = dict(zip(inputs.layouts, charts, strict=True))
     return [
         {
@@ -218,6 +223,6 @@ def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
 
 
 def _script() -> str:
-    """The page's scripts in their order."""
+    """Return the page's scripts, joined in order."""
     folder = Path(__file__).parent
     return compact("\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS))

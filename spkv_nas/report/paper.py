@@ -1,4 +1,4 @@
-"""The SP-KV paper's figures of one's own probe: PDF for LaTeX, and the lines that set them in the paper's sizes."""
+"""Write the SP-KV paper's figures for one's own probe: PDF files, and LaTeX lines with the paper's sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spkv_nas.report.plot import save_pdf
 from spkv_nas.report.result_charts import coverage_nll_chart, tau_sweep_chart
 from spkv_nas.report.training_charts import density_evolution_chart
 
-_WIDTHS = {  # of the text: paper, figures of the search for layouts, of the gates' density, and of the trade-off
+_WIDTHS = {  # in text widths, as in the paper
     "layouts": 0.5,
     "coverage-nll": 0.46,
     "density": 0.95,
@@ -35,13 +35,15 @@ def write_paper_figures(
     evolution: pd.DataFrame | None = None,
     sweep: pd.DataFrame | None = None,
 ) -> Path:
-    """Write those that there is data for into ``folder``, and ``figures.tex``, of which this is the path.
+    """Write the figures that have data into ``folder`` and return the path of ``figures.tex``.
 
     Args:
-        folder: made if it is not there.
-        table, layouts, comparison: as ``spkv_nas.report.page`` takes them.
-        evolution: of ``spkv_nas.artifacts.density_log``.
-        sweep: of ``spkv_nas.evaluation.sweep``.
+        folder: created if missing.
+        table: as in ``spkv_nas.report.page.write_report``.
+        layouts: as there.
+        comparison: as there.
+        evolution: table of ``spkv_nas.artifacts.density_log``.
+        sweep: table of ``spkv_nas.evaluation.sweep``.
     """
     charts: list[Chart | Panels | None] = [
         layout_charts(table, layouts, {name: coverage(table, layout) for name, layout in layouts.items()}),
@@ -50,9 +52,9 @@ def write_paper_figures(
         None if evolution is None else density_evolution_chart(evolution),
         None if sweep is None else tau_sweep_chart(sweep),
     ]
-    found = [chart for chart in charts if chart is not None]
-    for chart in found:
+    available = [chart for chart in charts if chart is not None]
+    for chart in available:
         save_pdf(folder, chart)
-    lines = [f"\\includegraphics[width={_WIDTHS[chart.name]}\\textwidth]{{{chart.name}.pdf}}" for chart in found]
+    lines = [f"\\includegraphics[width={_WIDTHS[chart.name]}\\textwidth]{{{chart.name}.pdf}}" for chart in available]
     write_atomic(folder / "figures.tex", "\n".join([*lines, ""]))
     return folder / "figures.tex"

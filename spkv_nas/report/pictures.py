@@ -1,4 +1,4 @@
-"""The pictures of ``HeadScores.plot`` and ``Layout.plot``: figures for a notebook, which are not written anywhere."""
+"""Draw ``HeadScores.plot`` and ``Layout.plot``: figures for notebooks, without files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from spkv_nas.report.plot import Picture, picture
 
 
 def of_table(table: HeadScores) -> Picture:
-    """The density of every KV head."""
+    """Return a picture of the score of every KV head."""
     return picture(density_chart(table))
 
 
 def of_layout(layout: Layout, table: HeadScores | None) -> Picture:
-    """Which KV heads are global; with a table, on their densities. Raises ``UserError`` for a table of another grid."""
+    """Return a picture of a layout's global heads, on the scores of ``table`` if there is one.
+
+    Raises:
+        UserError: the table has another grid.
+    """
     if table is None:
         return picture(grid_chart(layout))
     return picture(layout_chart(table, layout.strategy, layout, coverage(table, layout), number=1))

@@ -1,4 +1,4 @@
-"""The small tables behind the report's charts and sentences: density by domain and position, coverage by budget."""
+"""Compute the small tables behind the report's charts: score by domain, density by position, coverage by budget."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from spkv_nas.proposal.strategies import interleaved_first, interleaved_last
 
 
 def domain_profile(table: HeadScores) -> pd.DataFrame:
-    """One row per domain: mean and standard deviation over heads, tokens, documents, and agreement.
+    """Return one row per domain: mean and standard deviation over heads, tokens, documents, agreement.
 
-    ``agreement`` is Spearman's rank correlation of the domain's head densities with those over all domains: near 1
-    the same heads are dense. NaN where the densities do not vary.
+    ``agreement`` is Spearman's rank correlation of the domain's head scores with those over all domains: near 1 the
+    same heads are dense. NaN if either is constant.
     """
     overall = pd.Series(table.values.ravel())
     rows = []
@@ -38,7 +38,10 @@ def domain_profile(table: HeadScores) -> pd.DataFrame:
 
 
 def position_profile(table: HeadScores) -> pd.DataFrame | None:
-    """Density over heads by token position: columns start, end, mean, low, high (10th and 90th percentile of heads)."""
+    """Return density over heads by token position; None if it was not recorded.
+
+    Its columns are start, end, mean, low and high (10th and 90th percentile of heads).
+    """
     if table.positions is None or table.positions.empty:
         return None
     buckets = table.positions.groupby(["start", "end"], sort=True)["density"]
@@ -48,9 +51,9 @@ def position_profile(table: HeadScores) -> pd.DataFrame | None:
 
 
 def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
-    """Coverage in [0, 1] by budget: columns budget, densest, random, and the two layer patterns.
+    """Return coverage in [0, 1] by budget: columns budget, densest, random, and the two layer patterns.
 
-    The patterns spend whole layers, so they are NaN at other budgets. None where no head keeps anything.
+    The patterns spend whole layers, so they are NaN at other budgets. None if no head keeps anything.
     """
     if table.mean == 0.0:
         return None

@@ -1,4 +1,4 @@
-"""Draw what keeping less costs in NLL: by layout, and by threshold."""
+"""Draw the change of NLL against coverage and density: by layout, by threshold, by pruning rule."""
 
 from __future__ import annotations
 
@@ -22,30 +22,34 @@ NOTE = "Lower is better. Bars: one standard error."
 
 
 def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Chart | None:
-    """Draw coverage of what the ``noun`` says against the NLL increase, with one standard error.
+    """Return coverage against NLL increase with one standard error; None if no row has both.
 
-    None where no row has both.
+    Args:
+        comparison: table of ``spkv_nas.artifacts.comparison``.
+        noun: quantity that coverage sums.
     """
     rows = comparison.dropna(subset=["coverage_percent", "delta_nll_percent"])
     if rows.empty:
         return None
+    # A group of points per kind of row
     marks = []
     for shape, tone, label in (LAYOUT, *SHAPES.values()):
-        some = rows[[SHAPES.get(strategy, LAYOUT)[2] == label for strategy in rows["strategy"]]]
-        if some.empty:
+        group = rows[[SHAPES.get(strategy, LAYOUT)[2] == label for strategy in rows["strategy"]]]
+        if group.empty:
             continue
         marks.append(
             Points(
-                numbers(some["coverage_percent"]),
-                numbers(some["delta_nll_percent"]),
-                numbers(some["delta_nll_standard_error"]),
-                tuple(_tip(row, counted_from(comparison)) for _, row in some.iterrows()),
-                tuple(short(name, 22) for name in some["strategy"]),
+                numbers(group["coverage_percent"]),
+                numbers(group["delta_nll_percent"]),
+                numbers(group["delta_nll_standard_error"]),
+                tuple(_tip(row, counted_from(comparison)) for _, row in group.iterrows()),
+                tuple(short(name, 22) for name in group["strategy"]),
                 label=label,
                 shape=shape,
                 tone=tone,
             )
         )
+    # Range of the vertical axis, and description
     errors = rows["delta_nll_standard_error"].fillna(0.0)
     low, high = (rows["delta_nll_percent"] - errors).min(), (rows["delta_nll_percent"] + errors).max()
     words = (
@@ -57,38 +61,53 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
         "Does coverage predict the NLL?",
         "Coverage and NLL increase: " + "; ".join(words) + ".",
         percent_axis(f"Coverage, % of all heads' {noun}"),
-        round_axis(f"NLL increase over {BASELINES[counted_from(comparison)]}, %", min(low, 0.0), max(high, 0.0),
-                   padded=True),
+        round_axis(
+            f"NLL increase over {BASELINES[counted_from(comparison)]}, %", min(low, 0.0), max(high, 0.0), padded=True
+        ),
         tuple(marks),
         note=NOTE,
-    )  # fmt: skip
+    )
 
 
 def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
-    """Density against the change of NLL from open gates as tau moves, with one standard error.
+    """Return density against the change of NLL from open gates as tau moves, with one standard error.
 
     SP-KV paper, figure "Relationship between NLL and KV cache density".
 
     Args:
-        rows: of ``spkv_nas.evaluation.sweep``, columns tau, density, delta_nll_percent, delta_nll_standard_error.
+        rows: table of ``spkv_nas.evaluation.sweep``, columns tau, density, delta_nll_percent,
+            delta_nll_standard_error.
     """
     density, change = 100 * rows["density"], rows["delta_nll_percent"]
     error = rows["delta_nll_standard_error"]
     names = [f"τ {round(tau, 2 if 0.1 <= tau <= 0.9 else 3):g}" if tau else "open" for tau in rows["tau"]]
     marks: list[Line | Points] = [Line(numbers(density), numbers(change), width=1.5, opacity=0.6)]
-    gated = (rows["tau"] > 0).to_numpy()
-    looks: tuple[tuple[NDArray[np.bool_], str, Shape, Tone], ...] = (
-        (gated, "threshold τ", "circle", "accent"), (~gated, "open gates", "square", "ink")
-    )  # fmt: skip
-    for chosen, label, shape, tone in looks:
-        if chosen.any():
-            shown = tuple(name for name, mine in zip(names, chosen, strict=True) if mine)
+    # Points: thresholds, and open gates
+    is_gated = (rows["tau"] > 0).to_numpy()
+    groups: tuple[tuple[NDArray[np.bool_], str, Shape, Tone], ...] = (
+        (is_gated, "threshold τ", "circle", "accent"),
+        (~is_gated, "open gates", "square", "ink"),
+    )
+    for selected, label, shape, tone in groups:
+        if selected.any():
+            shown = tuple(name for name, is_selected in zip(names, selected, strict=True) if is_selected)
             marks.append(
-                Points(numbers(density[chosen]), numbers(change[chosen]), numbers(error[chosen]), names=shown,
-                       farthest=1, optional=True, label=label, shape=shape, tone=tone, size=4.0)
-            )  # fmt: skip
-    reach = error.fillna(0.0)
-    low, high = min(0.0, float((change - reach).min())), max(0.0, float((change + reach).max()))
+                Points(
+                    numbers(density[selected]),
+                    numbers(change[selected]),
+                    numbers(error[selected]),
+                    names=shown,
+                    farthest=1,
+                    optional=True,
+                    label=label,
+                    shape=shape,
+                    tone=tone,
+                    size=4.0,
+                )
+            )
+    # Range of the vertical axis
+    error_bars = error.fillna(0.0)
+    low, high = min(0.0, float((change - error_bars).min())), max(0.0, float((change + error_bars).max()))
     return Chart(
         "tau-sweep",
         "What closing gates costs",
@@ -103,37 +122,53 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
 
 
 def baselines_chart(rows: pd.DataFrame) -> Chart:
-    """Density against the change of NLL from the dense model: pruning after the fact, and SP-KV as tau moves.
+    """Return density against the change of NLL from the dense model: pruning rules, and SP-KV as tau moves.
 
     Args:
-        rows: of ``artifacts.result_tables.BASELINES``, the dense model first.
+        rows: table of ``artifacts.result_tables.BASELINES``, the dense model first.
     """
+    # Line of SP-KV through its thresholds
     rows = rows[rows["method"] != FULL_ATTENTION]
-    gated = rows["method"] == SP_KV
-    with_sinks = ~gated & (rows["sinks"] > 0)
+    is_spkv = rows["method"] == SP_KV
+    with_sinks = ~is_spkv & (rows["sinks"] > 0)
     marks: list[Line | Points] = []
-    own = rows[gated & (rows["tau"] > 0)].sort_values("density")
-    if len(own) > 1:
-        marks.append(Line(_percent(own), numbers(own["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink"))
-    looks: tuple[tuple[pd.DataFrame, str, Shape, Tone, bool], ...] = (
-        (rows[~gated & ~with_sinks], "pruned, without sinks", "circle", "accent", True),
+    spkv_rows = rows[is_spkv & (rows["tau"] > 0)].sort_values("density")
+    if len(spkv_rows) > 1:
+        marks.append(
+            Line(_percent(spkv_rows), numbers(spkv_rows["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink")
+        )
+    # Points: rules with and without sinks, and SP-KV
+    groups: tuple[tuple[pd.DataFrame, str, Shape, Tone, bool], ...] = (
+        (rows[~is_spkv & ~with_sinks], "pruned, without sinks", "circle", "accent", True),
         (rows[with_sinks], "pruned, with sinks", "circle", "accent", False),
-        (own, "SP-KV", "diamond", "ink", False),
+        (spkv_rows, "SP-KV", "diamond", "ink", False),
     )
-    for some, label, shape, tone, hollow in looks:
-        if not some.empty:
-            names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in some.itertuples())
-            tips = tuple(_rule_tip(name, row) for name, (_, row) in zip(names, some.iterrows(), strict=True))
+    for group, label, shape, tone, hollow in groups:
+        if not group.empty:
+            names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in group.itertuples())
+            tips = tuple(_rule_tip(name, row) for name, (_, row) in zip(names, group.iterrows(), strict=True))
             if hollow and with_sinks.any():
-                names = ()  # those with sinks lie beside them
+                names = ()  # the points with sinks lie beside them and have names
             marks.append(
-                Points(_percent(some), numbers(some["delta_nll_percent"]), numbers(some["delta_nll_standard_error"]),
-                       tips, names=names, farthest=2, optional=True, label=label, shape=shape, tone=tone, hollow=hollow,
-                       size=4.0)
-            )  # fmt: skip
-    shown = pd.concat([part for part, *_ in looks])
-    reach = shown["delta_nll_standard_error"].fillna(0.0)
-    low, high = ((shown["delta_nll_percent"] + sign * reach) for sign in (-1.0, 1.0))
+                Points(
+                    _percent(group),
+                    numbers(group["delta_nll_percent"]),
+                    numbers(group["delta_nll_standard_error"]),
+                    tips,
+                    names=names,
+                    farthest=2,
+                    optional=True,
+                    label=label,
+                    shape=shape,
+                    tone=tone,
+                    hollow=hollow,
+                    size=4.0,
+                )
+            )
+    # Range of the vertical axis, and description
+    shown = pd.concat([part for part, *_ in groups])
+    error_bars = shown["delta_nll_standard_error"].fillna(0.0)
+    low, high = ((shown["delta_nll_percent"] + sign * error_bars) for sign in (-1.0, 1.0))
     words = (f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in shown.itertuples())
     return Chart(
         "baselines",
@@ -149,16 +184,18 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
 
 
 def _percent(rows: pd.DataFrame) -> tuple[float, ...]:
+    """Return densities in percent."""
     return numbers(rows["density"], 100.0)
 
 
 def _rule_tip(name: str, row: pd.Series) -> str:
+    """Return the tooltip of a pruning rule."""
     delta = change(row["delta_nll_percent"], row["delta_nll_standard_error"])
     return f"{name}, {row['sinks']:g} sinks\ndensity {100 * row['density']:.1f} %\n{delta} %"
 
 
 def _tip(row: pd.Series, baseline: str) -> str:
-    """Return what pointing at a row of the comparison shows."""
+    """Return the tooltip of a row of the comparison."""
     if row["strategy"] == baseline:
         return f"{baseline}\nthe reference, at 0"
     return f"{row['strategy']}\ncoverage {row['coverage_percent']:.1f} %\n{versus(row, baseline)}"

@@ -18,25 +18,27 @@ _CHANGE = "Zero-shot ΔNLL, %"
 
 
 def search_charts(rows: pd.DataFrame, cost: str | None) -> list[Chart | Panels]:
-    """The charts of a search that there is data for; ``cost`` names the second objective, None without one."""
+    """Return the charts that have data; ``cost`` names the second objective, None without one."""
     charts = (progress_chart(rows, cost), retrained_charts(rows), None if cost is None else front_chart(rows, cost))
     return [chart for chart in charts if chart is not None]
 
 
 def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
-    """The best so far against the number of trials: each study thin, the mean of a sampler's studies thick."""
+    """Return the best score so far by number of trials: each study thin, each sampler's mean thick."""
+    # Lines by sampler
     progress = best_so_far(rows)
-    what = "Lowest zero-shot ΔNLL so far, %" if cost is None else f"Hypervolume of NLL and {cost}"
+    quality_title = "Lowest zero-shot ΔNLL so far, %" if cost is None else f"Hypervolume of NLL and {cost}"
     marks: list[Mark] = []
     means: dict[str, Line] = {}
-    for (sampler, some), (tone, dash) in zip(progress.groupby("sampler", sort=False), SERIES, strict=False):
-        studies = some.pivot(index="trials", columns="seed", values="quality")
+    for (sampler, trials), (tone, dash) in zip(progress.groupby("sampler", sort=False), SERIES, strict=False):
+        studies = trials.pivot(index="trials", columns="seed", values="quality")
         if studies.shape[1] > 1:
             marks += [
                 Line(*_corners(study.dropna()), tone=tone, width=0.9, opacity=0.5) for _, study in studies.items()
             ]
         label = f"{sampler}, mean of {studies.shape[1]}" if studies.shape[1] > 1 else str(sampler)
         means[str(sampler)] = Line(*_corners(studies.mean(axis=1)), label, tone, dash)
+    # Baselines
     low, high = float(progress["quality"].min()), float(progress["quality"].max())
     if cost is None:
         baselines = rows[(rows["sampler"] == BASELINE) & (rows["zero_shot_delta_percent"] <= high)]
@@ -45,14 +47,15 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
             Rule(float(value), short(str(name), 18), vertical=False, tone="muted", dash="dotted")
             for name, value in zip(baselines["name"], baselines["zero_shot_delta_percent"], strict=True)
         ]
+    # Description
     ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
     drawn = "; ".join(f"{sampler}: {SAMPLERS.get(sampler, 'another sampler')}" for sampler in means)
     return Chart(
         "search-progress",
         "Benefit of guidance",
-        f"{what}, mean over seeds, at the end: {ends}.",
+        f"{quality_title}, mean over seeds, at the end: {ends}.",
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
-        spread_axis(what, low, high, zero=False) if cost is None else round_axis(what, low, high),
+        spread_axis(quality_title, low, high, zero=False) if cost is None else round_axis(quality_title, low, high),
         (*marks, *means.values()),
         note=f"Thick: mean over seeds; thin: each; {drawn}." + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
@@ -61,20 +64,32 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
 
 
 def retrained_charts(rows: pd.DataFrame) -> Panels | None:
-    """ΔNLL after full retraining against the zero-shot ΔNLL and against coverage, with standard errors."""
+    """Return ΔNLL after full retraining against zero-shot ΔNLL and against coverage; None without any."""
     known = rows.dropna(subset=["full_delta_percent"]).drop_duplicates("hash")
     if known.empty:
         return None
+    # Vertical axis
     value, error = known["full_delta_percent"], known["full_standard_error"].fillna(0.0)
-    up = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
+    nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
     predictors = (
-        ("search-retrained-zero-shot", "zero_shot_delta_percent", "Zero-shot ΔNLL, %",
-         "Does the zero-shot score predict the retrained NLL?", "Zero-shot and retrained ΔNLL"),
-        ("search-retrained-coverage", "coverage_percent", "Coverage, %",
-         "Does coverage predict the retrained NLL?", "Coverage and retrained ΔNLL"),
-    )  # fmt: skip
+        (
+            "search-retrained-zero-shot",
+            "zero_shot_delta_percent",
+            "Zero-shot ΔNLL, %",
+            "Does the zero-shot score predict the retrained NLL?",
+            "Zero-shot and retrained ΔNLL",
+        ),
+        (
+            "search-retrained-coverage",
+            "coverage_percent",
+            "Coverage, %",
+            "Does coverage predict the retrained NLL?",
+            "Coverage and retrained ΔNLL",
+        ),
+    )
     charts = []
-    for name, column, axis, title, said in predictors:
+    # One chart per predictor
+    for name, column, axis, title, subject in predictors:
         values = known[column].dropna()
         if values.empty:
             continue
@@ -84,43 +99,64 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
             f"{short(str(layout), 40)} {signed(a, 1 if is_share else 3)} %, {signed(b)} %"
             for layout, a, b in zip(known["name"], known[column], value, strict=True)
         )
-        across = round_axis(axis, 0.0, high) if is_share else spread_axis(axis, low, high)
+        predictor_axis = round_axis(axis, 0.0, high) if is_share else spread_axis(axis, low, high)
         charts.append(
-            Chart(name, title, f"{said}: {'; '.join(words)}.", across, up, _by_sampler(known, column),
-                  note="Bars: one standard error.")
-        )  # fmt: skip
+            Chart(
+                name,
+                title,
+                f"{subject}: {'; '.join(words)}.",
+                predictor_axis,
+                nll_axis,
+                _by_sampler(known, column),
+                note="Bars: one standard error.",
+            )
+        )
     return Panels("search-retrained", tuple(charts))
 
 
 def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
-    """Zero-shot ΔNLL against cost: every layout, the front of each sampler as a line, baselines by name."""
+    """Return zero-shot ΔNLL against cost: every layout, each sampler's front as a line, baselines by name."""
     value = rows["zero_shot_delta_percent"]
+    # Dots and front of each sampler
     clouds: list[Mark] = []
     lines: list[Mark] = []
     samplers = [str(name) for name in rows["sampler"].unique() if name != BASELINE]
     for sampler, (tone, dash) in zip(samplers, SERIES, strict=False):
-        some = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
-        every = numbers(some["cost"]), numbers(some["zero_shot_delta_percent"])
-        clouds.append(Points(*every, layouts=tuple(map(str, some["name"])), tone=tone, size=2.8, opacity=0.35))
-        lines.append(Line(*_front(some, float(rows["cost"].max())), sampler, tone, dash, 1.8))
-    starts = rows[rows["sampler"] == BASELINE]
+        trials = rows[rows["sampler"] == sampler].sort_values(["cost", "zero_shot_delta_percent"])
+        xy = numbers(trials["cost"]), numbers(trials["zero_shot_delta_percent"])
+        clouds.append(Points(*xy, layouts=tuple(map(str, trials["name"])), tone=tone, size=2.8, opacity=0.35))
+        lines.append(Line(*_front(trials, float(rows["cost"].max())), sampler, tone, dash, 1.8))
+    # Baselines
+    baseline_rows = rows[rows["sampler"] == BASELINE]
     tips = (
-        f"{name}\n{heads:.0f} heads, cost {at:.4g}\n{signed(delta)} %"
-        for name, heads, at, delta in zip(starts["name"], starts["num_global"], starts["cost"],
-                                          starts["zero_shot_delta_percent"], strict=True)
-    )  # fmt: skip
+        f"{name}\n{heads:.0f} heads, cost {row_cost:.4g}\n{signed(delta)} %"
+        for name, heads, row_cost, delta in zip(
+            baseline_rows["name"],
+            baseline_rows["num_global"],
+            baseline_rows["cost"],
+            baseline_rows["zero_shot_delta_percent"],
+            strict=True,
+        )
+    )
     baselines = Points(
-        numbers(starts["cost"]), numbers(starts["zero_shot_delta_percent"]), tips=tuple(tips),
-        names=tuple(short(str(name), 22) for name in starts["name"]), label="baseline", shape="square", tone="ink",
-        size=4.5, farthest=3, optional=True,
-    )  # fmt: skip
+        numbers(baseline_rows["cost"]),
+        numbers(baseline_rows["zero_shot_delta_percent"]),
+        tips=tuple(tips),
+        names=tuple(short(str(name), 22) for name in baseline_rows["name"]),
+        label="baseline",
+        shape="square",
+        tone="ink",
+        size=4.5,
+        farthest=3,
+        optional=True,
+    )
     return Chart(
         "search-front",
         "NLL against cost",
         f"Lowest zero-shot ΔNLL at each cost, by sampler: {', '.join(samplers)}. Squares are the baselines.",
         round_axis(cost[:1].upper() + cost[1:], 0.0, float(rows["cost"].max())),
         round_axis(_CHANGE, min(0.0, float(value.min())), float(value.max())),
-        (*clouds, *lines, *([baselines] if len(starts) else [])),
+        (*clouds, *lines, *([baselines] if len(baseline_rows) else [])),
         note="Lines: the front of each sampler. Dots: all layouts. Squares are baselines.",
         width=440.0,
         height=300.0,
@@ -128,48 +164,56 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
 
 
 def _by_sampler(known: pd.DataFrame, column: str) -> tuple[Points, ...]:
-    """A group of points per sampler, baselines by name."""
+    """Return a group of points per sampler, with the baselines named."""
     groups = []
-    looks: dict[str, tuple[Shape, Tone]] = {BASELINE: ("square", "ink")}
+    styles: dict[str, tuple[Shape, Tone]] = {BASELINE: ("square", "ink")}
     samplers = [str(name) for name in known["sampler"].unique() if name != BASELINE]
-    looks |= {name: (shape, tone) for name, shape, (tone, _) in zip(samplers, _SHAPES, SERIES, strict=False)}
-    for sampler, (shape, tone) in looks.items():
-        some = known[known["sampler"] == sampler].dropna(subset=[column])
-        if some.empty:
+    styles |= {name: (shape, tone) for name, shape, (tone, _) in zip(samplers, _SHAPES, SERIES, strict=False)}
+    for sampler, (shape, tone) in styles.items():
+        subset = known[known["sampler"] == sampler].dropna(subset=[column])
+        if subset.empty:
             continue
         tips = tuple(
             f"{row['name']}\nzero-shot {signed(row['zero_shot_delta_percent'])} %\n"
             f"retrained {change(row['full_delta_percent'], row['full_standard_error'])} %"
-            for row in some.to_dict("records")
+            for row in subset.to_dict("records")
         )
-        names = tuple(short(str(name), 22) for name in some["name"]) if sampler == BASELINE else ()
-        error = numbers(some["full_standard_error"])
+        names = tuple(short(str(name), 22) for name in subset["name"]) if sampler == BASELINE else ()
+        error = numbers(subset["full_standard_error"])
         groups.append(
-            Points(numbers(some[column]), numbers(some["full_delta_percent"]), error, tips,
-                   names, label=sampler, shape=shape, tone=tone)
-        )  # fmt: skip
+            Points(
+                numbers(subset[column]),
+                numbers(subset["full_delta_percent"]),
+                error,
+                tips,
+                names,
+                label=sampler,
+                shape=shape,
+                tone=tone,
+            )
+        )
     return tuple(groups)
 
 
 def _corners(series: pd.Series[float]) -> tuple[Numbers, Numbers]:
-    """(index, values) without the points inside runs of one value: the same line from fewer points."""
+    """Return (index, values) without the points inside constant runs, which do not change the line."""
     same = series.eq(series.shift()) & series.eq(series.shift(-1))
     kept = series[~same]
     return numbers(kept.index), numbers(kept)
 
 
 def _front(some: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:
-    """The lowest ΔNLL at each cost, as steps up to the cost ``end``."""
+    """Return the lowest ΔNLL at each cost, as steps up to the cost ``end``."""
     ordered = some.sort_values(["cost", "zero_shot_delta_percent"])
     lowest = math.inf
     x: list[float] = []
     y: list[float] = []
-    for at, value in zip(ordered["cost"], ordered["zero_shot_delta_percent"], strict=True):
+    for cost, value in zip(ordered["cost"], ordered["zero_shot_delta_percent"], strict=True):
         if value < lowest:
             if x:
-                x.append(float(at))
+                x.append(float(cost))
                 y.append(lowest)
-            x.append(float(at))
+            x.append(float(cost))
             y.append(float(value))
             lowest = float(value)
     return (*x, end), (*y, lowest)

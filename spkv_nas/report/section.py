@@ -1,4 +1,4 @@
-"""A section of the page that is words, charts and a table."""
+"""Define a section of the page that holds text, charts and a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from spkv_nas.report.chart import Chart
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a section's table: its head, its cells, and a word on it, "" for none."""
+    """One row of a section's table.
+
+    Attributes:
+        head: the row's name, in the first column.
+        cells: the other columns.
+        tag: a short label on the row, "" for none.
+    """
 
     head: str
     cells: tuple[str, ...]
@@ -18,15 +24,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """What the page says of one thing.
+    """One section of the page.
 
     Attributes:
-        name: its id on the page; of a table that of its files.
+        name: its id on the page, and the file name of its table.
+        title: its heading.
         about: what was measured, and how to read it.
         findings: sentences.
-        header: of the columns, the first that of the rows' heads.
-        groups: rows, in groups that a line parts.
-        folded: more of them, which are shown when asked for.
+        header: titles of the columns, the first for the rows' names.
+        groups: rows of the table, in groups separated by a line.
+        folded: further rows, hidden until the reader expands them.
+        charts: charts above the table.
     """
 
     name: str

@@ -1,8 +1,7 @@
-"""A chart as inline SVG for the report's page. Lengths are SVG user units; colours are the page's classes.
+"""Draw charts as inline SVG for the report page. Lengths are in SVG user units; colours are CSS classes of the page.
 
-A mark that has a tip says where in the page's data it stands: ``data-at="mark,index"``; many dots that stand for
-layouts are one element, which says of which mark: ``data-cloud="mark"``. Cells of heatmaps get
-theirs from the page's script.
+A mark with a tooltip refers to the page's data: ``data-at="mark,index"``. Many dots that stand for layouts are a single
+element, which refers to its mark: ``data-cloud="mark"``. The page's script adds the tooltips of heatmap cells.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from spkv_nas.report.elements import add, along, markup, px, svg
 from spkv_nas.report.labels import Label, chart_labels, margin
 from spkv_nas.report.svg_maps import LEFT, draw_map
 
-LETTER = 6.6  # width of one letter of a label, on average
-LINE = 15  # height of a label
+LETTER = 6.6  # average width of a label's letter
+LINE = 15  # height of a label's line
 _FOOT = 48  # from the axes to the bottom, for ticks and title
 _GAP = 14.0  # above and to the right of the axes
 _SCALE = 220.0  # length of a colour scale
@@ -31,7 +30,7 @@ _SCALE = 220.0  # length of a colour scale
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a chart's axes are."""
+    """The position of a chart's axes."""
 
     chart: Chart
     left: float
@@ -41,40 +40,48 @@ class Frame:
 
     @classmethod
     def of(cls, chart: Chart) -> Frame:
-        """The frame that leaves room for ticks, titles, and labels to the right."""
+        """Return a frame with room for ticks, titles, and labels to the right."""
         ticks = LETTER * max((len(text) for _, text in chart.y.ticks), default=0)
         left = max(56.0, ticks + 28) if chart.y.title else min(150.0, ticks + 22)
         right = chart.width - max(_GAP + 2, margin(chart, LETTER))
         return cls(chart, left, 46.0 if chart.above else _GAP, right, chart.height - _FOOT)
 
     def x(self, value: float) -> float:
-        """Place of a value of the horizontal axis."""
+        """Return the position of a value on the horizontal axis."""
         return self.left + self.chart.x.fraction(value) * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Place of a value of the vertical axis."""
+        """Return the position of a value on the vertical axis."""
         return self.bottom + self.chart.y.fraction(value) * (self.top - self.bottom)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Place of a point."""
+        """Return the position of a point."""
         return self.x(x), self.y(y)
 
     def labels(self) -> list[Label]:
-        """Every label of the chart."""
+        """Return every label of the chart."""
         box = (self.left, self.top, self.right, self.bottom)
         return chart_labels(self.chart, self.at, box, letter=LETTER, line=LINE)
 
 
 def draw(chart: Chart) -> Markup:
-    """The chart as an ``svg`` element."""
+    """Return the chart as an ``svg`` element."""
     if chart.heatmap is not None:
         return markup(draw_map(chart, chart.heatmap))
     frame = Frame.of(chart)
+    # Axes
     root = svg(chart, "chart", chart.width, chart.height)
     _draw_axes(root, frame)
+    # Marks behind the labels, clipped to the axes
     clip = add(root, "clipPath", id=f"{chart.name}-clip")
-    add(clip, "rect", x=frame.left - 2, y=frame.top - 2, width=frame.right - frame.left + 4,
-         height=frame.bottom - frame.top + 4)  # fmt: skip
+    add(
+        clip,
+        "rect",
+        x=frame.left - 2,
+        y=frame.top - 2,
+        width=frame.right - frame.left + 4,
+        height=frame.bottom - frame.top + 4,
+    )
     inside = add(root, "g", clip_path=f"url(#{chart.name}-clip)")
     for number, mark in enumerate(chart.marks):
         match mark:
@@ -88,6 +95,7 @@ def draw(chart: Chart) -> Markup:
                 _draw_rule(inside, frame, mark)
             case _:
                 pass
+    # Leader lines, points, labels
     labels = frame.labels()
     for label in labels:
         if label.leader is not None:
@@ -102,7 +110,7 @@ def draw(chart: Chart) -> Markup:
 
 
 def legend(chart: Chart) -> list[tuple[Markup, str]]:
-    """(sample, name) of what the legend names."""
+    """Return (sample, name) of each entry of the legend."""
     entries = []
     for mark in legend_marks(chart):
         sample = Element("svg", {"width": "34", "height": "12", "aria-hidden": "true"})
@@ -119,10 +127,10 @@ def legend(chart: Chart) -> list[tuple[Markup, str]]:
 
 
 def draw_scale(measure: Measure) -> Markup:
-    """The colours of a table's map, with their values."""
-    scale, what = measure.scale, f"{measure.title}, {measure.shown}"
+    """Return the colour scale of a table's map."""
+    scale, quantity = measure.scale, f"{measure.title}, {measure.shown}"
     root = Element("svg", {"class": "scale", "role": "img", "aria-labelledby": "scale-t"})
-    add(root, "title", f"Colour scale: {what}", id="scale-t")
+    add(root, "title", f"Colour scale: {quantity}", id="scale-t")
     width = LEFT + _SCALE + 24
     root.set("viewBox", f"0 0 {px(width)} 54")
     root.set("width", px(width))
@@ -133,11 +141,12 @@ def draw_scale(measure: Measure) -> Markup:
     ticks = [(LEFT + _SCALE * float(scale.fraction(value)), scale.text(value)) for value in scale.ticks]
     add(root, "path", class_="axis", d="".join(f"M{px(x)} 16v4" for x, _ in ticks))
     along(root, ticks, class_="tick", y=32, text_anchor="middle")
-    add(root, "text", what, class_="tick", x=LEFT, y=49)
+    add(root, "text", quantity, class_="tick", x=LEFT, y=49)
     return markup(root)
 
 
 def _draw_axes(root: Element, frame: Frame) -> None:
+    """Draw grid lines, ticks and titles."""
     chart, middle = frame.chart, (frame.left + frame.right) / 2
     for value, text in chart.y.ticks:
         kind = "zero" if value == 0 and chart.y.title else "gridline"
@@ -147,13 +156,13 @@ def _draw_axes(root: Element, frame: Frame) -> None:
     if chart.above is not None:
         _draw_ticks(root, frame, chart.above, frame.top, -1)
     if chart.y.title:
-        turned = f"translate(13 {px((frame.top + frame.bottom) / 2)}) rotate(-90)"
-        add(root, "text", chart.y.title, class_="title", transform=turned, text_anchor="middle")
+        rotation = f"translate(13 {px((frame.top + frame.bottom) / 2)}) rotate(-90)"
+        add(root, "text", chart.y.title, class_="title", transform=rotation, text_anchor="middle")
     add(root, "text", chart.x.title, class_="title", x=middle, y=frame.bottom + 38, text_anchor="middle")
 
 
 def _draw_ticks(root: Element, frame: Frame, axis: Axis, y: float, down: int) -> None:
-    """A horizontal axis at ``y``, its ticks and texts below it, or above with ``down`` -1."""
+    """Draw a horizontal axis at ``y``, with ticks and texts below it, or above if ``down`` is -1."""
     add(root, "line", class_="axis", x1=frame.left, x2=frame.right, y1=y, y2=y)
     strokes = "".join(f"M{px(frame.x(value))} {px(y)}v{4 * down}" for value, _ in axis.ticks)
     add(root, "path", class_="axis", d=strokes)
@@ -164,6 +173,7 @@ def _draw_ticks(root: Element, frame: Frame, axis: Axis, y: float, down: int) ->
 
 
 def _draw_band(parent: Element, frame: Frame, band: Band) -> None:
+    """Draw a band."""
     upper = [frame.at(x, y) for x, y in zip(band.x, band.high, strict=True)]
     lower = [frame.at(x, y) for x, y in zip(band.x, band.low, strict=True)]
     path = "M" + "L".join(f"{px(x)} {px(y)}" for x, y in [*upper, *reversed(lower)]) + "Z"
@@ -171,21 +181,37 @@ def _draw_band(parent: Element, frame: Frame, band: Band) -> None:
 
 
 def _draw_bars(parent: Element, frame: Frame, bars: Bars, number: int) -> None:
+    """Draw bars; ``number`` is the mark's index in the page's data."""
     group = add(parent, "g", class_="bar tone-accent")
     for index, (low, high, height) in enumerate(zip(bars.low, bars.high, bars.height, strict=True)):
         left, top = frame.at(low, height)
-        add(group, "rect", x=left + 1, y=top, width=frame.x(high) - left - 2, height=frame.y(0) - top,
-             **_at(number, index, bars.tips))  # fmt: skip
+        add(
+            group,
+            "rect",
+            x=left + 1,
+            y=top,
+            width=frame.x(high) - left - 2,
+            height=frame.y(0) - top,
+            **_at(number, index, bars.tips),
+        )
 
 
 def _draw_line(parent: Element, places: Sequence[tuple[float, float]], line: Line) -> None:
+    """Draw a line."""
     points = " ".join(f"{px(x)},{px(y)}" for x, y in places)
-    faint: dict[str, Any] = {} if line.opacity == 1 else {"stroke_opacity": line.opacity}
-    add(parent, "polyline", class_=f"line tone-{line.tone} {line.dash}", points=points, stroke_width=line.width,
-         **faint)  # fmt: skip
+    opacity: dict[str, Any] = {} if line.opacity == 1 else {"stroke_opacity": line.opacity}
+    add(
+        parent,
+        "polyline",
+        class_=f"line tone-{line.tone} {line.dash}",
+        points=points,
+        stroke_width=line.width,
+        **opacity,
+    )
 
 
 def _draw_rule(parent: Element, frame: Frame, rule: Rule) -> None:
+    """Draw a line across the chart."""
     kind = f"rule tone-{rule.tone} {rule.dash}"
     if rule.vertical:
         x = frame.x(rule.at)
@@ -196,6 +222,7 @@ def _draw_rule(parent: Element, frame: Frame, rule: Rule) -> None:
 
 
 def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> None:
+    """Draw points and their error bars; ``number`` is the mark's index in the page's data."""
     places = [frame.at(x, y) for x, y in zip(points.x, points.y, strict=True)]
     bars = [
         f"M{px(x)} {px(frame.y(value + error))}V{px(frame.y(value - error))}"
@@ -205,11 +232,18 @@ def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> 
     ]
     if bars:
         add(parent, "path", class_=f"error tone-{points.tone}", d="".join(bars))
-    if not points.tips and points.shape == "circle" and not points.hollow:  # one element for all
+    if not points.tips and points.shape == "circle" and not points.hollow:  # one element for all of them
         dots = [(round(x), round(y)) for x, y in places]
-        told = {"data_cloud": str(number)} if points.layouts else {}
-        add(parent, "path", class_=f"dust tone-{points.tone}", d=_dust(dots if points.layouts else sorted(dots)),
-             stroke_width=2 * points.size, stroke_opacity=points.opacity, **told)  # fmt: skip
+        reference = {"data_cloud": str(number)} if points.layouts else {}
+        add(
+            parent,
+            "path",
+            class_=f"dust tone-{points.tone}",
+            d=_dust(dots if points.layouts else sorted(dots)),
+            stroke_width=2 * points.size,
+            stroke_opacity=points.opacity,
+            **reference,
+        )
         return
     group = _group(parent, points)
     for index, (x, y) in enumerate(places):
@@ -217,7 +251,7 @@ def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> 
 
 
 def _dust(places: list[tuple[int, int]]) -> str:
-    """Lines of no length, each begun where the one before is: in a good order they are short."""
+    """Return a path of zero-length lines, each relative to the previous one, which is short if they are sorted."""
     path, (left, top) = "", (0, 0)
     for x, y in places:
         path += f"m{x - left}{' ' if y >= top else ''}{y - top}z"
@@ -226,6 +260,7 @@ def _dust(places: list[tuple[int, int]]) -> str:
 
 
 def _group(parent: Element, points: Points) -> Element:
+    """Add the group that sets the style of points."""
     kind = "stroke" if points.shape == "stroke" else "hollow" if points.hollow else "dot"
     if points.opacity == 1:
         return add(parent, "g", class_=f"{kind} tone-{points.tone}")
@@ -233,16 +268,29 @@ def _group(parent: Element, points: Points) -> Element:
 
 
 def _shape(parent: Element, points: Points, x: float, y: float, size: float, **attributes: str) -> None:
-    wide = 1.1 * size
+    """Draw one point."""
+    half_side = 1.1 * size
     match points.shape:
         case "circle":
             add(parent, "circle", cx=x, cy=y, r=size, **attributes)
         case "square":
-            add(parent, "rect", x=x - wide, y=y - wide, width=2 * wide, height=2 * wide, **attributes)
+            add(
+                parent,
+                "rect",
+                x=x - half_side,
+                y=y - half_side,
+                width=2 * half_side,
+                height=2 * half_side,
+                **attributes,
+            )
         case "diamond":
             step = px(1.5 * size)
-            add(parent, "path", d=f"M{px(x)} {px(y - 1.5 * size)}l{step} {step}-{step} {step}-{step}-{step}z",
-                 **attributes)  # fmt: skip
+            add(
+                parent,
+                "path",
+                d=f"M{px(x)} {px(y - 1.5 * size)}l{step} {step}-{step} {step}-{step}-{step}z",
+                **attributes,
+            )
         case "triangle":
             step, down = px(1.3 * size), px(2.3 * size)
             add(parent, "path", d=f"M{px(x)} {px(y - 1.3 * size)}l{step} {down}h-{px(2.6 * size)}z", **attributes)
@@ -251,5 +299,5 @@ def _shape(parent: Element, points: Points, x: float, y: float, size: float, **a
 
 
 def _at(mark: int, index: int, tips: tuple[str, ...]) -> dict[str, str]:
-    """Where a mark's tip stands in the page's data, if it has one."""
+    """Return the attribute that refers to a mark's tooltip in the page's data, if it has one."""
     return {"data_at": f"{mark},{index}"} if tips else {}

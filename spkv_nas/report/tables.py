@@ -22,18 +22,21 @@ from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.verdict import Verdict
 
 _MOST_MISSED = 5
-_GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # of rows; layouts come first
+_GROUPS = {SP_KV: 1, FULL_ATTENTION: 2, DENSE: 3}  # order of the rows, after the layouts (0)
 _NAMES = {FULL_ATTENTION: "full-attention, the control", DENSE: "dense, as it is"}
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """Hold one line of the comparison table, formatted.
+    """One formatted row of the comparison table.
 
     Attributes:
         group: 0 layouts, 1 SP-KV, 2 the control, 3 the dense model as it is.
-        tag: a word of the verdict on it, "" for none.
-        is_best: whether the verdict is about it.
+        strategy: its name.
+        tag: the verdict's label on it, "" for none.
+        is_best: True if the verdict is about it.
+        cells: the other columns.
+        note: remark on it.
     """
 
     group: int
@@ -45,30 +48,34 @@ class ComparisonRow:
 
 
 def facts(inputs: Inputs, verdict: Verdict) -> list[tuple[str, str, str]]:
-    """Return the numbers at the top: (value, what it is, key in the glossary or ""); the last are of the verdict."""
+    """Return the numbers at the top of the page, the verdict's last.
+
+    Returns:
+        (value, description, key in the glossary or "") of each.
+    """
     table = inputs.table
     measure, factor = table.measure, table.measure.scale.factor
-    what, percent = f"mean {measure.noun}", " %"
+    description, percent = f"mean {measure.noun}", " %"
     if table.is_density:
-        what += f" at τ = {table.tau:g}"
+        description += f" at τ = {table.tau:g}"
     elif not measure.is_share:
-        what, percent = f"{what}, {measure.shown}", ""
-    shown = [
-        (f"{factor * table.mean:.1f}{percent}", f"{what}, ± {factor * table.std:.1f} across heads", "measure"),
+        description, percent = f"{description}, {measure.shown}", ""
+    entries = [
+        (f"{factor * table.mean:.1f}{percent}", f"{description}, ± {factor * table.std:.1f} across heads", "measure"),
         (str(table.num_heads), f"KV heads: {table.num_layers} layers of {table.num_kv_heads}", ""),
     ]
     best = verdict.layout
     if best is not None and verdict.covered is not None:
-        shown.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
+        entries.append((f"{100 * verdict.covered:.1f} %", f"{measure.noun} coverage of {best.name}", "coverage"))
     if best is not None and verdict.evidence is not None and not math.isnan(best.delta):
         baseline = BASELINES[verdict.evidence.baseline]
         plus_minus = "" if math.isnan(best.error) else f"± {number(best.error, 3)}, "
-        shown.append((f"{signed(best.delta)} %", f"{plus_minus}NLL of {best.name} against {baseline}", "delta"))
-    return shown
+        entries.append((f"{signed(best.delta)} %", f"{plus_minus}NLL of {best.name} against {baseline}", "delta"))
+    return entries
 
 
 def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
-    """The heads that the layout ``densest`` leaves out and that save most, alone: head, gain, value, its rank."""
+    """Return the heads that ``densest`` leaves out although they save most: head, gain, value, rank."""
     if inputs.trust is None:
         return []
     values = inputs.table.values
@@ -84,7 +91,7 @@ def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
 
 
 def comparison_header(inputs: Inputs) -> list[tuple[str, str]]:
-    """Return (name, key in the glossary or "") of the columns; changes of NLL come first, for narrow screens."""
+    """Return (title, key in the glossary or "") of each column; changes of NLL first, for narrow screens."""
     control = [("Δ NLL against control, %", "control")] if _has_dense(inputs) else []
     return [
         ("Strategy", ""),
@@ -100,7 +107,7 @@ def comparison_header(inputs: Inputs) -> list[tuple[str, str]]:
 
 
 def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
-    """Return the layouts, lowest NLL first, then the references; none before training."""
+    """Return the layouts, lowest NLL first, then the references; nothing before training."""
     comparison = inputs.comparison
     if comparison is None:
         return []
@@ -108,13 +115,14 @@ def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
     rows = []
     for row in comparison.sort_values("nll", kind="stable").to_dict("records"):
         name = row["strategy"]
-        against = (
+        references = (
             ("delta_nll", baseline),
             *([("delta_control", FULL_ATTENTION)] if has_dense else []),
         )
+        # Changes of NLL, against the baseline and the control
         changes = (
             "reference" if name == reference else change(row[f"{column}_percent"], row[f"{column}_standard_error"])
-            for column, reference in against
+            for column, reference in references
         )
         cells = (
             *changes,
@@ -125,6 +133,7 @@ def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
             number(row["num_seeds"], 0),
             number(row["steps"], 0),
         )
+        # Label the row that the verdict is about
         tag = "" if name in _GROUPS else verdict.tag(name, COMPARISON, row["steps"])
         is_best = bool(tag) and verdict.layout is not None and verdict.layout.name == name
         rows.append(ComparisonRow(_GROUPS.get(name, 0), _NAMES.get(name, name), tag, is_best, cells, row["note"]))
@@ -132,12 +141,12 @@ def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
 
 
 def _has_dense(inputs: Inputs) -> bool:
-    """Return whether the comparison has a row for the dense model as it is."""
+    """Return True if the comparison has a row for the dense model as it is."""
     return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
 
 
 def domain_rows(table: HeadScores) -> list[tuple[str, ...]]:
-    """Domain, tokens, documents, mean, spread and agreement of each domain."""
+    """Return domain, tokens, documents, mean, spread and agreement of each domain."""
     return [
         (
             str(row["domain"]),
@@ -152,7 +161,7 @@ def domain_rows(table: HeadScores) -> list[tuple[str, ...]]:
 
 
 def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
-    """Both probes, budget, Jaccard index, rank correlation and transfer of each pair."""
+    """Return both probes, budget, Jaccard index, rank correlation and transfer of each pair."""
     return [
         (
             str(row["first"]),
@@ -167,7 +176,7 @@ def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
 
 
 def search_header(inputs: Inputs) -> tuple[str, ...]:
-    """Return the names of the columns of a search's table; changes of NLL come first."""
+    """Return the column titles of a search's table; changes of NLL come first."""
     recorded = inputs.search_record.get("steps")
     steps = recorded if isinstance(recorded, Mapping) else {}
     retrained = (
@@ -179,7 +188,7 @@ def search_header(inputs: Inputs) -> tuple[str, ...]:
 
 
 def search_rows(rows: pd.DataFrame, verdict: Verdict | None = None) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the best layouts of a search as (tag, cells); with the cost, where there is one."""
+    """Return the best layouts of a search as (tag, cells), with their cost if the search has one."""
     return [
         (
             "" if verdict is None else verdict.tag(str(row["name"]), SEARCH),
@@ -198,12 +207,12 @@ def search_rows(rows: pd.DataFrame, verdict: Verdict | None = None) -> list[tupl
 
 
 def _has_cost(rows: pd.DataFrame | None) -> bool:
-    """Return whether every layout of a search has a cost."""
+    """Return True if every layout of a search has a cost."""
     return rows is not None and bool(rows["cost"].notna().all())
 
 
 def provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(heading, (key, value) pairs): of the probe, of the comparison, and of every layout."""
+    """Return (heading, (key, value) pairs) for the probe, the comparison and every layout."""
     table = inputs.table
     probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
     sections = [("Probe", list(_flatten(probe))), ("Comparison", list(_flatten(inputs.record)))]
@@ -214,7 +223,7 @@ def provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def downloads(inputs: Inputs) -> list[tuple[str, str]]:
-    """(file name, data URI) of the tables, compressed, safe to open in a spreadsheet."""
+    """Return (file name, data URI) of each table, gzipped and safe to open in a spreadsheet."""
     frames = {"density.csv": inputs.table.rows}
     if inputs.comparison is not None:
         frames["comparison.csv"] = inputs.comparison
@@ -228,17 +237,17 @@ def downloads(inputs: Inputs) -> list[tuple[str, str]]:
 
 
 def safe_csv(frame: pd.DataFrame) -> str:
-    """CSV whose texts cannot act as formulas: one that starts with ``= + - @`` gets a leading apostrophe."""
+    """Return CSV without spreadsheet formulas: texts that start with ``= + - @`` get a leading apostrophe."""
     return csv_text(frame.rename(columns=_safe_cell).map(_safe_cell))
 
 
 def _safe_cell(value: Any) -> Any:
-    """Numbers stay numbers; leading white space does not hide a formula."""
+    """Escape a text that a spreadsheet would run as a formula, also after white space; numbers stay numbers."""
     return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings as dotted keys; lists of plain values on one line."""
+    """Yield nested mappings as (dotted key, text); lists of plain values are one line."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flatten(inner, f"{key}.{name}" if key else str(name))

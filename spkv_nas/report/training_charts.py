@@ -1,4 +1,4 @@
-"""Pictures of trainings: the density of every head as gates learn, and the palindrome comparison."""
+"""Draw training: the density of every head as gates learn, and the palindrome comparison."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _VARIANTS: tuple[tuple[Tone, Dash], ...] = (("ink", "solid"), ("second", "dashed
 
 
 def density_evolution_chart(rows: pd.DataFrame) -> Chart:
-    """Density of every head over training: all heads in grey, their median, and bands of quartiles and deciles.
+    """Return the density of every head over training, with their median, quartiles and deciles.
 
     SP-KV paper, figure "Per-head gate density during phase 1".
 
     Args:
         rows: a run's ``density-log.csv``, columns step, layer, kv_head, density.
     """
+    # Densities: [steps, heads], in percent
     heads = rows.pivot_table(index="step", columns=["layer", "kv_head"], values="density")
     steps, values = numbers(heads.index), 100 * heads.to_numpy()
     marks: list[Mark] = [Line(steps, numbers(column), tone="muted", width=0.6, opacity=0.35) for column in values.T]
@@ -39,25 +40,27 @@ def density_evolution_chart(rows: pd.DataFrame) -> Chart:
 
 
 def palindrome_charts(curves: pd.DataFrame, chance_nll: float) -> Panels:
-    """Training loss by variant, and the mean utility and density of the gates, by step.
+    """Return training loss by variant, and mean utility and density of the gates, by step.
 
     SP-KV paper, appendix "Palindrome reversal with long instruction gap".
 
     Args:
         curves: columns variant, step, loss, mean_utility, density; the last two are NaN without gates.
-        chance_nll: nats per output token of a model that sees nothing of the list.
+        chance_nll: NLL, in nats per output token, of a model that sees nothing of the list.
     """
     steps = round_axis("Step", 0, float(curves["step"].max()), exact=True)
+    # Loss of each variant
     losses: list[Mark] = [Rule(chance_nll, f"chance {chance_nll:.2f}", vertical=False, tone="muted", dash="dotted")]
     ends = []
     for (variant, curve), (tone, dash) in zip(curves.groupby("variant", sort=False), _VARIANTS, strict=False):
         losses.append(Line(numbers(curve["step"]), numbers(curve["loss"]), str(variant), tone, dash, 2.2))
         ends.append(f"{variant} {curve['loss'].iloc[-1]:.3f}")
+    # Gates
     gated = curves.dropna(subset=["mean_utility"])
-    at = numbers(gated["step"])
+    gated_steps = numbers(gated["step"])
     gates = (
-        Line(at, numbers(gated["mean_utility"]), "mean utility", width=2.2),
-        Line(at, numbers(gated["density"]), "density", "muted", "dotted", 2.2),
+        Line(gated_steps, numbers(gated["mean_utility"]), "mean utility", width=2.2),
+        Line(gated_steps, numbers(gated["density"]), "density", "muted", "dotted", 2.2),
     )
     return Panels(
         "palindrome",

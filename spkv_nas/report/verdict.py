@@ -1,7 +1,7 @@
-"""Draw one conclusion from all evidence on a page: which layout it is about, and how sure that is.
+"""Draw one conclusion from all evidence on a page: the layout it is about, and how sure that is.
 
-Headline, figures at the top, tags in tables, the layout that the explorer starts with, its file and the next command
-all come from one ``Verdict``, so that no two of them can differ.
+The headline, the figures at the top, the tags in tables, the explorer's initial layout, its file and the recommended
+command all come from one ``Verdict``, so that they cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spkv_nas.report.inputs import Inputs, widest_layout
 
 _MOST_NAMED = 4
 _RUNS = "The spread between training runs is not part of any of these errors."
-LEVEL, UNKNOWN, BEHIND = "level", "unknown", "behind"  # of a layout against the best
+LEVEL, UNKNOWN, BEHIND = "level", "unknown", "behind"  # standing of a layout relative to the best
 _WORDS = {
     LEVEL: "Not significantly different from it, within {margin} of the difference",
     UNKNOWN: "Measured higher, though no standard error of the difference is known, so that the order is not "
@@ -34,7 +34,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Step:
-    """Hold a recommended command, and what it does."""
+    """A recommended command, and what it does."""
 
     purpose: str
     command: str
@@ -45,20 +45,20 @@ Advise = Callable[["Verdict"], Sequence[Step]]
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """Hold what all evidence on a page amounts to.
+    """The conclusion from all evidence on a page.
 
     Attributes:
         num_heads: KV heads of the model.
-        measure: what the table holds.
-        layout: the one that the page is about: of the lowest NLL, or before training of the highest coverage; None
-            where there is none.
-        evidence: what decided; None before training.
-        others: the other layouts of the budget, in their order.
-        standings: of each of them, ``LEVEL`` (within ``critical`` standard errors of the difference), ``BEHIND``
-            or ``UNKNOWN``.
-        errors: standard errors of their differences from the best, in percentage points; NaN: unknown.
-        covered: coverage of the layout, in [0, 1]; None where its heads are not known.
-        summary: the first sentence where there is no layout.
+        measure: quantity that the table holds.
+        layout: the layout that the page is about: the one with the lowest NLL, or before training with the highest
+            coverage; None if there is none.
+        evidence: the evidence that decided; None before training.
+        others: the other layouts of the same budget, in order.
+        standings: ``LEVEL`` (within ``critical`` standard errors of the difference), ``BEHIND`` or ``UNKNOWN``, for
+            each of the others.
+        errors: standard error of each difference from the best, in percentage points; NaN: unknown.
+        covered: coverage of the layout, in [0, 1]; None if its heads are unknown.
+        summary: the first sentence if there is no layout.
         critical: standard errors on either side of a 95 % interval.
     """
 
@@ -75,20 +75,22 @@ class Verdict:
 
     @cached_property
     def is_clear(self) -> bool:
-        """Whether every other layout is significantly behind."""
+        """Return True if every other layout is significantly behind."""
         return all(standing == BEHIND for standing in self.standings)
 
     def standing(self, name: str) -> str | None:
-        """Return the standing of another layout of the budget; None of the best itself and of what did not compete."""
+        """Return the standing of another layout of the budget; None for the best and for unknown names."""
         return next(
             (standing for other, standing in zip(self.others, self.standings, strict=True) if other.name == name), None
         )
 
     def tag(self, name: str, source: str, steps: float | None = None) -> str:
-        """Return a word for the row of a layout in a table of ``source``; "" where the verdict is not about it.
+        """Return a short label for a layout's row in a table; "" where the verdict does not apply.
 
         Args:
-            steps: of the row, where the rows of a table differ in them.
+            name: of the layout.
+            source: table that the row belongs to, ``COMPARISON`` or ``SEARCH``.
+            steps: the row's number of steps, if the rows of its table differ in them.
         """
         if self.evidence is None or self.layout is None or self.evidence.source != source:
             return ""
@@ -100,57 +102,57 @@ class Verdict:
 
     @cached_property
     def lead(self) -> tuple[str, str, str]:
-        """Return the first sentence in three parts, of which the second is the name of the layout, "" without one."""
+        """Return the first sentence in three parts; the second is the layout's name, "" without one."""
         if self.layout is None:
             return self.summary, "", ""
         if self.evidence is None:
             return self._before_training
         name, count = self.layout.name, 1 + len(self.others)
-        field = f"{self._budget}, {self.evidence.how}"
+        competition = f"{self._budget}, {self.evidence.how}"
         if count == 1:
-            return "", name, f" is the only layout measured{field}: {self._value}."
+            return "", name, f" is the only layout measured{competition}: {self._value}."
         if self.is_clear:
-            return "", name, f" has the lowest NLL of {count} layouts{field}: {self._value}."
+            return "", name, f" has the lowest NLL of {count} layouts{competition}: {self._value}."
         if LEVEL in self.standings:
             level = 1 + self.standings.count(LEVEL)
-            before = f"No single best of {count} layouts{field}: {level} are not significantly different; "
-            return before, name, f" is measured lowest, {self._value}."
-        return "", name, f" has the lowest measured NLL of {count} layouts{field}: {self._value}."
+            opening = f"No single best of {count} layouts{competition}: {level} are not significantly different; "
+            return opening, name, f" is measured lowest, {self._value}."
+        return "", name, f" has the lowest measured NLL of {count} layouts{competition}: {self._value}."
 
     @property
     def sentences(self) -> list[str]:
-        """Return what follows the first sentence: who is level, of whom it is unknown, who is behind."""
+        """Return the other sentences: which layouts are level, which unknown, which behind."""
         if self.layout is not None and self.evidence is None:
             return ["No layout has been retrained yet, so which has the lowest NLL is not known."]
         margin = standard_errors(self.critical)
-        said = [
-            f"{words.format(margin=margin)}, in percentage points: {listed(named, _MOST_NAMED)}."
-            for standing, words in _WORDS.items()
+        sentences = [
+            f"{template.format(margin=margin)}, in percentage points: {listed(named, _MOST_NAMED)}."
+            for standing, template in _WORDS.items()
             if (named := self._named(standing))
         ]
-        return [*said[:-1], f"{said[-1]} {_RUNS}"] if said else []
+        return [*sentences[:-1], f"{sentences[-1]} {_RUNS}"] if sentences else []
 
     def _named(self, standing: str) -> list[str]:
-        """Return the layouts of a standing with their differences from the best."""
+        """Return the layouts of a standing, each with its difference from the best."""
         if self.layout is None:
             return []
         named = []
-        for other, its, error in zip(self.others, self.standings, self.errors, strict=True):
-            if its == standing and not math.isnan(difference := other.delta - self.layout.delta):
+        for other, other_standing, error in zip(self.others, self.standings, self.errors, strict=True):
+            if other_standing == standing and not math.isnan(difference := other.delta - self.layout.delta):
                 plus_minus = "" if math.isnan(error) else f" ± {number(error, 3)}"
                 named.append(f"{other.name} {signed(difference)}{plus_minus}")
         return named
 
     @property
     def _budget(self) -> str:
-        """Return the number of global heads in words, "" where it is not known."""
+        """Return the number of global heads in words; "" if it is unknown."""
         if self.layout is None or math.isnan(self.layout.num_global):
             return ""
         return f" with {self.layout.num_global:.0f} of {self.num_heads} KV heads global"
 
     @property
     def _value(self) -> str:
-        """Return the change of NLL of the best in words, or its NLL."""
+        """Return the best layout's change of NLL in words, or its NLL."""
         if self.layout is None or self.evidence is None:
             return ""
         if math.isnan(self.layout.delta):
@@ -162,20 +164,22 @@ class Verdict:
         """Return the first sentence on layouts that have only been proposed."""
         if self.layout is None or self.covered is None:
             return "", "", ""
-        rivals = 1 + len(self.others)
+        num_layouts = 1 + len(self.others)
         noun = f"{self.measure.noun} coverage: {100 * self.covered:.1f} %."
-        if rivals == 1:
+        if num_layouts == 1:
             return "", self.layout.name, f" is the only layout proposed{self._budget}; its {noun}"
-        return f"Of {rivals} layouts{self._budget}, ", self.layout.name, f" has the highest {noun}"
+        return f"Of {num_layouts} layouts{self._budget}, ", self.layout.name, f" has the highest {noun}"
 
 
 def conclude(inputs: Inputs) -> Verdict:
     """Return the verdict on everything that a page shows.
 
-    The longest retraining of several layouts of one budget decides; without any, the highest coverage.
+    The evidence with the most retraining steps and several layouts of one budget decides; before retraining, coverage.
     """
-    retrained = [one for one in all_evidence(inputs) if one.steps != 0]
-    deciding = next((one for one in retrained if len(one.of_one_budget) > 1), next(iter(retrained), None))
+    retrained = [evidence for evidence in all_evidence(inputs) if evidence.steps != 0]
+    deciding = next(
+        (evidence for evidence in retrained if len(evidence.of_one_budget) > 1), next(iter(retrained), None)
+    )
     if deciding is None:
         return _before_training(inputs)
     best, *others = deciding.of_one_budget
@@ -183,9 +187,16 @@ def conclude(inputs: Inputs) -> Verdict:
     critical = inputs.critical if deciding.source == COMPARISON else 2.0
     standings = tuple(_standing(best, other, error, critical) for other, error in zip(others, errors, strict=True))
     return Verdict(
-        inputs.table.num_heads, inputs.table.measure, best, deciding, tuple(others), standings, errors,
-        _covered(inputs, best), critical=critical,
-    )  # fmt: skip
+        inputs.table.num_heads,
+        inputs.table.measure,
+        best,
+        deciding,
+        tuple(others),
+        standings,
+        errors,
+        _covered(inputs, best),
+        critical=critical,
+    )
 
 
 def _before_training(inputs: Inputs) -> Verdict:
@@ -208,7 +219,7 @@ def _before_training(inputs: Inputs) -> Verdict:
 
 
 def _mean(table: HeadScores) -> str:
-    """Return a sentence on a table alone."""
+    """Return a sentence on a table without layouts."""
     if table.is_density:
         return f"On average, the {table.num_heads} KV heads keep {100 * table.mean:.1f} % of the tokens."
     measure, (layer, head) = table.measure, np.unravel_index(int(table.values.argmax()), table.grid)
@@ -219,12 +230,12 @@ def _mean(table: HeadScores) -> str:
 
 
 def _error(inputs: Inputs, evidence: Evidence, best: Result, other: Result) -> float:
-    """Return the standard error of the difference of two layouts that share documents; NaN where it is not known."""
+    """Return the standard error of the difference of two layouts, which share documents; NaN if unknown."""
     return inputs.pair_error(best.name, other.name) if evidence.source == COMPARISON else math.nan
 
 
 def _standing(best: Result, other: Result, error: float, critical: float) -> str:
-    """Compare a layout with the best. The two share documents, so their errors cannot be added."""
+    """Compare a layout with the best by the error of their difference; both share documents."""
     difference = other.delta - best.delta
     if math.isnan(error) or math.isnan(difference):
         return UNKNOWN
@@ -232,7 +243,7 @@ def _standing(best: Result, other: Result, error: float, critical: float) -> str
 
 
 def _covered(inputs: Inputs, result: Result) -> float | None:
-    """Return the coverage of a layout, in [0, 1]; None where its heads are not known."""
+    """Return the coverage of a layout, in [0, 1]; None if its heads are unknown."""
     if result.mask is None:
         return None
     return coverage(inputs.table, Layout.from_mask(result.mask, window=DEFAULT_WINDOW))
