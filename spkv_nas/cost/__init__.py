@@ -1,1 +1,1 @@
-"""What attention costs: FLOPs, bytes and times, counted, bounded or measured; the scaling ladder and its law."""
+"""Cost of attention: FLOPs, memory and time, from formulas, bounds or measurements; scaling ladder and scaling law."""

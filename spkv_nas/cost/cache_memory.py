@@ -1,5 +1,6 @@
-"""Memory for keys and values when a model with a layout is served: what a number of global heads takes, and the
-largest number that a given memory holds. Whole bytes, of one context and batch; ``formulas`` has the cost per token.
+"""Memory of the KV cache when a model with a layout is served, and the largest budget of global heads that fits.
+
+Sizes are in whole bytes, for one context length and batch; ``formulas`` has the cost per token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from spkv_nas.cost.formulas import head_bytes, visible_keys
 
 @dataclass(frozen=True)
 class CacheCost:
-    """Bytes of keys and values that an engine holds at once; its page rounding and index come on top.
+    """Bytes of keys and values in the cache, without page rounding and index.
 
     Attributes:
         context: tokens per sequence.
@@ -30,7 +31,11 @@ class CacheCost:
     dtype: str
 
     def __post_init__(self) -> None:
-        """Raises ``UserError`` for a number below 1 or an unknown dtype."""
+        """Validate the fields.
+
+        Raises:
+            UserError: a number is below 1, or the dtype is unknown.
+        """
         for name in ("context", "batch", "window", "head_dim"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
@@ -39,20 +44,20 @@ class CacheCost:
 
     @property
     def global_head(self) -> int:
-        """Bytes of one global KV head, of all sequences."""
+        """Return the bytes of one global KV head, over all sequences."""
         return self._head(density=1.0)
 
     @property
     def local_head(self) -> int:
-        """Bytes of one local KV head, which holds its window, of all sequences."""
+        """Return the bytes of one local KV head, which stores only its window, over all sequences."""
         return self._head(density=0.0)
 
     def total(self, num_global: int, num_heads: int) -> int:
-        """Bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
+        """Return the bytes of a model with ``num_global`` of ``num_heads`` KV heads global."""
         return num_global * self.global_head + (num_heads - num_global) * self.local_head
 
     def largest_budget(self, limit: int, num_heads: int) -> int:
-        """The largest number of global heads, up to all, whose cache is at most ``limit`` bytes.
+        """Return the largest number of global heads, up to ``num_heads``, whose cache fits in ``limit`` bytes.
 
         Raises:
             UserError: not even one global head fits.

@@ -1,13 +1,14 @@
-"""Times of attention as ``spkv-nas calibrate`` measured them on one machine, and what they say of a layout.
+"""Attention times measured on one machine by ``spkv-nas calibrate``, and the time of a layout derived from them.
 
-Measured is one layer of one shape: its time per token with g = 0 .. Hkv global heads, at a few contexts, when decoding
-and in prefill (``spkv_nas.cost.timing``). A layout's time is the sum over its layers, each at its own g. Between
-the measured points both g and the context are interpolated linearly; beyond the measured contexts nothing is said,
-because a cache that no longer fits a processor's own caches, or a GPU that is full at last, changes the slope.
+The measurement covers one layer of one shape: its time per token with g = 0 .. Hkv global heads, at a few context
+lengths, for decoding and prefill (``spkv_nas.cost.timing``). The time of a layout is the sum over its layers, each at
+its own g. Between measured points, times are interpolated linearly in g and the context length. There is no
+extrapolation beyond the measured contexts, because the slope changes once a cache exceeds the processor's caches or a
+GPU reaches full utilisation.
 
-In a folder: ``calibration.csv`` (phase, context, num_global, seconds_per_token) and ``calibration.yaml``, which says
-what was measured, on what, with which versions, and holds the table's SHA-256, so that halves of two calibrations are
-never taken for one. Reading needs no torch.
+A folder holds ``calibration.csv`` (phase, context, num_global, seconds_per_token) and ``calibration.yaml``, which
+records what was measured, the hardware and the versions. It also holds the table's SHA-256, so that files of two
+calibrations cannot be mixed up. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ COLUMNS = (
     Column("seconds_per_token", "number", high=MOST_SHOWN),
 )
 DTYPES = ("float32", "bfloat16", "float16")
-_MAX_COUNTS = 5  # numbers of global heads that are measured
+_MAX_COUNTS = 5  # maximum numbers of global heads to measure
 _FIRST_CONTEXT = 1024
 
 Float = NDArray[np.float64]
@@ -51,9 +52,16 @@ Float = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One attention layer: Hq, Hkv, D, dtype, the window of its local heads, sequences at once, and the device.
+    """One attention layer to measure.
 
-    Raises ``UserError`` for a number below 1, query heads that are no multiple of the KV heads, or another dtype.
+    Attributes:
+        num_heads: query heads Hq, a multiple of ``num_kv_heads``.
+        num_kv_heads: KV heads Hkv.
+        head_dim: channels of a head D.
+        dtype: one of ``DTYPES``.
+        window: visible recent keys of a local head.
+        batch: number of sequences.
+        device: "cpu" or "cuda".
     """
 
     num_heads: int
@@ -65,10 +73,15 @@ class LayerCase:
     device: str
 
     def __post_init__(self) -> None:
+        """Validate the fields.
+
+        Raises:
+            UserError: a number is below 1, Hq is not a multiple of Hkv, or the dtype is unknown.
+        """
         for name in ("num_heads", "num_kv_heads", "head_dim", "window", "batch"):
             if not 1 <= getattr(self, name) <= MOST_WINDOW:
-                found = shortened(str(getattr(self, name)), 40)
-                raise UserError(f"{name} must be at least 1 and at most {MOST_WINDOW}; found {found}")
+                value = shortened(str(getattr(self, name)), 40)
+                raise UserError(f"{name} must be at least 1 and at most {MOST_WINDOW}; found {value}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} KV heads")
         if self.dtype not in DTYPES:
@@ -76,19 +89,26 @@ class LayerCase:
 
     @property
     def title(self) -> str:
-        """The heads in words."""
+        """Return a description of the heads."""
         return _title(self)
 
     @property
     def global_counts(self) -> tuple[int, ...]:
-        """Numbers of global heads to measure: 0 to Hkv, thinned evenly to five."""
+        """Return the numbers of global heads to measure: from 0 to Hkv, at most five, evenly spaced."""
         number = min(_MAX_COUNTS, self.num_kv_heads + 1)
         return tuple(sorted({round(g) for g in np.linspace(0, self.num_kv_heads, number)}))
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured time; ``num_global`` of the layer's KV heads are global, the others local."""
+    """One measured time.
+
+    Attributes:
+        phase: "decode" or "prefill".
+        context: tokens in the cache or sequence.
+        num_global: global KV heads of the layer; the others are local.
+        seconds_per_token: time of the layer.
+    """
 
     phase: Phase
     context: int
@@ -98,10 +118,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Calibration(AttentionTimes):
-    """See the module's docstring; ``timings`` is a full grid of contexts and numbers of global heads, by phase.
+    """Attention times measured on one machine (see the module docstring).
 
-    ``hardware`` is the product's name, ``environment`` versions and commit. Raises ``UserError`` for a grid with gaps
-    or without all heads local and all global.
+    Attributes:
+        case: the measured layer.
+        hardware: product name of the processor or GPU.
+        num_threads: CPU threads.
+        timings: by phase, a full grid of contexts and numbers of global heads.
+        environment: versions and commit.
     """
 
     case: LayerCase
@@ -111,6 +135,11 @@ class Calibration(AttentionTimes):
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        """Validate the grid of times.
+
+        Raises:
+            UserError: a point is missing or repeated, or 0 or Hkv global heads were not measured.
+        """
         for phase in get_args(Phase):
             points = [(row.context, row.num_global) for row in self.timings if row.phase == phase]
             contexts, counts = ({point[axis] for point in points} for axis in (0, 1))
@@ -124,45 +153,59 @@ class Calibration(AttentionTimes):
 
     @property
     def num_kv_heads(self) -> int:
-        """Hkv."""
+        """Return Hkv."""
         return self.case.num_kv_heads
 
     @property
     def source(self) -> str:
-        """Such as "measured on AMD EPYC 9B45, 2 threads, float32, batch 1"."""
+        """Return a description such as "measured on AMD EPYC 9B45, 2 threads, float32, batch 1"."""
         threads = f"{self.num_threads} thread" + ("s" if self.num_threads > 1 else "")
         where = f"{self.hardware}, {threads}" if self.case.device == "cpu" else self.hardware
         return f"measured on {where}, {self.case.dtype}, batch {self.case.batch}"
 
     def contexts(self, phase: Phase) -> tuple[int, ...]:
-        """The measured contexts, ascending."""
+        """Return the measured context lengths, ascending."""
         return tuple(int(context) for context in self.grid(phase)[0])
 
     def covers(self, context: int, phase: Phase) -> bool:
-        """Whether ``context`` lies between two measured ones."""
+        """Return whether ``context`` is within the measured range."""
         measured = self.contexts(phase)
         return measured[0] <= context <= measured[-1]
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether a longer context was decoded faster, by over a tenth: other work took the machine's time before."""
+        """Return whether a longer context was decoded over 10 % faster, which means that other work disturbed the
+        measurement.
+        """
         _, _, seconds = self.grid("decode")
         return bool((seconds[1:] < 0.9 * seconds[:-1]).any())
 
     def check_shape(self, shape: Shape) -> None:
-        """Raises ``UserError`` if ``shape`` has other heads than those measured; the number of layers is free."""
+        """Check that a model has the measured heads; its number of layers may differ.
+
+        Raises:
+            UserError: the heads differ.
+        """
         if _title(shape) != self.case.title:
             raise UserError(f"the calibration is of {self.case.title}; the model has {_title(shape)}")
 
     def check_window(self, window: int) -> None:
-        """Raises ``UserError`` if local heads were measured with another window."""
+        """Check that local heads were measured with this window.
+
+        Raises:
+            UserError: the window differs.
+        """
         if window != self.case.window:
             raise UserError(
                 f"the calibration is for a window of {self.case.window}, not {window}: calibrate with --window {window}"
             )
 
     def check_context(self, context: int, phase: Phase) -> None:
-        """Raises ``UserError`` for a context beyond those measured."""
+        """Check that a context length is within the measured range.
+
+        Raises:
+            UserError: it is outside.
+        """
         if not self.covers(context, phase):
             measured = self.contexts(phase)
             raise UserError(
@@ -171,10 +214,12 @@ class Calibration(AttentionTimes):
             )
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
-        """See ``AttentionTimes``; interpolated linearly in the number of global heads, density * Hkv, and the context.
+        """Return the seconds per token of one layer, as ``AttentionTimes.layer_seconds``.
+
+        The time is interpolated linearly in the number of global heads, density * Hkv, and in the context length.
 
         Raises:
-            UserError: a density outside [0, 1], another window, or a context beyond those measured.
+            UserError: the density is outside [0, 1], or the window or context was not measured.
         """
         if not 0.0 <= density <= 1.0:
             raise UserError(f"density is a share, in [0, 1]; found {density:g}")
@@ -186,22 +231,24 @@ class Calibration(AttentionTimes):
         return float(np.interp(context, contexts, at_contexts))
 
     def grid(self, phase: Phase) -> tuple[Float, Float, Float]:
-        """Contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
+        """Return contexts [C] and numbers of global heads [N], both ascending, and seconds per token [C, N]."""
         return self._grids[phase]
 
     @cached_property
     def _grids(self) -> dict[Phase, tuple[Float, Float, Float]]:
-        """By phase: contexts [C] and numbers of global heads [N], both ascending, and seconds [C, N]."""
+        """Return ``grid`` for every phase."""
         grids: dict[Phase, tuple[Float, Float, Float]] = {}
         for phase in get_args(Phase):
-            found = {(row.context, row.num_global): row.seconds_per_token for row in self.timings if row.phase == phase}
-            contexts, counts = (sorted({point[axis] for point in found}) for axis in (0, 1))
-            seconds = np.array([[found[context, count] for count in counts] for context in contexts])
+            seconds_by_point = {
+                (row.context, row.num_global): row.seconds_per_token for row in self.timings if row.phase == phase
+            }
+            contexts, counts = (sorted({point[axis] for point in seconds_by_point}) for axis in (0, 1))
+            seconds = np.array([[seconds_by_point[context, count] for count in counts] for context in contexts])
             grids[phase] = np.array(contexts, dtype=float), np.array(counts, dtype=float), seconds
         return grids
 
     def write(self, folder: Path) -> None:
-        """Write ``calibration.csv`` and ``calibration.yaml``, in place of an earlier calibration's."""
+        """Write ``calibration.csv`` and ``calibration.yaml``, replacing an earlier calibration."""
         rows = [astuple(timing) for timing in self.timings]
         table = csv_text(pd.DataFrame(rows, columns=[column.name for column in COLUMNS]))
         content = {
@@ -218,36 +265,39 @@ class Calibration(AttentionTimes):
 
     @classmethod
     def read(cls, folder: Path) -> Calibration:
-        """What ``write`` wrote.
+        """Read a calibration that ``write`` wrote.
 
         Raises:
-            UserError: nothing there, or a file that is damaged, of another format, or not the other's.
+            UserError: a file is missing or damaged, has another format, or does not belong to the other.
 
         Warns:
-            UserWarning: ``calibration.yaml`` has changed since it was written.
+            UserWarning: ``calibration.yaml`` was changed after it was written.
         """
         file = folder / "calibration.yaml"
         where = f"calibration {file}"
-        with warnings.catch_warnings(record=True) as cautions:  # of a table that is refused there is no more to say
+        # Read and validate the record
+        with warnings.catch_warnings(record=True) as cautions:  # warn only if the table is accepted
             warnings.simplefilter("always")
             data = read_record(file, "calibration")
         if data.get("format") != FORMAT:
-            said = shortened(repr(data.get("format")), 40)
-            raise UserError(f"{where}: expected 'format: {FORMAT}'; found {said}")
+            found_format = shortened(repr(data.get("format")), 40)
+            raise UserError(f"{where}: expected 'format: {FORMAT}'; found {found_format}")
         header = validate(_CalibrationFile, data, where)
+        # Check that the table belongs to the record
         table = folder / "calibration.csv"
         if _sha256(read_text(table, "calibration")) != header.csv_sha256:
             raise UserError(f"{where} does not describe the calibration.csv beside it: calibrate again")
+        # Read the table
         try:
             case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))
             rows = read_table(table, "table", COLUMNS)
             timings = tuple(Timing(*row) for row in rows.itertuples(index=False, name=None))
-            found = cls(case, header.hardware, header.num_threads, timings, header.environment)
+            calibration = cls(case, header.hardware, header.num_threads, timings, header.environment)
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
         for caution in cautions:
             warnings.warn(caution.message, stacklevel=2)
-        return found
+        return calibration
 
 
 class _CalibrationFile(Section):
@@ -266,7 +316,7 @@ class _CalibrationFile(Section):
 
 
 def default_contexts(largest: int) -> tuple[int, ...]:
-    """Return the contexts to measure: 1k, 4k, 16k, ... below ``largest``, and that."""
+    """Return the context lengths to measure: 1k, 4k, 16k, ... below ``largest``, and ``largest``."""
     contexts = [largest]
     step = _FIRST_CONTEXT
     while step < largest:

@@ -1,22 +1,23 @@
-"""The scaling ladder as named presets: shapes and hyperparameters of the SP-KV paper, and a micro ladder for CPUs.
+"""Presets of the scaling ladder: shapes and hyperparameters of the SP-KV paper, and a micro ladder for CPUs.
 
-``model: level-8`` in a recipe takes the Llama shape, batch size, learning rate and phases of that level; every key of
-the recipe that says otherwise wins. Numbers are those of the paper's appendix "Scaling analysis details" (both tables,
-``assets/ladder.csv``). What they leave open follows from them:
+``model: level-8`` in a recipe selects the Llama shape, batch size, learning rate and phases of that level; other keys
+of the recipe override them. Numbers are from the paper's appendix "Scaling analysis details" (both tables,
+``assets/ladder.csv``). What the tables omit is derived from them:
 
-- FFN width: Llama 3's rule, int(1.3 * int(8 d / 3)) rounded up to a multiple of 1,024. It gives every level's total
-  tokens / 160, so its number of parameters, within 0.07 %.
+- FFN width: Llama 3's rule, int(1.3 * int(8 d / 3)) rounded up to a multiple of 1,024. For every level it reproduces
+  the number of parameters (total tokens / 160) within 0.07 %.
 - Batch size: the multiple of the paper's block of 8,192 tokens that rounds to the table's.
-- Steps: 160 tokens per non-embedding parameter (TPP), warm-up over 1, decay from 140, all rounded down. These are the
-  table's, but for the warm-up of Llama 3 8B (1,664; the table says 2k).
-- Norm epsilon and rotary base of Llama 3 (1e-5, 500,000); embeddings untied; the vocabulary is the tokenizer's.
+- Steps: 160 tokens per non-embedding parameter (TPP), warm-up over 1 and decay from 140, all rounded down. These match
+  the table, except for the warm-up of Llama 3 8B (1,664; the table says 2k).
+- Norm epsilon and rotary base of Llama 3 (1e-5, 500,000); untied embeddings; the tokenizer's vocabulary.
 
-The micro ladder keeps the proportions at a head size of 8: a width of 16 (once 20) times the depth, 4 to 6 query heads
-per KV head, an FFN of 4 to 4.8 widths by the same rule in multiples of 64. Blocks have 512 tokens. Learning rate and
-batch size are the power laws of DeepSeek LLM (arXiv 2401.02954, eq. 1), whose method the paper follows. The paper's own
-levels lie on others, 1.16 C^-0.148 within 0.5 % and 131 C^0.199 within 10 %, but those do not reach six decades down:
-for ``micro-0`` they mean 0.018 and 32,768 tokens a step, which on standard library text end at an NLL of 4.26, where
-0.009 and 4,096, nearly DeepSeek's, end at 3.86 (at 4,096, rates of 0.0045 and 0.018: 3.89 and 3.98).
+The micro ladder keeps these proportions at a head size of 8: a width of 16 (once 20) times the depth, 4 to 6 query
+heads per KV head, an FFN of 4 to 4.8 widths by the same rule in multiples of 64, and blocks of 512 tokens. Learning
+rate and batch size follow the power laws of DeepSeek LLM (arXiv 2401.02954, eq. 1), whose method the paper uses. The
+paper's own levels follow other power laws, 1.16 C^-0.148 within 0.5 % and 131 C^0.199 within 10 %, but these do not
+extrapolate six decades down. For ``micro-0`` they give a rate of 0.018 and 32,768 tokens per step, which end at an NLL
+of 4.26 on standard library text; 0.009 and 4,096, close to DeepSeek's, end at 3.86 (at 4,096, rates of 0.0045 and
+0.018: 3.89 and 3.98).
 """
 
 from __future__ import annotations
@@ -40,14 +41,26 @@ from spkv_nas.cost.formulas import attention_flops, flops_per_token, training_fl
 
 PAPER_BLOCK_SIZE = 8192
 TPP, WARMUP_TPP, DECAY_START_TPP = 160, 1, 140
-FINAL_LEARNING_RATE = 0.01  # share of the peak
+FINAL_LEARNING_RATE = 0.01  # share of the peak learning rate
 MICRO_BLOCK_SIZE = 512
 _MICRO = ((32, 2, 4, 1), (40, 2, 5, 1), (48, 3, 6, 1), (64, 4, 8, 2), (80, 5, 10, 2))  # width, layers, Hq, Hkv
 
 
 @dataclass(frozen=True)
 class Level:
-    """One rung: a Llama shape and how it is trained. ``batch_tokens`` are tokens per step."""
+    """One level of the ladder: a Llama shape and its training hyperparameters.
+
+    Attributes:
+        name: such as "level-8" or "micro-0".
+        hidden_size: channels of a token.
+        intermediate_size: channels of the FFN.
+        num_layers: layers L.
+        num_heads: query heads Hq.
+        num_kv_heads: KV heads Hkv.
+        block_size: tokens per block.
+        batch_tokens: tokens per step.
+        learning_rate: peak learning rate.
+    """
 
     name: str
     hidden_size: int
@@ -61,7 +74,7 @@ class Level:
 
     @property
     def shape(self) -> Shape:
-        """L, heads, and N: attention, FFN and norms, without embeddings."""
+        """Return L, heads, and N: parameters of attention, FFN and norms, without embeddings."""
         width, head_dim = self.hidden_size, self.hidden_size // self.num_heads
         attention = 2 * width * head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * width * self.intermediate_size + 2 * width
@@ -70,16 +83,16 @@ class Level:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the whole training, 160 per non-embedding parameter."""
+        """Return the tokens of the whole training, 160 per non-embedding parameter."""
         return TPP * self.shape.num_parameters
 
     @property
     def train_flops(self) -> float:
-        """FLOPs of the whole training."""
+        """Return the FLOPs of the whole training."""
         return training_flops(self.shape, self.num_tokens, self.block_size)
 
     def config(self) -> dict[str, Any]:
-        """The Hugging Face config (``model.config`` of a recipe)."""
+        """Return the Hugging Face config (``model.config`` of a recipe)."""
         return {
             "model_type": "llama",
             "hidden_size": self.hidden_size,
@@ -94,10 +107,11 @@ class Level:
         }
 
     def recipe(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """A recipe's content with this level's values wherever ``given`` has none.
+        """Fill in a recipe's content with this level's values, without changing what is ``given``.
 
-        The number of steps follows the batch and block sizes that are given, so that the tokens stay the level's.
+        The number of steps follows the batch and block sizes that are given, to keep the level's number of tokens.
         """
+        # Derive the default batch size from the block size
         data, dense, branch = (_mapping(given.get(key)) for key in ("data", "dense", "branch"))
         block_size = _size(data.get("block_size")) or self.block_size
         batch_size = max(1, round(self.batch_tokens / block_size))
@@ -106,6 +120,7 @@ class Level:
             return tpp * self.shape.num_parameters // ((_size(phase.get("batch_size")) or batch_size) * block_size)
 
         peak = {"batch_size": batch_size, "learning_rate": self.learning_rate}
+        # Fill in missing keys, section by section
         filled: dict[str, dict[str, Any]] = {
             "data": {"block_size": block_size, **data},
             "dense": {
@@ -121,16 +136,23 @@ class Level:
                 **branch,
             },
         }
-        # a section that is no mapping is left for the recipe's own check to refuse
-        fitting = {key: section for key, section in filled.items() if isinstance(given.get(key, {}), Mapping)}
-        return {**given, **fitting, "model": {"config": self.config()}}
+        # Leave a section that is not a mapping unchanged: the recipe's validation rejects it
+        valid_sections = {key: section for key, section in filled.items() if isinstance(given.get(key, {}), Mapping)}
+        return {**given, **valid_sections, "model": {"config": self.config()}}
 
 
 def flops_table(context: int, density: float) -> pd.DataFrame:
-    """Forward FLOPs per token of the paper's levels at ``context`` tokens, dense and at a density, by model size.
+    """Return the forward FLOPs per token of the paper's levels, dense and at a density, sorted by model size.
 
-    Columns name, num_parameters, attention_dense, attention_sparse, total_dense, total_sparse. Raises ``UserError`` as
-    ``visible_keys`` does.
+    Args:
+        context: tokens in the context.
+        density: share of the keys that sparse attention keeps.
+
+    Returns:
+        Columns name, num_parameters, attention_dense, attention_sparse, total_dense, total_sparse.
+
+    Raises:
+        UserError: as ``visible_keys``.
     """
     shapes = {level.name: level.shape for level in ladder().values() if not level.name.startswith("micro")}
     rows = pd.DataFrame(
@@ -154,7 +176,10 @@ def write_flops_table(folder: Path, rows: pd.DataFrame) -> None:
 
 @cache
 def ladder() -> dict[str, Level]:
-    """Every preset by name: ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, ``micro-0`` .. ``micro-4``."""
+    """Return all presets by name.
+
+    They are ``level-0`` .. ``level-10``, ``level-13``, ``llama-3-8b``, and ``micro-0`` .. ``micro-4``.
+    """
     with PAPER_TABLE.open(newline="") as file:
         paper = [_level(row) for row in csv.DictReader(file)]
     micro = [_micro(number) for number in range(len(_MICRO))]
@@ -162,29 +187,34 @@ def ladder() -> dict[str, Level]:
 
 
 def find_level(name: str) -> Level:
-    """A preset by name. Raises ``UserError`` that lists them, or offers the nearest."""
+    """Return a preset by name.
+
+    Raises:
+        UserError: there is none of that name; suggests the nearest or lists all.
+    """
     if name not in ladder():
-        near = difflib.get_close_matches(name, ladder(), n=1, cutoff=0.8)
+        matches = difflib.get_close_matches(name, ladder(), n=1, cutoff=0.8)
         raise UserError(
-            f"no level '{name}'; " + (f"did you mean {near[0]}?" if near else f"there are: {', '.join(ladder())}")
+            f"no level '{name}'; " + (f"did you mean {matches[0]}?" if matches else f"there are: {', '.join(ladder())}")
         )
     return ladder()[name]
 
 
 def peak_learning_rate(num_parameters: int) -> float:
-    """The rate at which the paper begins to train a model of N parameters: 1.16 C^-0.148 of its FLOPs, 6 N x 160 N."""
+    """Return the paper's peak learning rate for N parameters: 1.16 C^-0.148 with the training FLOPs C = 6 N x 160 N."""
     return 1.16 * math.pow(6.0 * TPP * num_parameters**2, -0.148)
 
 
 def predictor_learning_rate(num_parameters: int) -> float:
-    """The rate of new predictors on a model of N parameters: the paper's 5 times that peak, at most 9e-3, which the
-    embedded model took.
+    """Return the learning rate of new predictors: 5 times the peak rate, as in the paper, but at most 9e-3.
+
+    The embedded model was trained at 9e-3.
     """
     return min(5.0 * peak_learning_rate(num_parameters), 9e-3)
 
 
 def ffn_width(hidden_size: int, multiple_of: int = 1024) -> int:
-    """Llama 3's FFN width: 1.3 times two thirds of four times the width, up to a multiple of ``multiple_of``."""
+    """Return Llama 3's FFN width: 1.3 * 2/3 * 4 times ``hidden_size``, rounded up to a multiple of ``multiple_of``."""
     return math.ceil(int(1.3 * (8 * hidden_size // 3)) / multiple_of) * multiple_of
 
 
@@ -212,11 +242,11 @@ def _micro(number: int) -> Level:
         batch_tokens=0,
         learning_rate=0.0,
     )
-    compute, step = level.train_flops, 8 * MICRO_BLOCK_SIZE  # the paper's batches are multiples of 8 blocks too
+    flops, step = level.train_flops, 8 * MICRO_BLOCK_SIZE  # the paper's batches are also multiples of 8 blocks
     return replace(
         level,
-        batch_tokens=step * max(1, round(0.2920 * compute**0.3271 / step)),
-        learning_rate=float(f"{0.3118 * compute**-0.1250:.3g}"),
+        batch_tokens=step * max(1, round(0.2920 * flops**0.3271 / step)),
+        learning_rate=float(f"{0.3118 * flops**-0.1250:.3g}"),
     )
 
 

@@ -1,25 +1,25 @@
-"""What a decoder takes in memory at the peak of a pass, by formula; needs no torch.
+"""Peak memory of forward and backward passes of a decoder, from formulas; needs no torch.
 
-Counted per token and layer are the values that PyTorch's autograd and a Llama's own code hold at once, with d and f the
-channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the predictor's hidden layer::
+The formulas count the values per token and layer that PyTorch's autograd and a Llama's code hold at once. d and f are
+the channels of a token and of the FFN, q = Hq D, kv = Hkv D, and h the width of the predictor's hidden layer::
 
-    forward     4 d + max(3 f, 4 q + 4 kv)       of one layer, the others' are gone
-    kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, where gates alone learn
+    forward     4 d + max(3 f, 4 q + 4 kv)       of one layer; those of the others are freed
+    kept        2 d + 3 f + 2 q + 2 kv            for the backward pass, if only gates are trained
                 + d + 2 h                         of a predictor
-                + 2 d + f + q                     what enters linear layers, where these or adapters learn
-                or 5 d + f + q                    where each casts it for itself
-                + 2 d                             where all weights learn
-    backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, on top of what all have kept
-                or 2 d + 2 f (bfloat16: 4 f)      where that layer alone is kept, and frees while it takes
+                + 2 d + f + q                     inputs of linear layers, if these or adapters are trained
+                or 5 d + f + q                    if each casts its input
+                + 2 d                             if all weights are trained
+    backward    2 d + max(4 f, 8 q + 4 kv)        of one layer, in addition to what all layers keep
+                or 2 d + 2 f (bfloat16: 4 f)      if only that layer is kept, and freed meanwhile
 
-Norms (2 d of what is kept, 4 d of it where all learn) and predictors compute in float32, all else in the dtype of the
-pass. In bfloat16 each linear layer casts what enters it; with weights in float32 (autocast) what goes from layer to
-layer stays so. Layers that are computed again (activation checkpointing) keep their input, d, and one at a time the
-rest, once the logits are gone. The logits of all tokens are never there at once, only those of a chunk
-(``base.memory.CHUNK_BYTES``). Kernels take little: attention's memory is linear in the tokens. What adapters keep by
-their rank is left out. What an allocator keeps for itself comes on top. Of other families autograd keeps within a tenth
-as much; of Gemma 3, with twice the norms, a quarter more where all weights learn. reports/LOG.md has measured peaks
-beside these.
+Norms (2 d of what is kept, 4 d if all weights are trained) and predictors compute in float32, everything else in the
+dtype of the pass. In bfloat16 each linear layer casts its input; with float32 weights (autocast) the residual stream
+stays float32. With activation checkpointing, layers keep only their input, d, and one layer at a time is recomputed,
+after the logits have been freed. Logits are never held for all tokens, only for a chunk
+(``base.memory.CHUNK_BYTES``). Kernels need little, as attention's memory is linear in the tokens. Not counted are the
+activations that adapters keep by their rank, and the allocator's overhead. For other model families, what autograd
+keeps is within a tenth; for Gemma 3, which has twice the norms, it is a quarter more if all weights are trained.
+reports/LOG.md compares with measured peaks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from spkv_nas.artifacts.gate_config import GATED, GateConfig
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.memory import chunk_tokens
 
-ROOM = 0.9  # share of the memory that is there which passes may take; the rest is the allocator's and the driver's
+ROOM = 0.9  # share of the available memory for passes; the rest is for allocator and driver
 FLOAT32 = 4  # bytes
-MOMENTS = 8  # bytes of Adam's two per parameter
+MOMENTS = 8  # bytes of Adam's two moments per parameter
 
 
 class Learns(Enum):
-    """What a backward pass has gradients of."""
+    """What is trained, which determines the gradients of a backward pass."""
 
     GATES = "predictors alone"
     ADAPTERS = "adapters of linear layers, and predictors"
@@ -47,43 +47,45 @@ class Learns(Enum):
 
 
 def logit_bytes(vocabulary: int, num_tokens: int, *, item: int, learns: bool = False) -> int:
-    """Bytes at the peak of the logits of ``num_tokens``, and of what a loss makes of them.
+    """Return the peak bytes of the logits of ``num_tokens`` and of their loss.
 
     Args:
-        item: bytes of a logit as the model makes it.
-        learns: with the gradient.
+        vocabulary: vocabulary size V.
+        num_tokens: tokens of the pass; at most a chunk's count.
+        item: bytes of a logit as the model computes it.
+        learns: whether to include the gradient.
     """
     copies = (8 if learns else 4) + (4 if item < FLOAT32 else 0)  # log-softmax, its gradient, the logits in float32
     return min(num_tokens, chunk_tokens(vocabulary)) * vocabulary * (item + copies)
 
 
 def num_predictor_parameters(size: ModelSize, gates: GateConfig) -> int:
-    """Parameters of all predictors that gates put on a model."""
-    channels, heads, hidden = size.hidden_size, size.heads.num_kv_heads, gates.width(size.hidden_size)
-    one = (channels if gates.predictor == "linear" else hidden) * heads + heads
+    """Return the number of parameters of all gate predictors on a model."""
+    channels, heads, width = size.hidden_size, size.heads.num_kv_heads, gates.width(size.hidden_size)
+    per_layer = (channels if gates.predictor == "linear" else width) * heads + heads
     if gates.predictor != "linear":
-        one += channels * hidden + hidden
+        per_layer += channels * width + width
     if gates.predictor == "bidirectional":
-        one += hidden * gates.kernel_size + hidden
-    return one * num_gated(size, gates)
+        per_layer += width * gates.kernel_size + width
+    return per_layer * num_gated(size, gates)
 
 
 def num_gated(size: ModelSize, gates: GateConfig) -> int:
-    """Layers that have a predictor."""
+    """Return the number of layers that have a predictor."""
     return size.num_full if gates.heads is None else sum(GATED in row for row in gates.heads)
 
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Bytes that passes of a decoder take beside its weights.
+    """Memory of passes through a decoder, in addition to its weights.
 
     Attributes:
-        size: of the decoder.
+        size: size of the decoder.
         item: bytes of an activation.
-        gates: that it has, if any.
-        mixes: whether heads mix global and local attention, and keep the results of both.
-        autocast: whether the model's own weights are float32, and cast for every product.
-        on_cpu: whether gated attention computes, and keeps what it does, in float32.
+        gates: its gates, if any.
+        mixes: whether heads mix global and local attention and keep both results.
+        autocast: whether the model's weights are float32 and cast for every product.
+        on_cpu: whether gated attention computes and stores float32.
     """
 
     size: ModelSize
@@ -94,51 +96,52 @@ class PassMemory:
     on_cpu: bool = False
 
     def forward(self, num_tokens: int) -> int:
-        """Of a pass without gradients, up to the last hidden states."""
+        """Return the bytes of a pass without gradients, up to the last hidden states."""
         q, kv = self._attention
         size = self.size
         return num_tokens * self.item * (4 * size.hidden_size + max(3 * size.intermediate_size, 4 * (q + kv)))
 
     def scored(self, num_tokens: int) -> int:
-        """Of a pass without gradients and the NLL of its tokens."""
+        """Return the bytes of a pass without gradients and of the NLL of its tokens."""
         hidden = 2 * num_tokens * self.item * self.size.hidden_size
         return max(self.forward(num_tokens), hidden + logit_bytes(self.size.vocabulary, num_tokens, item=self.item))
 
     def shared(self, num_tokens: int, share: float = 1.0) -> int:
-        """Of scored passes that go on from earlier ones' hidden states, kept of a ``share`` of the layers at once."""
+        """Return the bytes of scored passes that start from hidden states cached for a ``share`` of the layers."""
         return self.scored(num_tokens) + round(self._hidden(num_tokens) * share)
 
     def learning(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
-        """Of a forward and a backward pass; the arguments are those of ``kept``."""
+        """Return the bytes of a forward and a backward pass; arguments as in ``kept``."""
         kept = self.kept(num_tokens, learns=learns, recomputes=recomputes)
         logits = logit_bytes(self.size.vocabulary, num_tokens, item=self.item, learns=True)
         if not recomputes:
             return kept + max(self._backward(num_tokens), logits)
-        layer = num_tokens * (self._layer(learns) + self._predictor)  # computed again once the logits are gone
+        layer = num_tokens * (self._layer(learns) + self._predictor)  # recomputed after the logits are freed
         return kept + max(self._backward(num_tokens, frees=True), logits - layer)
 
     def kept(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
-        """Of what a forward pass keeps for the backward pass, logits aside.
+        """Return the bytes that a forward pass keeps for the backward pass, without logits.
 
         Args:
-            learns: what does, beside gates.
-            recomputes: the activations of one layer after the other.
+            num_tokens: tokens of the pass.
+            learns: what is trained besides gates.
+            recomputes: whether activations are recomputed, one layer at a time.
         """
         size, layers = self.size, self.size.heads.num_layers
         layer, gate = num_tokens * self._layer(learns), num_tokens * self._predictor
         gated = 0 if self.gates is None else num_gated(size, self.gates)
         kept = self._hidden(num_tokens) + layer + gate if recomputes else layers * layer + gated * gate
-        return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # the last norm's
+        return kept + 2 * num_tokens * FLOAT32 * size.hidden_size  # input of the last norm
 
     def going(self, num_tokens: int, *, learns: Learns = Learns.GATES, recomputes: bool = False) -> int:
-        """Of what is ``kept``, what is gone when the backward pass comes to the first layer."""
+        """Return the bytes of ``kept`` that are freed when the backward pass reaches the first layer."""
         layers = self.size.heads.num_layers
-        each = self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
-        return (layers - 1) * each
+        layer_bytes = self._hidden(num_tokens) // layers if recomputes else num_tokens * self._layer(learns)
+        return (layers - 1) * layer_bytes
 
     @property
     def _attention(self) -> tuple[int, int]:
-        """(q, kv)."""
+        """Return (q, kv)."""
         return self.size.heads.attention_width, self.size.heads.num_kv_heads * self.size.heads.head_dim
 
     @property
@@ -147,46 +150,47 @@ class PassMemory:
 
     @property
     def _predictor(self) -> int:
-        """Bytes that a predictor keeps of a token."""
+        """Return the bytes that a predictor keeps per token."""
         channels = self.size.hidden_size
         return 0 if self.gates is None else FLOAT32 * (channels + 2 * self.gates.width(channels))
 
     def _layer(self, learns: Learns) -> int:
-        """Bytes that a layer keeps of a token."""
+        """Return the bytes that a layer keeps per token."""
         channels, ffn = self.size.hidden_size, self.size.intermediate_size
         q, kv = self._attention
-        own = self.item * (3 * ffn + q * self.mixes) + self._attention_item * 2 * (q + kv)
+        activations = self.item * (3 * ffn + q * self.mixes) + self._attention_item * 2 * (q + kv)
         norms = 2 * channels
         if learns is not Learns.GATES:
-            own += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
+            activations += self.item * ((2 if self.item == FLOAT32 else 5) * channels + ffn + q)
         if learns is Learns.ALL:
             norms *= 2
-        return own + FLOAT32 * norms
+        return activations + FLOAT32 * norms
 
     def _backward(self, num_tokens: int, *, frees: bool = False) -> int:
-        """Of one layer; ``frees`` where what it frees meanwhile is most of what is there."""
+        """Return the bytes of one layer's backward pass; ``frees``: most of what is held is freed meanwhile."""
         q, kv = self._attention
         ffn = self.size.intermediate_size
-        own = FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
-        return num_tokens * (self.item * 2 * self.size.hidden_size + own)
+        activations = FLOAT32 * 2 * ffn if frees else max(self.item * 4 * ffn, self._attention_item * (8 * q + 4 * kv))
+        return num_tokens * (self.item * 2 * self.size.hidden_size + activations)
 
     def _hidden(self, num_tokens: int) -> int:
-        """What enters every layer."""
+        """Return the bytes of the inputs of all layers."""
         item = FLOAT32 if self.autocast else self.item
         return num_tokens * item * self.size.hidden_size * self.size.heads.num_layers
 
 
 def fitting_pass(memory: PassMemory, block_size: int, wanted: int, room: float) -> tuple[int, bool]:
-    """How gates on a frozen model learn in ``room`` bytes: (blocks of a pass, whether layers are computed again).
+    """Return (blocks per pass, whether to recompute layers) to train gates on a frozen model in ``room`` bytes.
 
-    They are only where not even one block's activations fit. One block there is, whether it fits or not.
+    Layers are recomputed only if the activations of a single block do not fit. At least one block is returned, even if
+    it does not fit.
     """
-    whole = most(wanted, room, lambda blocks: memory.learning(blocks * block_size))
-    if whole:
-        return whole, False
+    num_blocks = most(wanted, room, lambda blocks: memory.learning(blocks * block_size))
+    if num_blocks:
+        return num_blocks, False
     return max(1, most(wanted, room, lambda blocks: memory.learning(blocks * block_size, recomputes=True))), True
 
 
 def most(wanted: int, room: float, num_bytes: Callable[[int], float]) -> int:
-    """The largest number, up to ``wanted``, whose ``num_bytes``, which rise with it, are at most ``room``; or 0."""
+    """Return the largest n up to ``wanted`` with ``num_bytes(n)``, which increases with n, at most ``room``; or 0."""
     return bisect.bisect_right(range(1, wanted + 1), room, key=num_bytes)

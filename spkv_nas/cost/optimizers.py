@@ -1,4 +1,4 @@
-"""The optimizers that a recipe can name, all of them AdamW: what they keep, and who brings them; needs no torch."""
+"""AdamW variants that a recipe can name: their memory and the package that provides them; needs no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Literal
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"]
 
 BITSANDBYTES = "bitsandbytes"
-_BLOCK = 256  # numbers of 8 bits that share a float32 scale
+_BLOCK = 256  # 8-bit numbers per float32 scale
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An AdamW.
+    """A variant of AdamW.
 
     Attributes:
-        moment_bytes: of the two moments of a parameter, on the device; those of paged ones may lie in the machine's
-            memory.
-        package: that brings it, if torch does not.
+        moment_bytes: bytes of both moments per parameter on the device; 0 if paged, as they may be in CPU memory.
+        package: package that provides it, if not torch.
     """
 
     moment_bytes: float = 8.0

@@ -1,4 +1,4 @@
-"""The least time that attention can take on a named GPU, where nothing was measured; needs no torch.
+"""Lower bound (roofline) of attention's time on a named GPU, where nothing was measured; needs no torch.
 
 Per layer and token, with ``keys`` the mean over the layer's KV heads of the keys that a query sees::
 
@@ -8,13 +8,12 @@ Per layer and token, with ``keys`` the mean over the layer's KV heads of the key
     seconds = max(bytes / bandwidth, FLOPs / peak)
 
 Decoding reads every visible key and value for every token and is bound by bandwidth; prefill reads each once for the
-whole sequence and is bound by FLOPs. Queries, outputs, the index of a paged cache and the launch of kernels come on
-top, so real kernels are slower, and more so in short contexts.
+whole sequence and is bound by FLOPs. Queries, outputs, the index of a paged cache and kernel launches are not included,
+so real kernels are slower, particularly in short contexts.
 
-Numbers are those of NVIDIA's data sheets (H200, H100 and A100 Tensor Core GPU, the SXM and the 80 GB modules): memory,
-its bandwidth, and the peak of dense bfloat16 matrix products, which for Hopper is half of the sheet's "with sparsity"
-1,979 TFLOP/s. That peak is taken whatever the dtype of the cache, since scores are computed from 16-bit numbers at
-best.
+Numbers are from NVIDIA's data sheets (H200, H100 and A100 Tensor Core GPU; SXM and 80 GB modules): memory, bandwidth,
+and the peak of dense bfloat16 matrix products, which for Hopper is half of the sheet's 1,979 TFLOP/s "with sparsity".
+That peak is used for every cache dtype, since scores are computed from 16-bit numbers at best.
 """
 
 from __future__ import annotations
@@ -29,7 +28,14 @@ from spkv_nas.cost.times import AttentionTimes, Phase
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU: its ``memory`` in bytes, their ``bandwidth`` in bytes/s, the ``peak`` of bfloat16 products in FLOP/s."""
+    """Data sheet of a GPU.
+
+    Attributes:
+        name: product name.
+        bandwidth: memory bandwidth in bytes/s.
+        peak: peak of dense bfloat16 products in FLOP/s.
+        memory: bytes of memory.
+    """
 
     name: str
     bandwidth: float
@@ -45,7 +51,11 @@ HARDWARE = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """A GPU by name. Raises ``UserError`` that lists those there are."""
+    """Return a GPU by name.
+
+    Raises:
+        UserError: there is none of that name; lists all.
+    """
     if name.lower() not in HARDWARE:
         raise UserError(f"no hardware '{name}'; there are: {', '.join(HARDWARE)}")
     return HARDWARE[name.lower()]
@@ -53,7 +63,13 @@ def find_hardware(name: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Roofline(AttentionTimes):
-    """See the module's docstring; ``element_size`` is the bytes of one number in the cache (2: bfloat16)."""
+    """Lower bound of attention's time on a GPU (see the module docstring).
+
+    Attributes:
+        hardware: the GPU.
+        shape: sizes of the model.
+        element_size: bytes per number in the cache (2: bfloat16).
+    """
 
     hardware: Hardware
     shape: Shape
@@ -61,18 +77,22 @@ class Roofline(AttentionTimes):
 
     @property
     def num_kv_heads(self) -> int:
-        """Hkv."""
+        """Return Hkv."""
         return self.shape.num_kv_heads
 
     @property
     def source(self) -> str:
-        """Such as "roofline, H200"."""
+        """Return a description such as "roofline, H200"."""
         return f"roofline, {self.hardware.name}"
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
-        """See ``AttentionTimes``. Raises ``UserError`` as ``visible_keys`` does."""
-        seen = visible_keys if phase == "decode" else mean_visible_keys
-        keys = seen(context, density=density, window=window)
+        """Return the seconds per token of one layer, as ``AttentionTimes.layer_seconds``.
+
+        Raises:
+            UserError: as ``visible_keys``.
+        """
+        count_keys = visible_keys if phase == "decode" else mean_visible_keys
+        keys = count_keys(context, density=density, window=window)
         keys_read = keys if phase == "decode" else 1
         num_bytes = self.num_kv_heads * head_bytes(keys_read, self.shape.head_dim, self.element_size)
         flops = 4 * self.shape.attention_width * keys

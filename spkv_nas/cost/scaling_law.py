@@ -1,13 +1,13 @@
-"""The scaling law ``L(C) = L_inf + A C^-alpha``: NLL against training compute, fitted, with what the fit can tell.
+"""Fit the scaling law ``L(C) = L_inf + A C^-alpha`` of NLL against training compute, with confidence intervals.
 
-SP-KV paper, section "Scaling analysis". C is training compute in FLOPs; L_inf is the NLL no compute undercuts. Least
-squares in the NLL, in a parametrisation that keeps the three apart: the amplitude is taken at the geometric mean of the
-runs' compute, in logarithm.
+SP-KV paper, section "Scaling analysis". C is training compute in FLOPs; L_inf is the irreducible NLL. The fit minimises
+squared errors of the NLL. To decorrelate the parameters, the amplitude is fitted as a logarithm, at the geometric mean
+of the runs' compute.
 
-Intervals are Student's t with n - 3 degrees of freedom on the linearised covariance. On simulated ladders (the
-paper's law, noise 0.006) 95 % intervals held the true value in 96 to 97 % of 400 draws with 11 runs, 95 to 96 % with 6,
-92 to 95 % with 5; bootstrapped residuals in 92 to 93 % with 11. They cover the scatter of the runs about the law, not
-a law that does not hold beyond them: for that there are the predictions of runs that the fit has not seen.
+Intervals use Student's t with n - 3 degrees of freedom on the linearised covariance. On simulated ladders (the paper's
+law, noise 0.006), 95 % intervals covered the true value in 96 to 97 % of 400 draws with 11 runs, 95 to 96 % with 6,
+92 to 95 % with 5; bootstrapped residuals in 92 to 93 % with 11. Intervals cover the scatter of runs about the law, not
+a failure of the law beyond them; predictions of held-out runs test that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy  # whose parts are imported when they are used
+import scipy  # imports its subpackages on first use
 from numpy.typing import ArrayLike, NDArray
 
 from spkv_nas.base.errors import UserError
@@ -37,7 +37,7 @@ _RUNS = (
 )
 MIN_RUNS = 4
 CONFIDENCE = 0.95
-_EXPONENTS = np.geomspace(1e-3, 3.0, 60)  # outside, the law cannot be told from a logarithm or from a step
+_EXPONENTS = np.geomspace(1e-3, 3.0, 60)  # outside, the law is indistinguishable from a logarithm or a step
 
 Array = NDArray[np.float64]
 
@@ -53,10 +53,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted law. ``parameters`` are L_inf, log of the amplitude at ``reference`` FLOPs, and alpha.
+    """A fitted scaling law.
 
-    ``covariance`` [3, 3] is theirs; ``residual`` the standard deviation of a run about the law; both NaN where the
-    runs leave no degree of freedom.
+    Attributes:
+        parameters: [3], L_inf, the log of the amplitude at ``reference`` FLOPs, and alpha.
+        covariance: [3, 3], of the parameters; NaN without degrees of freedom.
+        reference: compute in FLOPs at which the amplitude is defined.
+        residual: standard deviation of runs about the law; NaN without degrees of freedom.
+        r_squared: coefficient of determination.
+        num_runs: number of fitted runs.
     """
 
     parameters: Array
@@ -67,37 +72,40 @@ class ScalingLaw:
     num_runs: int
 
     def __call__(self, compute: ArrayLike) -> Array:
-        """NLL at ``compute`` FLOPs."""
+        """Return the NLL at ``compute`` FLOPs."""
         return _law(self.parameters, self._x(compute))
 
     @property
     def irreducible(self) -> Interval:
-        """L_inf."""
+        """Return L_inf."""
         return self._interval(np.array([1.0, 0.0, 0.0]))
 
     @property
     def exponent(self) -> Interval:
-        """alpha."""
+        """Return alpha."""
         return self._interval(np.array([0.0, 0.0, 1.0]))
 
     @property
     def amplitude(self) -> Interval:
-        """A, the reducible NLL at 1 FLOP: far outside the runs, so its interval is wide, and symmetric in log A."""
+        """Return A, the reducible NLL at 1 FLOP.
+
+        Its interval is wide, because 1 FLOP is far from the runs, and symmetric in log A.
+        """
         log = self._interval(np.array([0.0, 1.0, np.log(self.reference)]))
-        with np.errstate(over="ignore"):  # few runs may leave A open
+        with np.errstate(over="ignore"):  # with few runs, A may be unbounded
             return Interval(*(float(np.exp(end)) for end in (log.value, log.low, log.high)))
 
     def predict(self, compute: float) -> Interval:
-        """NLL of one more run at ``compute`` FLOPs: uncertainty of the law, and the scatter of a run about it."""
+        """Predict the NLL of one more run at ``compute`` FLOPs, with an interval that includes the runs' scatter."""
         gradient = _jacobian(self.parameters, np.atleast_1d(self._x(compute)))[0]
         spread = np.sqrt(gradient @ self.covariance @ gradient + self.residual**2)
-        value, half = float(self(compute)), self._quantile() * float(spread)
-        return Interval(value, value - half, value + half)
+        value, half_width = float(self(compute)), self._quantile() * float(spread)
+        return Interval(value, value - half_width, value + half_width)
 
     def _interval(self, weights: Array) -> Interval:
         value = float(weights @ self.parameters)
-        half = self._quantile() * float(np.sqrt(weights @ self.covariance @ weights))
-        return Interval(value, value - half, value + half)
+        half_width = self._quantile() * float(np.sqrt(weights @ self.covariance @ weights))
+        return Interval(value, value - half_width, value + half_width)
 
     def _quantile(self) -> float:
         return float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3)) if self.num_runs > 3 else np.nan
@@ -107,15 +115,16 @@ class ScalingLaw:
 
 
 def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
-    """The least-squares law through runs of ``compute`` FLOPs and ``nll``, both [n].
+    """Fit the law to runs of ``compute`` FLOPs and ``nll``, both [n], by least squares.
 
     Raises:
-        UserError: fewer than 3 different computes, or runs that do not follow such a law: NLL that does not fall, or
-            falls along or below a straight line in log compute, so that no L_inf shows.
+        UserError: there are fewer than 3 different computes, or the runs do not follow such a law: the NLL does not
+            fall, or falls along or below a straight line in log compute, so that L_inf cannot be estimated.
     """
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
     if len(np.unique(flops)) < 3:
         raise UserError(f"a law of three parameters needs runs at 3 or more computes; found {len(np.unique(flops))}")
+    # Fit from the initial parameters
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
     start = _start(x, loss)
@@ -129,9 +138,10 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
         ftol=1e-14,
         gtol=1e-14,
     )
+    # Covariance, linearised at the solution
     errors = float(solution.fun @ solution.fun)
-    freedom = len(flops) - 3
-    variance = errors / freedom if freedom else np.nan
+    degrees_of_freedom = len(flops) - 3
+    variance = errors / degrees_of_freedom if degrees_of_freedom else np.nan
     inverse = np.linalg.inv(np.linalg.qr(solution.jac, mode="r"))
     return ScalingLaw(
         parameters=solution.x,
@@ -144,24 +154,28 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
 
 
 def leave_last_out(compute: ArrayLike, nll: ArrayLike) -> float:
-    """NLL at the largest compute as the runs below it predict it. Raises ``UserError`` as ``fit`` does."""
+    """Predict the NLL at the largest compute from the runs below it.
+
+    Raises:
+        UserError: as ``fit``.
+    """
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
     below = flops < flops.max()
     return float(fit(flops[below], loss[below])(flops.max()))
 
 
 def read_runs(path: Path) -> pd.DataFrame:
-    """Runs from a CSV: ``train_flops`` and ``nll``; where it has them ``name``, ``variant`` and ``held_out`` (0 or 1).
+    """Read runs from a CSV file with ``train_flops`` and ``nll``, and optionally ``name``, ``variant``, ``held_out``.
 
-    Runs are called by the numbers of their rows where the file has no names. A variant is a ladder of its own, ``""``
-    where the file has none. Held-out runs are predicted, not fitted. Other columns are left out.
+    Runs without names are numbered by row. Each variant is a ladder of its own (default ``""``). Held-out runs (1, else
+    0) are predicted but not fitted. Other columns are ignored.
 
     Returns:
-        Columns name, variant, train_flops, nll, held_out; by variant as in the file, then by compute.
+        Columns name, variant, train_flops, nll, held_out; variants as in the file, then sorted by compute.
 
     Raises:
-        UserError: naming file, line and column; the file cannot be read, lacks a column, or holds what is no positive
-            number.
+        UserError: the file is invalid, naming line and column: it cannot be read, lacks a column, or has a value that
+            is not a positive number.
     """
     runs = read_table(path, "runs", _RUNS, others=True)
     if (runs["name"] == "").all():
@@ -176,7 +190,11 @@ def read_runs(path: Path) -> pd.DataFrame:
 
 
 def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
-    """The law of each variant of ``read_runs``. Raises ``UserError`` naming the variant that has too few runs."""
+    """Fit the law of each variant of ``read_runs``.
+
+    Raises:
+        UserError: a variant has too few runs or does not follow the law.
+    """
     laws = {}
     for variant, rows in runs.groupby("variant", sort=False):
         where = f"variant '{variant}': " if variant else ""
@@ -194,31 +212,33 @@ def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
 
 
 def predictions(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> pd.DataFrame:
-    """``runs`` with the ``predicted`` NLL, its interval ``low`` .. ``high`` for one run, and ``error_percent``."""
+    """Add to ``runs`` the ``predicted`` NLL, the interval ``low`` .. ``high`` of one run, and ``error_percent``."""
     rows = [laws[variant].predict(c) for variant, c in zip(runs["variant"], runs["train_flops"], strict=True)]
     table = runs.assign(predicted=[r.value for r in rows], low=[r.low for r in rows], high=[r.high for r in rows])
     return table.assign(error_percent=100.0 * (table["predicted"] / table["nll"] - 1.0))
 
 
 def describe_laws(runs: pd.DataFrame, laws: dict[str, ScalingLaw]) -> list[dict[str, Any]]:
-    """One mapping of plain values per variant: parameters with intervals, goodness of fit, predictions."""
+    """Describe each variant's law as plain values: parameters with intervals, goodness of fit, predictions."""
     table = predictions(runs, laws)
     return [_describe(variant, law, table[table["variant"] == variant]) for variant, law in laws.items()]
 
 
 def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
-    """Write ``scaling.yaml`` from ``describe_laws``; ``source`` says where the runs are from."""
+    """Write ``scaling.yaml`` from ``describe_laws``; ``source`` names the origin of the runs."""
     with replacing(folder) as new:
         write_record(new / "scaling.yaml", {"source": source, "fits": laws, "environment": environment()})
 
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:
+    # Predict the last run from the others
     fitted = rows[~rows["held_out"]]
     last = fitted.iloc[-1]
     try:
         predicted: float | None = leave_last_out(fitted["train_flops"], fitted["nll"])
     except UserError:
-        predicted = None  # the runs below the last follow no law of their own
+        predicted = None  # the runs without the last one do not follow the law
+    # Describe the law in plain values
     parameters = {"L_inf": law.irreducible, "A": law.amplitude, "alpha": law.exponent}
     return {
         "variant": variant,
@@ -257,13 +277,17 @@ def _jacobian(parameters: Array, x: Array) -> Array:
 
 
 def _start(x: Array, loss: Array) -> Array:
-    """Where the search starts: for an exponent the other two are linear, so the best exponent is a search in one."""
+    """Return initial parameters of the fit.
+
+    For a given exponent the other two parameters are linear, so only the exponent is searched.
+    """
 
     def solve(exponent: float) -> tuple[float, Array]:
         basis = np.column_stack([np.ones_like(x), np.exp(-exponent * x)])
         linear = np.linalg.lstsq(basis, loss, rcond=None)[0]
         return float(((basis @ linear - loss) ** 2).sum()), linear
 
+    # Search the exponent on a grid, and reject data without a power law
     best = int(np.argmin([solve(exponent)[0] for exponent in _EXPONENTS]))
     if not solve(_EXPONENTS[best])[1][1] > 0.0:
         raise UserError("the NLL does not fall with compute, so there is no power law to fit")
@@ -273,6 +297,7 @@ def _start(x: Array, loss: Array) -> Array:
             if best == 0
             else "the runs show no power law: the NLL falls in one step"
         )
+    # Refine the exponent
     around = (_EXPONENTS[best - 1], _EXPONENTS[best + 1])
     exponent = float(scipy.optimize.minimize_scalar(lambda e: solve(e)[0], bounds=around, method="bounded").x)
     irreducible, amplitude = solve(exponent)[1]

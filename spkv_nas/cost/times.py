@@ -1,7 +1,7 @@
-"""How long attention takes: what can be asked of times, whoever says them; needs no torch.
+"""Interface of attention times, for tables and as a search objective; needs no torch.
 
-Two do: ``calibration``, which holds what was measured on one machine, and ``roofline``, a bound from below for a GPU
-where nothing was measured. The time of a layout is the sum over its layers, each at its own number of global heads.
+It has two implementations: ``calibration`` has times measured on one machine, and ``roofline`` is a lower bound for a
+GPU without measurements. The time of a layout is the sum over its layers, each at its own number of global heads.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ Phase = Literal["decode", "prefill"]
 
 
 class AttentionTimes(ABC):
-    """How long attention takes, and from where that is known; for tables, and as the objective of a search."""
+    """Attention times of a layer and of a layout, and where they come from."""
 
     @property
     @abstractmethod
     def num_kv_heads(self) -> int:
-        """KV heads of a layer, Hkv."""
+        """Return the KV heads per layer, Hkv."""
 
     @property
     @abstractmethod
     def source(self) -> str:
-        """Where the times come from, for people: what they were measured on, or that they are a bound."""
+        """Return the origin of the times, for messages: where they were measured, or that they are a bound."""
 
     @abstractmethod
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
-        """Seconds per token of the attention of one layer.
+        """Return the seconds per token of attention in one layer.
 
         Args:
-            context: tokens in the cache when decoding, tokens of the whole sequence in prefill.
-            density: share of the layer's KV heads that are global, the others seeing the window alone; a head that
-                keeps a share of its keys counts as that share of a global head.
-            window: w of the local heads; means nothing with density 1.
-            phase: "decode" (one token after another) or "prefill" (a sequence at once).
+            context: tokens in the cache when decoding; length of the sequence in prefill.
+            density: share of the layer's KV heads that are global, the others seeing only the window; a head that keeps
+                a share of its keys counts as that share of a global head.
+            window: w of the local heads; ignored with density 1.
+            phase: "decode" (one token after another) or "prefill" (the whole sequence at once).
 
         Raises:
-            UserError: a number out of range, or nothing is known there.
+            UserError: a number is out of range, or no time is known for it.
         """
 
     def covers(self, context: int, phase: Phase) -> bool:
-        """Whether times are known at ``context``."""
+        """Return whether times are known at ``context``."""
         return True
 
     def layout_seconds(self, layout: Layout, context: int, phase: Phase = "decode") -> float:
-        """Seconds per token of the attention of all layers with ``layout``: the sum of ``layer_seconds``.
+        """Return the seconds per token of attention in all layers with ``layout``: the sum of ``layer_seconds``.
 
         Raises:
-            UserError: the layout has another number of KV heads per layer; as ``layer_seconds`` does.
+            UserError: the layout has another number of KV heads per layer; or as ``layer_seconds``.
         """
         if layout.num_kv_heads != self.num_kv_heads:
             raise UserError(

@@ -1,9 +1,9 @@
-"""Times one attention layer with the project's own kernels: what a ``Calibration`` is made of.
+"""Measure one attention layer with the project's kernels, to create a ``Calibration``.
 
-Decoding: one token appended to a ``PagedKVCache`` and ``decode_attention`` over it, with the caches of several layers
-one after another, as a model has them, so that keys come from memory and not from a processor's own caches. Prefill:
-``attention`` over a whole sequence with a window per KV head. At each context, rounds take the numbers of global heads
-in turn; medians, after a warm-up. The launch of kernels is part of the time, as it is in ``spkv-nas generate``.
+Decoding appends one token to a ``PagedKVCache`` and runs ``decode_attention`` on it. The caches of several layers take
+turns, as in a model, so that keys come from main memory and not from the processor's caches. Prefill runs ``attention``
+on a whole sequence with a window per KV head. At each context, rounds interleave the numbers of global heads; the
+result is the median after a warm-up. Kernel launches are included, as in ``spkv-nas generate``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ from spkv_nas.cost.formulas import head_bytes, visible_keys
 from spkv_nas.cost.times import Phase
 
 DECODE_ROUNDS, PREFILL_ROUNDS = 15, 3
-PREFILL_SECONDS = 4.0  # of one call; a context that would take longer is not measured, nor are those above it
+PREFILL_SECONDS = 4.0  # per call; prefill skips contexts that would take longer
 _MAX_LAYERS = 8
-_CACHE_BYTES = 1 << 28  # of all caches at once, unless one for each number of global heads takes more
+_CACHE_BYTES = 1 << 28  # of all caches together; one per number of global heads is always allowed
 
 
 def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progress | None = None) -> Calibration:
-    """Time ``case`` at each of ``contexts`` (ascending); prefill stops where a call would take ``PREFILL_SECONDS``.
+    """Measure a layer at each context; prefill stops where a call would exceed ``PREFILL_SECONDS``.
 
-    ``progress`` is told (done, total) steps.
+    Args:
+        case: the layer.
+        contexts: context lengths in tokens, ascending.
+        progress: called with (done, total) steps.
 
     Raises:
-        UserError: a GPU without memory for it.
+        UserError: the GPU has too little memory.
     """
+    # Measure decoding at all contexts, then prefill
     timings: list[Timing] = []
     report = progress or (lambda done, total: None)
     total = 2 * len(contexts)
@@ -59,7 +63,7 @@ def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progre
 
 
 def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
-    """Every number of global heads, at ``context`` tokens with the first one that is timed; each adds one."""
+    """Time decoding for every number of global heads; the first timed step attends to ``context`` tokens."""
     q, k, v = _tensors(case, context)
     layers = _num_layers(case, context)
     candidates = {
@@ -71,10 +75,19 @@ def _time_decoding(case: LayerCase, context: int) -> list[Timing]:
 
 
 def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], None]:
-    """Append and attend once in each of ``layers`` caches, filled but for the warm-up's and the first timed token.
+    """Return a function that appends a token to and attends in each of ``layers`` caches.
 
-    q [B, Hq, D]; k, v [B, Hkv, T, D].
+    The caches are filled such that, after the warm-up step, the first timed token is number T.
+
+    Args:
+        case: the layer.
+        num_global: number of global KV heads.
+        layers: number of caches.
+        q: [B, Hq, D].
+        k: [B, Hkv, T, D].
+        v: [B, Hkv, T, D].
     """
+    # Fill the caches
     keep = (torch.arange(case.num_kv_heads, device=k.device) < num_global).expand(case.batch, -1)
     filled = max(0, k.shape[2] - 2)
     caches = []
@@ -84,8 +97,9 @@ def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Te
         )
         if filled:
             cache.prefill(k[:, :, :filled], v[:, :, :filled], keep[:, :, None].expand(-1, -1, filled))
-        cache.reserve(DECODE_ROUNDS + 1)  # a pool that grows is copied, which is no part of a usual token
+        cache.reserve(DECODE_ROUNDS + 1)  # otherwise the pool would grow during the measurement
         caches.append(cache)
+    # Time one token per cache
     new_k, new_v = k[:, :, -1].contiguous(), v[:, :, -1].contiguous()
 
     def step() -> None:
@@ -110,17 +124,17 @@ def _time_prefill(case: LayerCase, context: int) -> list[Timing]:
 
 
 def _prefill_seconds(timings: list[Timing], case: LayerCase, context: int) -> float:
-    """What the slowest call should take, by the context measured last: attention is quadratic. 0 for the first one."""
-    known = [row for row in timings if row.phase == "prefill"]
-    if not known:
+    """Predict the slowest prefill call from the largest context so far, as attention is quadratic; 0 for the first."""
+    previous = [row for row in timings if row.phase == "prefill"]
+    if not previous:
         return 0.0
-    last = known[-1].context
-    slowest = max(row.seconds_per_token for row in known if row.context == last) * last * case.batch
+    last = previous[-1].context
+    slowest = max(row.seconds_per_token for row in previous if row.context == last) * last * case.batch
     return slowest * (context / last) ** 2
 
 
 def _num_layers(case: LayerCase, context: int) -> int:
-    """Caches that a step goes through: up to eight, within ``_CACHE_BYTES`` for all numbers of global heads."""
+    """Return the number of caches per step: up to eight, within ``_CACHE_BYTES`` over all numbers of global heads."""
     item = getattr(torch, case.dtype).itemsize
     keys = sum(
         case.num_kv_heads * visible_keys(context, density=g / case.num_kv_heads, window=case.window)
@@ -130,7 +144,7 @@ def _num_layers(case: LayerCase, context: int) -> int:
 
 
 def _tensors(case: LayerCase, context: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q [B, Hq, T, D] and k, v [B, Hkv, T, D]."""
+    """Return random q [B, Hq, T, D] and k, v [B, Hkv, T, D]."""
     generator = torch.Generator(case.device).manual_seed(0)
     heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads)
     q, k, v = (
@@ -142,5 +156,5 @@ def _tensors(case: LayerCase, context: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _timings(phase: Phase, context: int, seconds: dict[int, float], *, calls: int) -> list[Timing]:
-    """Per token, to the six digits that the file holds."""
+    """Convert seconds to times per token, rounded to the six digits stored in the file."""
     return [Timing(phase, context, g, float(f"{value / calls:.6g}")) for g, value in seconds.items()]
