@@ -1,1 +1,1 @@
-"""The search for layouts: space, samplers, queue of work, driver, results. Knows no model."""
+"""Search for layouts: search space, samplers, task queue, driver and results. Independent of any model."""

@@ -1,9 +1,8 @@
-"""Search: layouts are scored without training, the best retrained briefly, the best of those in full.
+"""Run a search: score layouts without training, retrain the best briefly, and the best of those in full.
 
-Each of these fidelities has studies in one storage (``search/queue.py``), so any number of processes work on them: one
+Each fidelity has its own studies in one storage (``search/queue.py``), so any number of processes can work on them: one
 study of zero-shot scores per sampler and seed, one of short and one of full retrainings, with full attention and the
-layouts that the search started from as baselines. A judge (``search/evaluator.py``) scores and retrains, and keeps the
-results.
+starting layouts as baselines. An evaluator (``search/evaluator.py``) scores and retrains, and keeps the results.
 """
 
 from __future__ import annotations
@@ -35,23 +34,28 @@ from spkv_nas.search.space import Space
 from spkv_nas.search.storage import Storage, storage_errors
 from spkv_nas.search.trials import GENERATION, Effort, LayoutCost, Result, Trial, first_front, ranked
 
-CLAIM = 5  # most layouts that a worker scores at a time: they share the layers in which they agree
-POLL = 0.2  # seconds between looks at what other workers do
-_DONE = (0.0,)  # Optuna wants a value of what is complete; the judge keeps what a retraining measured
+CLAIM = 5  # maximum layouts a worker scores at once: their common first layers are computed once
+POLL = 0.2  # seconds between polls while waiting for other workers
+_DONE = (0.0,)  # value of a finished retraining for Optuna; its result is kept by the evaluator
 
 
 class Search:
-    """One search; every worker makes one with the same arguments and calls ``run``.
+    """One search; every worker creates one with the same arguments and calls ``run``.
 
     Args:
+        judge: evaluator that scores and retrains layouts.
+        space: the search space.
         starts: layouts of the space to start from and to compare with, by name.
         others: layouts to compare with only.
-        folder: of the study and its lock, which the workers share; unused with a server.
-        name: of the studies in the storage.
-        storage: a URL (``search/storage.py``); SQLite in ``folder`` by default.
+        effort: numbers of trials, samplers, seeds and retrainings.
+        folder: folder of the study and its lock, shared by the workers; unused with a database server.
+        name: name prefix of the studies in the storage.
+        cost: a second objective to minimise.
+        storage: storage URL (``search/storage.py``); SQLite in ``folder`` by default.
+        reporter: receives progress and status messages.
 
     Raises:
-        UserError: the space is for another model than the judge's, or there is too little held-out text.
+        UserError: the space is for another model than the evaluator's, or there is too little held-out text.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Search:
         storage: str | None = None,
         reporter: Reporter = SILENT,
     ) -> None:
+        """Check that space and evaluator match, and open the storage."""
         self.judge, self.space, self.effort, self.cost = judge, space, effort, cost
         self.starts, self.baselines = dict(starts), {**starts, **others}
         self._name, self._reporter = name, reporter
@@ -81,7 +86,7 @@ class Search:
         self._storage = Storage(storage or f"sqlite:///{folder / 'study.db'}", folder / "queue.lock")
 
     def run(self) -> list[Trial]:
-        """Work until every fidelity is finished; all trials, with what they measured.
+        """Work until every fidelity is finished; return all trials with their measurements.
 
         Raises:
             UserError: the study cannot be written, or is damaged.
@@ -90,20 +95,22 @@ class Search:
             return self._run()
 
     def _run(self) -> list[Trial]:
+        """Score, promote, retrain briefly, promote, retrain in full."""
         effort = self.effort
         trials = self._score([self._study(kind, seed) for kind in effort.samplers for seed in effort.seeds])
         if effort.short == 0:
             return trials
-        trials = self._finishing(trials, effort.short)
+        trials = self._complete_promoted(trials, effort.short)
         trials = self._retrain("short", trials, self.promoted(trials, effort.short, "zero_shot"))
         if effort.full == 0:
             return trials
         return self._retrain("full", trials, self.promoted(trials, effort.full, "short"))
 
-    def _finishing(self, trials: list[Trial], number: int) -> list[Trial]:
-        """The trials, the best ``number`` layouts of each sampler scored on the whole text.
+    def _complete_promoted(self, trials: list[Trial], number: int) -> list[Trial]:
+        """Score the best ``number`` layouts of each sampler on the whole text, and return the updated trials.
 
-        Those of them that were stopped are scored to the end, which may put others in their place.
+        Layouts stopped early only have an estimate; scoring them fully may promote others in their place, hence the
+        loop.
         """
         while True:
             estimated = {trial.layout.content_hash for trial in trials if trial.zero_shot.stopped}
@@ -113,10 +120,14 @@ class Search:
                 return trials
             self._reporter.announce(f"scoring {len(stopped)} of the best layouts on the whole text")
             scores = self.judge.score(stopped, [None] * len(stopped), [])
-            whole = {layout.content_hash: score for layout, score in zip(stopped, scores, strict=True)}
-            trials = [replace(one, zero_shot=whole.get(one.layout.content_hash, one.zero_shot)) for one in trials]
+            full_scores = {layout.content_hash: score for layout, score in zip(stopped, scores, strict=True)}
+            trials = [
+                replace(trial, zero_shot=full_scores.get(trial.layout.content_hash, trial.zero_shot))
+                for trial in trials
+            ]
 
     def _study(self, kind: str, seed: int) -> _Study:
+        """Open the zero-shot study of a sampler and seed; its settings include all that results depend on."""
         settings: dict[str, Any] = {
             "probe": f"{self.space.table.name} {_hash(self.space.table.density.round(6).tolist())}",
             "budget": list(self.space.budgets),
@@ -129,17 +140,19 @@ class Search:
         if kind == SURROGATE:
             settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
         generation = self.effort.generation
-        kept = f"{self._name}/{kind}-{seed}" + (f"-generation-{generation}" if generation != GENERATION else "")
+        study_name = f"{self._name}/{kind}-{seed}" + (f"-generation-{generation}" if generation != GENERATION else "")
         queue = Queue(
-            self._storage, kept, settings,
+            self._storage,
+            study_name,
+            settings,
             metrics=["zero-shot ΔNLL, %", *([] if self.cost is None else [self.cost.name])],
-        )  # fmt: skip
+        )
         return _Study(
             kind, seed, queue, Sampler(self.space, kind, seed, list(self.starts.values()), generation=generation)
         )
 
     def _costs(self) -> list[str]:
-        """The second objective and three layouts' costs, so that a resumed search does not mix two ways to count."""
+        """Return name and three sample values of the cost, so that a resumed search uses the same cost function."""
         if self.cost is None:
             return []
         layers, heads = self.space.grid
@@ -148,35 +161,38 @@ class Search:
         return [self.cost.name, *(f"{cost:.6g}" for cost in costs)]
 
     def _score(self, studies: Sequence[_Study]) -> list[Trial]:
-        """Work on the zero-shot studies until all are finished."""
+        """Work on the zero-shot studies until all are finished; return the trials."""
         total = self.effort.trials
         fronts: dict[_Study, list[int]] = {study: [] for study in studies}
         self._reporter.reused(sum(map(len, self._finished(studies).values())), total * len(studies), "searched layouts")
         with self._reporter.bar("scoring layouts") as progress:
             while True:
+                # Report progress and new fronts
                 finished = self._finished(studies)
                 progress(sum(len(trials) for trials in finished.values()), total * len(studies))
                 for study, trials in finished.items():
-                    fronts[study] = self._tell_front(study, trials, fronts[study])
+                    fronts[study] = self._announce_front(study, trials, fronts[study])
                 unfinished = [study for study, trials in finished.items() if len(trials) < total]
                 if not unfinished:
                     return self._trials(finished)
+                # Work on the first study with a free task
                 for study in unfinished:
                     tasks = study.queue.claim(total, CLAIM, study.sampler.known_before)
                     if tasks:
                         self._work(study, tasks)
                         break
                 else:
-                    time.sleep(POLL)  # other workers hold what is left of this generation
+                    time.sleep(POLL)  # other workers hold the remaining tasks of this generation
 
     def _finished(self, studies: Sequence[_Study]) -> dict[_Study, dict[int, Result]]:
-        """The scored trials by number, as far as they count: an earlier run may have asked for more."""
+        """Return the finished trials of each study by number, without those beyond the requested number of trials."""
         return {
             study: {number: trial for number, trial in study.queue.results().items() if number < self.effort.trials}
             for study in studies
         }
 
     def _work(self, study: _Study, tasks: Sequence[int]) -> None:
+        """Sample and score the layouts of claimed tasks, and record the results."""
         with study.queue.holding(tasks):
             results = study.queue.results()
             known = [results[index] for index in range(study.sampler.known_before(tasks[-1]))]
@@ -187,54 +203,60 @@ class Search:
                 study.queue.finish(index, values, self.space.point(layout), stopped=score.stopped)
 
     def _scores(self, study: _Study, layouts: Mapping[int, Layout], trials: Mapping[int, Result]) -> list[Score]:
-        """Of layouts by the numbers of their trials, in order; each races against what has finished before."""
+        """Score layouts by trial number, in order, each against the incumbent of the trials before it."""
         baselines = {layout.heads for layout in self.baselines.values()}
         scores: list[Score] = []
         for known, numbers in groupby(layouts, study.sampler.known_before):
             finished = self._finished_before(known, trials)
-            some = {number: layouts[number] for number in numbers}
+            group = {number: layouts[number] for number in numbers}
+            # Baselines, and trials known to run to the end, have no incumbent
             rivals = [
                 None
                 if layout.heads in baselines or (number in trials and not trials[number].stopped)
                 else finished.rival(self._costs_of(layout))
-                for number, layout in some.items()
+                for number, layout in group.items()
             ]
-            scores += self.judge.score(list(some.values()), rivals, finished.layouts)
+            scores += self.judge.score(list(group.values()), rivals, finished.layouts)
         return scores
 
     def _finished_before(self, known: int, trials: Mapping[int, Result]) -> Finished:
-        """Of the first ``known`` trials."""
-        whole = [trials[number] for number in range(known) if not trials[number].stopped]
-        values = {self.space.layout(trial.point): trial.values for trial in whole}
+        """Return the fully scored layouts among the first ``known`` trials."""
+        fully_scored = [trials[number] for number in range(known) if not trials[number].stopped]
+        values = {self.space.layout(trial.point): trial.values for trial in fully_scored}
         return Finished(list(values), list(values.values()))
 
     def _costs_of(self, layout: Layout) -> list[float]:
-        """The objectives beside the NLL."""
+        """Return the objectives besides the NLL."""
         return [] if self.cost is None else [self.cost.of(layout)]
 
     def _trials(self, finished: Mapping[_Study, Mapping[int, Result]]) -> list[Trial]:
-        """The baselines and all that was tried, scored again: the judge has their scores, unless they were deleted.
+        """Return baselines and all tried layouts as trials.
 
-        What one study has stopped and another has not has the score of that.
+        Scores come from the evaluator's cache, or are computed again if that was deleted. A layout stopped early in one
+        study but not in another gets the full score.
         """
-        every = [(BASELINE, 0, number, layout) for number, layout in enumerate(self.baselines.values())]
-        scores = self.judge.score([layout for *_, layout in every], [None] * len(every), [])
+        # Collect baselines and tried layouts with their scores
+        entries = [(BASELINE, 0, number, layout) for number, layout in enumerate(self.baselines.values())]
+        scores = self.judge.score([layout for *_, layout in entries], [None] * len(entries), [])
         for study, trials in finished.items():
             layouts = {number: self.space.layout(trial.point) for number, trial in trials.items()}
-            every += [(study.kind, study.seed, number, layout) for number, layout in layouts.items()]
+            entries += [(study.kind, study.seed, number, layout) for number, layout in layouts.items()]
             scores += self._scores(study, layouts, trials)
-        whole = {one[-1].heads: score for one, score in zip(every, scores, strict=True) if not score.stopped}
+        # Prefer full scores to estimates of the same layout
+        full_scores = {
+            entry[-1].heads: score for entry, score in zip(entries, scores, strict=True) if not score.stopped
+        }
         return [
-            Trial(*one, self.cost.of(one[-1]) if self.cost else None, whole.get(one[-1].heads, score))
-            for one, score in zip(every, scores, strict=True)
+            Trial(*entry, self.cost.of(entry[-1]) if self.cost else None, full_scores.get(entry[-1].heads, score))
+            for entry, score in zip(entries, scores, strict=True)
         ]
 
-    def _tell_front(self, study: _Study, trials: Mapping[int, Result], before: list[int]) -> list[int]:
-        """Say what is best so far, if that has changed; the numbers of the trials on the front."""
+    def _announce_front(self, study: _Study, trials: Mapping[int, Result], previous_front: list[int]) -> list[int]:
+        """Announce the current front if it changed; return the trial numbers on it."""
         numbers = list(trials)
         first = first_front(np.array([trials[n].values for n in numbers])) if numbers else []
         front = [numbers[index] for index in first][: None if self.cost else 1]
-        if front != before:
+        if front != previous_front:
             best, cheapest = (
                 f"{trials[n].values[0]:+.3f} % with {self.space.layout(trials[n].point).num_global} heads"
                 for n in (front[0], front[-1])
@@ -244,10 +266,11 @@ class Search:
         return front
 
     def promoted(self, trials: Sequence[Trial], number: int, by: Fidelity) -> list[Layout]:
-        """The best ``number`` layouts of each sampler, by the change of NLL (with a cost: front after front)."""
-        baselines = {layout.content_hash for layout in self.baselines.values()}  # which are retrained anyway
+        """Return the best ``number`` layouts of each sampler by change of NLL (with a cost: by successive fronts)."""
+        baselines = {layout.content_hash for layout in self.baselines.values()}  # retrained anyway
         chosen: dict[str, Layout] = {}
         for kind in self.effort.samplers:
+            # Collect the distinct layouts measured at this fidelity
             layouts: dict[str, Layout] = {}
             values: list[list[float]] = []
             for trial in trials:
@@ -257,17 +280,20 @@ class Search:
                 if change is not None:
                     layouts[key] = trial.layout
                     values.append([change.percent, *trial.values[1:]])
+            # Take the best of them
             keys = list(layouts)
             chosen |= {keys[index]: layouts[keys[index]] for index in ranked(np.array(values))[:number]}
         return list(chosen.values())
 
     def _retrain(self, fidelity: Retraining, trials: Sequence[Trial], promoted: Iterable[Layout]) -> list[Trial]:
-        """Work on the retrainings of a fidelity until they are finished; the trials with what they measured."""
+        """Work on the retrainings of a fidelity until all are finished; return the trials with their results."""
+        # Open the queue of retrainings
         layouts = [*self.baselines.values(), *promoted]
         runs: list[Layout | None] = [None, *layouts]  # None is full attention
         names = [self.judge.run_name(fidelity, layout) for layout in runs]
         queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names}, metrics=["finished"])
         self._reporter.reused(len(queue.results()), len(runs), f"{fidelity} retrainings")
+        # Retrain one layout at a time until all workers have finished
         while len(queue.results()) < len(runs):
             tasks = queue.claim(len(runs), 1)
             if not tasks:
@@ -279,6 +305,7 @@ class Search:
             with queue.holding(tasks):
                 self.judge.retrain(fidelity, layout)
                 queue.finish(tasks[0], _DONE, names[tasks[0]])
+        # Add the results to the trials
         changes = self.judge.retrained(fidelity, layouts)
         measured = {layout.content_hash: change for layout, change in zip(layouts, changes, strict=True)}
         return [trial.after(fidelity, measured.get(trial.layout.content_hash)) for trial in trials]
@@ -286,6 +313,8 @@ class Search:
 
 @dataclass(frozen=True, eq=False)
 class _Study:
+    """A zero-shot study: sampler, seed and task queue."""
+
     kind: str
     seed: int
     queue: Queue
@@ -293,4 +322,5 @@ class _Study:
 
 
 def _hash(content: Any) -> str:
+    """Return a short hash of JSON content."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

@@ -1,6 +1,6 @@
-"""Who judges the layouts of a search: whatever scores them without training, and retrains them.
+"""Define the protocol of evaluators: they score layouts without training, and retrain them.
 
-``spkv_nas.training.recipe_evaluator`` does so by a recipe; ``search`` itself trains nothing.
+``spkv_nas.training.recipe_evaluator`` implements it by a recipe; ``search`` itself trains nothing.
 """
 
 from __future__ import annotations
@@ -18,54 +18,59 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 
 
 class Evaluator(Protocol):
-    """What a search asks for: changes of NLL by layouts.
+    """Measures the change of NLL of layouts for a search.
 
-    Scores count from the dense model as it is, retrained layouts from the control: full attention retrained alike.
+    Scores without training are relative to the dense model; those of retrained layouts to the control, which is full
+    attention retrained in the same way.
 
-    Held-out text is parted by document: scores and short retrainings are judged on the first documents, on which the
-    search chooses, and full retrainings on the others, so that the winner's luck does not count.
+    Held-out text is split by document: scores and short retrainings use the first documents, on which the search
+    selects, and full retrainings the others, so that selection does not bias their results.
     """
 
     @property
     def shape(self) -> Shape:
-        """Of the model."""
+        """Return the shape of the model."""
 
     @property
     def identity(self) -> str:
-        """Changes with the model's weights and with the text that the search chooses on."""
+        """Return an identifier that changes with the model's weights and with the selection text."""
 
     @property
     def tokens_chosen_on(self) -> int:
-        """Held-out tokens of the scores and of the short retrainings. Raises ``UserError``: there are too few."""
+        """Return the held-out tokens used for scores and short retrainings. Raises ``UserError`` if too few."""
 
     @property
     def judged_on(self) -> NDArray[np.int64]:
-        """Tokens of each held-out document of the full retrainings; the search sees no token of these documents."""
+        """Return the tokens per held-out document used for full retrainings; unseen by the search."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What the results come from, in plain values."""
+        """Return the settings that results depend on, as plain values."""
 
     def steps(self, fidelity: Retraining) -> int:
-        """Training steps of a retraining."""
+        """Return the number of training steps of a retraining."""
 
     def score(
         self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
-        """Change of NLL by each layout, without training. A layout that was scored before costs nothing.
+        """Return the change of NLL of each layout without training; cached for layouts scored before.
 
-        A layout that its rival leaves behind, one of ``finished``, may be stopped with an estimate, which must depend
-        on the layout, its rival and ``finished`` alone.
+        Args:
+            layouts: layouts to score.
+            rivals: incumbent of each layout, one of ``finished``, or None. A layout that falls behind its incumbent may
+                be stopped early with an estimate.
+            finished: layouts scored on the whole text. Estimates must depend on the layout, its incumbent and these
+                only.
         """
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
-        """Changes with whatever decides the result of a retraining; None is full attention."""
+        """Return a name that changes with everything that determines a retraining; None is full attention."""
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        """Retrain a layout, or full attention, unless that is done; the judge keeps the result."""
+        """Retrain a layout, or full attention, unless done already, and keep the result."""
 
     def control(self, fidelity: Retraining) -> PairedDifference:
-        """Change of NLL of full attention retrained, against the dense model as it is; raises as ``retrained``."""
+        """Return the change of NLL of retrained full attention against the dense model. Raises as ``retrained``."""
 
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Change of NLL by each layout against the control, all retrained. Raises ``UserError``: one is gone."""
+        """Return the change of NLL of each retrained layout against the control. Raises ``UserError`` if missing."""

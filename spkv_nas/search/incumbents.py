@@ -1,7 +1,7 @@
-"""Rivals: whom a layout of a search must keep up with, or else be stopped (``evaluation.early_stopping``).
+"""Choose the incumbent (rival) that a layout has to keep up with, or else be stopped (``evaluation.early_stopping``).
 
-A rival is the best layout before the trial begins, among those that cost no more: what does worse is not on the front,
-whatever comes. It depends on nothing but trials that any worker knows by then, so any number of workers, however
+The incumbent of a trial is the best layout that finished before it and costs no more; a layout that does worse is never
+on the Pareto front. It depends only on trials that every worker knows at that point, so any number of workers, however
 interrupted, stop the same layouts.
 """
 
@@ -20,19 +20,20 @@ class Finished:
     """The distinct layouts of a study that were scored on the whole text before a trial begins.
 
     Attributes:
-        values: of each layout, its objectives.
+        layouts: the layouts.
+        values: objective values of each layout.
     """
 
     layouts: Sequence[Layout]
     values: Sequence[Sequence[float]]
 
     def rival(self, costs: Sequence[float] = ()) -> Layout | None:
-        """The best layout by the first objective; None if none is able.
+        """Return the best layout by the first objective among those that cost no more; None if there is none.
 
         Args:
-            costs: the further objectives of the layout that it is a rival of, which it must not exceed.
+            costs: values of the further objectives of the layout to compare with, which the incumbent must not exceed.
         """
-        able = [
+        candidates = [
             (values[0], number) for number, values in enumerate(self.values) if np.less_equal(values[1:], costs).all()
         ]
-        return self.layouts[min(able)[1]] if able else None
+        return self.layouts[min(candidates)[1]] if candidates else None

@@ -1,7 +1,7 @@
-"""What a layout's score will be, by the scores of others: the model of ``head_weights``, with its interval.
+"""Predict the scores of layouts from those of others by the model of ``head_weights``, with uncertainty.
 
-Within the numbers of global heads that were scored; of others it says nothing, because what depends on the number alone
-is not part of the weights.
+Predictions are limited to the range of numbers of global heads that were scored, because the weights do not capture
+what depends on that number alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Prediction:
-    """Scores b - (sum of the weights of the global heads) + noise, b of the number of global heads.
+    """Scores modelled as b - (sum of the weights of the global heads) + noise, with b a function of their number.
 
     With y the scores, X the layouts, N the offsets and N+ its pseudoinverse, a new layout (n, x) has the mean
-    n N+ (y + X w) - x w, over the weights w, and besides the variance of its own noise and of n N+ y.
+    n N+ (y + X w) - x w, averaged over the weights w; its variance adds that of its own noise and of n N+ y.
 
     Attributes:
-        weights: of the heads.
-        masks: bool [N, H], the layouts that were scored, and ``scores`` [N].
+        weights: posterior of the head weights.
+        masks: bool [N, H], the scored layouts.
+        scores: [N], their scores.
     """
 
     weights: HeadWeights
@@ -36,17 +37,21 @@ class Prediction:
 
     @classmethod
     def of(cls, masks: Mask, scores: Float, signals: Float) -> Prediction | None:
-        """None if the scores are too few or too alike to tell anything; as ``HeadWeights.of``."""
+        """Fit the model as ``HeadWeights.of``; None if scores are too few or too similar."""
         weights = HeadWeights.of(masks, scores, signals)
         return None if weights is None else cls(weights, masks, scores)
 
     def __call__(self, masks: Mask) -> tuple[Float, Float]:
-        """Means and standard deviations [M] of the scores of layouts [M, H]; NaN for numbers that were not scored."""
-        sizes, new = self.masks.sum(1), masks.sum(1)
-        known = offsets(sizes)
-        shares: Any = offsets(new, like=sizes) @ np.linalg.pinv(known)  # [M, N]
-        reach = shares @ self.masks.astype(float) - masks
-        mean = shares @ self.scores + reach @ self.weights.mean
-        variance = ((reach @ self.weights.root) ** 2).sum(1) + self.weights.noise**2 * (1 + (shares**2).sum(1))
-        outside = (new < sizes.min()) | (new > sizes.max())
+        """Return means and standard deviations [M] for layouts [M, H]; NaN outside the range of scored sizes."""
+        sizes, new_sizes = self.masks.sum(1), masks.sum(1)
+        scored_offsets = offsets(sizes)
+        # Express each new offset as a combination of scored layouts, [M, N]
+        offset_coefficients: Any = offsets(new_sizes, like=sizes) @ np.linalg.pinv(scored_offsets)  # [M, N]
+        weight_coefficients = offset_coefficients @ self.masks.astype(float) - masks
+        # Propagate the posterior of the weights, and noise
+        mean = offset_coefficients @ self.scores + weight_coefficients @ self.weights.mean
+        variance = ((weight_coefficients @ self.weights.root) ** 2).sum(1) + self.weights.noise**2 * (
+            1 + (offset_coefficients**2).sum(1)
+        )
+        outside = (new_sizes < sizes.min()) | (new_sizes > sizes.max())
         return np.where(outside, np.nan, mean), np.where(outside, np.nan, np.sqrt(variance))

@@ -1,11 +1,11 @@
-"""An Optuna study as a list of numbered tasks that several processes and machines work through.
+"""Use an Optuna study as a queue of numbered tasks for several processes and machines.
 
-A worker has an attribute of the study, which says who it is, when it last showed that it lives, and which tasks it has
-claimed. What it finishes becomes a complete trial, in one transaction. Nothing is lost when a worker dies: its tasks
-are free again, at once on the same machine (its process is gone), after ``GRACE`` seconds without a sign of life
-elsewhere. A number counts once, whoever finishes it first. A trial has a hash of its content, because a database does
-not notice a flipped bit. (Optuna itself recovers trials of ``Study.optimize`` alone; and workers that look for free
-tasks must do so one after the other, hence the turns of ``search/storage.py``.)
+Each worker has a study attribute with its identity, its last heartbeat and the tasks it has claimed. A finished task
+becomes a complete trial, in one transaction. When a worker dies its tasks are released: at once on the same machine,
+where its process is gone, otherwise after ``GRACE`` seconds without a heartbeat. A task counts once, whoever finishes
+it first. Trials store a hash of their content, because databases do not detect flipped bits. (Optuna itself only
+recovers trials of ``Study.optimize``; and workers must claim tasks one after the other, hence the lock of
+``search/storage.py``.)
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from spkv_nas.search.storage import IF_DAMAGED, Storage
 from spkv_nas.search.trials import Result
 
 HEARTBEAT, GRACE = 20.0, 300.0  # seconds
-FORMAT = 2  # of a study; before that a layout had a parameter per head
-SETTINGS, _FORMAT, WORKER = "settings", "format", "worker"  # user attributes of a study; the last begins the keys
+FORMAT = 2  # version of studies; version 1 had a parameter per head
+SETTINGS, _FORMAT, WORKER = "settings", "format", "worker"  # user attributes of a study; WORKER is a key prefix
 INDEX, POINT, STOPPED, _HASH = "index", "point", "stopped", "hash"  # user attributes of a trial
 
 
@@ -45,11 +45,13 @@ class Queue:
     """One worker's view of a study; see the module's docstring.
 
     Args:
-        settings: whatever decides the results; a study that has others is refused.
-        metrics: names of the values of a task, each the better the lower, for whoever looks at the study.
+        storage: database of the studies.
+        name: name of the study.
+        settings: all that results depend on; an existing study with other settings is refused.
+        metrics: names of a task's values, all to be minimised, for viewers of the study.
 
     Raises:
-        UserError: the study is there with other settings.
+        UserError: the study exists with other settings.
     """
 
     def __init__(
@@ -60,16 +62,19 @@ class Queue:
         *,
         metrics: Sequence[str] = ("value",),
     ) -> None:
+        """Open or create the study, compare its settings, and register this worker."""
         self._storage, self._results, self._num_read = storage, dict[int, Result](), 0
         self._me, self._key, self._tasks = Worker.here(), f"{WORKER} {uuid.uuid4().hex}", set[int]()
+        # Create the study, or load it
         directions = ["minimize"] * len(metrics)
         with self._storage.turn():
             try:
                 self._study = optuna.create_study(storage=storage.studies, study_name=name, directions=directions)
             except DuplicatedStudyError:
                 self._study = optuna.load_study(storage=storage.studies, study_name=name)
-            if SETTINGS not in self._attributes():  # new, or its worker was killed between two writes
+            if SETTINGS not in self._attributes():  # new, or its creator was killed between two writes
                 self._study.set_user_attr(SETTINGS, {_FORMAT: FORMAT, **settings})
+        # Compare the settings
         recorded = self._attributes()[SETTINGS]
         if recorded.get(_FORMAT) != FORMAT:
             raise UserError(
@@ -82,44 +87,48 @@ class Queue:
                     f"the study '{name}' is there with another {key}: {recorded.get(key)}, not {settings[key]}\n"
                     "give the same options to go on with it, or another --name"
                 )
+        # Name the metrics and register this worker
         self._name_metrics(metrics)
-        self._tell()
+        self._write_heartbeat()
 
     def claim(self, number: int, most: int, known_before: Callable[[int], int] = lambda index: 0) -> list[int]:
-        """Free tasks of the first ``number``, in order; none if nothing is free or may begin yet.
+        """Claim free tasks among the first ``number``, in order; none if no task is free or may start yet.
 
         Args:
-            most: fewer if there is not so much for each of the study's workers.
-            known_before: the tasks below this number must all be finished before the task may begin.
+            number: total number of tasks.
+            most: maximum to claim; fewer are claimed if there are not enough for all workers.
+            known_before: maps a task to the number of first tasks that must be finished before it may start.
         """
         with self._storage.turn():
-            done = self.results()
-            whole = next(index for index in range(len(done) + 1) if index not in done)  # all below are finished
-            others = [worker for worker in self._others() if worker.is_alive]
-            taken = {*done, *self._tasks, *chain.from_iterable(worker.tasks for worker in others)}
-            free = [index for index in range(number) if index not in taken and known_before(index) <= whole]
-            claimed = free[: min(most, math.ceil(len(free) / (1 + len(others))))]
+            results = self.results()
+            first_unfinished = next(index for index in range(len(results) + 1) if index not in results)
+            live_workers = [worker for worker in self._others() if worker.is_alive]
+            unavailable = {*results, *self._tasks, *chain.from_iterable(worker.tasks for worker in live_workers)}
+            free = [
+                index for index in range(number) if index not in unavailable and known_before(index) <= first_unfinished
+            ]
+            claimed = free[: min(most, math.ceil(len(free) / (1 + len(live_workers))))]
             if claimed:
                 self._tasks = self._tasks.union(claimed)
-                self._tell()
+                self._write_heartbeat()
         return claimed
 
     def finish(self, index: int, values: Sequence[float], point: str = "", *, stopped: bool = False) -> None:
-        """Record a result; a NaN as infinite, which Optuna would call a failure."""
+        """Record a result; NaN is stored as infinity, because Optuna would treat it as a failure."""
         result = Result(point, [math.inf if math.isnan(value) else float(value) for value in values], stopped)
-        told = {INDEX: index, POINT: point, STOPPED: stopped, _HASH: _hash(index, result)}
-        self._study.add_trial(create_trial(values=result.values, user_attrs=told))
+        attributes = {INDEX: index, POINT: point, STOPPED: stopped, _HASH: _hash(index, result)}
+        self._study.add_trial(create_trial(values=result.values, user_attrs=attributes))
         self._tasks = self._tasks - {index}
 
     @contextmanager
     def holding(self, tasks: Sequence[int]) -> Iterator[None]:
-        """Show that this worker is alive; what it has not finished when the block ends is free again."""
+        """Send heartbeats while the block runs, and release the tasks that are unfinished at its end."""
         stop = threading.Event()
 
         def beat() -> None:
             while not stop.wait(HEARTBEAT):
-                with suppress(SQLAlchemyError, OptunaError):  # if it lasts, the worker itself meets it
-                    self._tell()
+                with suppress(SQLAlchemyError, OptunaError):  # if it persists, the worker itself will hit it
+                    self._write_heartbeat()
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -130,53 +139,55 @@ class Queue:
             thread.join()
             if self._tasks.intersection(tasks):
                 self._tasks = self._tasks.difference(tasks)
-                self._tell()
+                self._write_heartbeat()
 
     def results(self) -> dict[int, Result]:
-        """The finished tasks by number, in order. Raises ``UserError``: a trial is not what was written."""
-        with _damage():
+        """Return the results of finished tasks by number, in order. Raises ``UserError`` if a trial was altered."""
+        with _database_errors():
             trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
             for trial in trials[self._num_read :]:
-                told = trial.user_attrs
-                if INDEX not in told:  # put there by hand
+                attributes = trial.user_attrs
+                if INDEX not in attributes:  # added by hand
                     continue
-                result = Result(told[POINT], trial.values, told[STOPPED])
-                if told[_HASH] != _hash(told[INDEX], result):
+                result = Result(attributes[POINT], trial.values, attributes[STOPPED])
+                if attributes[_HASH] != _hash(attributes[INDEX], result):
                     raise UserError(
                         f"the study '{self._study.study_name}' is damaged: its trial {trial.number} has changed\n"
                         f"{IF_DAMAGED}"
                     )
-                self._results.setdefault(told[INDEX], result)
+                self._results.setdefault(attributes[INDEX], result)
             self._num_read = len(trials)
         return dict(sorted(self._results.items()))
 
     def _name_metrics(self, metrics: Sequence[str]) -> None:
-        """Name the values of a study that was just made, or made before they had names."""
-        with _damage(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)  # Optuna's names of metrics
+        """Name the values of a study that is new, or older than metric names."""
+        with _database_errors(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)  # set_metric_names is experimental
             if self._study.metric_names != list(metrics) and len(metrics) == len(self._study.directions):
                 self._study.set_metric_names(list(metrics))
 
-    def _tell(self) -> None:
-        """Write down what this worker holds, and that it is alive."""
+    def _write_heartbeat(self) -> None:
+        """Record the tasks this worker holds and the current time."""
         self._study.set_user_attr(self._key, asdict(replace(self._me, seen=time.time(), tasks=list(self._tasks))))
 
     def _others(self) -> list[Worker]:
-        with _damage():
+        """Return the other workers of the study."""
+        with _database_errors():
             return [
-                Worker(**told)
-                for key, told in self._attributes().items()
+                Worker(**fields)
+                for key, fields in self._attributes().items()
                 if key.startswith(WORKER) and key != self._key
             ]
 
     def _attributes(self) -> dict[str, Any]:
-        with _damage():
+        """Return the user attributes of the study."""
+        with _database_errors():
             return dict(self._study.user_attrs)
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process, the time of its last sign of life, and the tasks that it has claimed."""
+    """A worker process, the time of its last heartbeat, and its claimed tasks."""
 
     host: str
     process: int
@@ -186,25 +197,25 @@ class Worker:
 
     @classmethod
     def here(cls) -> Worker:
-        """This process."""
+        """Return the worker for the current process."""
         return cls(_machine(), os.getpid(), psutil.Process().create_time())
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there, or on another machine it was not silent for too long."""
+        """Return true if its process runs on this machine, or another machine sent a heartbeat recently."""
         if self.host != _machine():
             return time.time() - self.seen <= GRACE
         try:
             process = psutil.Process(self.process)
-            same = abs(process.create_time() - self.started) < 1.0  # numbers are used again
-            return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+            is_same_process = abs(process.create_time() - self.started) < 1.0  # process ids are reused
+            return bool(is_same_process and process.status() != psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return False
 
 
 @contextmanager
-def _damage() -> Iterator[None]:
-    """What Optuna raises for JSON and numbers in a database that are not, as a ``UserError``."""
+def _database_errors() -> Iterator[None]:
+    """Convert Optuna's exceptions for malformed database content to ``UserError``."""
     try:
         yield
     except UserError:
@@ -214,9 +225,10 @@ def _damage() -> Iterator[None]:
 
 
 def _machine() -> str:
-    """Name of this machine, and when it was started: many have the same name."""
+    """Return an id of this machine: host name and boot time, because host names are not unique."""
     return f"{socket.gethostname()} {psutil.boot_time():.0f}"
 
 
 def _hash(index: int, result: Result) -> str:
+    """Return a hash of a task's number and result."""
     return hashlib.sha256(json.dumps([index, *astuple(result)]).encode()).hexdigest()[:16]

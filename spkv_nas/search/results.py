@@ -1,4 +1,4 @@
-"""What a search leaves: its table, its front, and the layouts worth keeping."""
+"""Write the results of a search: its table, its record, and the layouts worth keeping."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.proposal.coverage import coverage, provenance
 from spkv_nas.search.trials import Trial, first_front
 
-if TYPE_CHECKING:  # at run time it would need Optuna
+if TYPE_CHECKING:  # importing it at run time requires Optuna
     from spkv_nas.search.driver import Search
 
 
 def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
-    """One row per trial, columns ``COLUMNS``; what was not measured is NaN. ``heads`` has a word per layer."""
+    """Tabulate the trials with columns ``COLUMNS``; unmeasured values are NaN, ``heads`` has a word per layer."""
     rows = []
     for trial in trials:
         row: dict[str, Any] = {
@@ -44,6 +44,7 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
             "zero_shot_tokens": trial.zero_shot.num_tokens,
             "heads": " ".join(trial.layout.heads),
         }
+        # Add the change of NLL at every fidelity
         for fidelity in FIDELITIES:
             change = trial.change(fidelity)
             row[f"{fidelity}_delta_percent"] = math.nan if change is None else change.percent
@@ -53,17 +54,17 @@ def result_table(trials: Sequence[Trial], table: HeadScores) -> pd.DataFrame:
 
 
 def front(trials: Sequence[Trial]) -> list[Trial]:
-    """The trials on the front of the objectives without training, distinct, the lowest NLL first; no stopped one."""
-    whole = [trial for trial in reversed(trials) if not trial.zero_shot.stopped]
-    distinct = list({trial.layout.content_hash: trial for trial in whole}.values())
+    """Return the distinct, fully scored trials on the Pareto front of the zero-shot objectives, lowest NLL first."""
+    fully_scored = [trial for trial in reversed(trials) if not trial.zero_shot.stopped]
+    distinct = list({trial.layout.content_hash: trial for trial in fully_scored}.values())
     return [distinct[index] for index in first_front(np.array([trial.values for trial in distinct]))]
 
 
 def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts: Path) -> pd.DataFrame:
-    """Write ``search.csv`` and ``search.yaml`` to ``folder``, the layouts worth keeping to ``layouts``.
+    """Write ``search.csv`` and ``search.yaml`` to ``folder``, and the layouts worth keeping to ``layouts``.
 
     Returns:
-        What ``search.csv`` holds.
+        The table in ``search.csv``.
     """
     rows = result_table(trials, search.space.table)
     _write_layouts(search, trials, layouts)
@@ -74,7 +75,7 @@ def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts
 
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
-    """What ``search.yaml`` says: the question, the effort, and what guidance was worth."""
+    """Return the content of ``search.yaml``: settings, effort, baselines, and the benefit of guidance."""
     space, effort, judge = search.space, search.effort, search.judge
     return {
         "probe": space.table.name,
@@ -100,12 +101,12 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _retrained(rows: pd.DataFrame) -> list[Retraining]:
-    """Return the fidelities at which the search retrained layouts, and with them the control."""
-    return [one for one in get_args(Retraining) if rows[f"{one}_delta_percent"].notna().any()]
+    """Return the fidelities at which layouts, and thus the control, were retrained."""
+    return [fidelity for fidelity in get_args(Retraining) if rows[f"{fidelity}_delta_percent"].notna().any()]
 
 
 def _write_layouts(search: Search, trials: Sequence[Trial], folder: Path) -> None:
-    """The front and what was retrained in full, in place of an earlier search's; the baselines have files already."""
+    """Replace the layout files by the front and the fully retrained layouts; baselines already have files."""
     worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
     kept = {trial.name: trial for trial in worth_keeping if trial.sampler != BASELINE}
     with replacing(folder, stale=[file.name for file in folder.glob("*.yaml")]) as new:

@@ -1,6 +1,6 @@
-"""How far a search has come, from its database while others work in it: looked at without writing anything.
+"""Read the progress of a running search from its database, without writing anything.
 
-Standard errors are not there, nor what the baselines score: these the search writes at its end.
+Standard errors and baseline scores are missing: the search writes them at its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.search.queue import INDEX, POINT, SETTINGS, STOPPED, WORKER, Worker
 
-FILE = "study.db"  # of a search without a storage of its own
+FILE = "study.db"  # database of a search without --storage
 _RETRAINING = re.compile(r"(short|full)-[0-9a-f]{8}")
 _STUDY = re.compile(r"(.+?)-([0-9]+)(?:-generation-[0-9]+)?")
 _COLUMNS = ("sampler", "seed", "trial", "heads", "stopped", "zero_shot_delta_percent", "cost")
@@ -32,10 +32,10 @@ class SearchProgress:
     """What the workers of a search have finished.
 
     Attributes:
-        scored: layouts, columns name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent (an estimate where
-            stopped), cost (NaN without a second objective).
-        retrained: by fidelity, how many are finished, and how many are to be.
-        num_workers: how many are there now.
+        scored: scored layouts with columns name, sampler, seed, trial, heads, stopped, zero_shot_delta_percent (an
+            estimate if stopped), cost (NaN without a second objective).
+        retrained: (finished, total) number of retrainings by fidelity.
+        num_workers: number of live workers.
     """
 
     scored: pd.DataFrame
@@ -44,10 +44,14 @@ class SearchProgress:
 
 
 def read_progress(file: Path, name: str) -> SearchProgress | None:
-    """Of the search ``name`` in an SQLite file; None where there is none of it.
+    """Read the progress of the search ``name`` from an SQLite file; None if it has no such search.
+
+    Args:
+        file: the database.
+        name: name of the search.
 
     Raises:
-        UserError: the file cannot be read, as while it is made.
+        UserError: the file cannot be read, for example while it is being created.
     """
     url = f"sqlite:///file:{quote(str(file.absolute()))}?mode=ro&uri=true"
     try:
@@ -60,27 +64,39 @@ def read_progress(file: Path, name: str) -> SearchProgress | None:
 
 
 def _read(storage: RDBStorage, prefix: str) -> SearchProgress | None:
+    """Collect the progress of all studies whose names start with ``prefix``; None if there are none."""
     studies = [study for study in storage.get_all_studies() if study.study_name.startswith(prefix)]
     rows: list[tuple[object, ...]] = []
-    found = SearchProgress(pd.DataFrame())
+    search_progress = SearchProgress(pd.DataFrame())
     processes = set()
     for study in studies:
+        # Read finished trials and live workers
         kind = study.study_name.removeprefix(prefix)
         trials = storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.COMPLETE,))
-        done = [trial for trial in trials if INDEX in trial.user_attrs]
-        workers = (Worker(**told) for key, told in study.user_attrs.items() if key.startswith(WORKER))
+        finished = [trial for trial in trials if INDEX in trial.user_attrs]
+        workers = (Worker(**attributes) for key, attributes in study.user_attrs.items() if key.startswith(WORKER))
         processes |= {(worker.host, worker.process) for worker in workers if worker.is_alive}
+        # Count retrainings, or list zero-shot scores
         if retraining := _RETRAINING.fullmatch(kind):
             fidelity: Retraining = "short" if retraining[1] == "short" else "full"
-            found.retrained[fidelity] = len(done), len(study.user_attrs.get(SETTINGS, {}).get("runs", ()))
+            search_progress.retrained[fidelity] = len(finished), len(study.user_attrs.get(SETTINGS, {}).get("runs", ()))
         elif sampler := _STUDY.fullmatch(kind):
-            for trial in done:
-                told = trial.user_attrs
+            for trial in finished:
+                attributes = trial.user_attrs
                 cost = trial.values[1] if len(trial.values) > 1 else float("nan")
                 rows.append(
-                    (sampler[1], int(sampler[2]), told[INDEX], told[POINT], told[STOPPED], trial.values[0], cost)
+                    (
+                        sampler[1],
+                        int(sampler[2]),
+                        attributes[INDEX],
+                        attributes[POINT],
+                        attributes[STOPPED],
+                        trial.values[0],
+                        cost,
+                    )
                 )
+    # Tabulate, dropping results of tasks that finished twice
     scored = pd.DataFrame(rows, columns=list(_COLUMNS)).drop_duplicates(["sampler", "seed", "trial"])
     names = [f"{row.sampler}-{row.seed}-{row.trial}" for row in scored.itertuples()]
-    found.scored, found.num_workers = scored.assign(name=names), len(processes)
-    return found if studies else None
+    search_progress.scored, search_progress.num_workers = scored.assign(name=names), len(processes)
+    return search_progress if studies else None

@@ -1,8 +1,8 @@
-"""The layouts that a search may try; a study knows a layout by its point, the rows of letters as one text.
+"""Define the search space of layouts.
 
-Whatever heads a sampler wishes for are made a layout of the space by ``nearest``: an integer program under budget and
-constraints, in which heads that were suggested for come first, and the density decides among the others. ``optimum`` is
-the layout that is worth the most by what a sampler thinks of every head.
+A study identifies a layout by its point: the rows of letters joined by spaces. ``nearest`` maps the heads that a
+sampler suggests to a layout of the space, by an integer program under budget and constraints in which suggested heads
+come first and density ranks the others. ``optimum`` returns the layout of highest total gain, given a gain per head.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from spkv_nas.proposal.strategies import densest
 
 Float = NDArray[np.float64]
 
-_WISHED, _DENSITY, _NOISE = 0.6, 0.2, 0.2  # what decides which heads to take
-_GAP = 1e-6  # share of the best gain that the best layout not tried may lack: gains are estimates, and do not tie
+_SUGGESTED, _DENSITY, _NOISE = 0.6, 0.2, 0.2  # weights of suggestion, density and noise in ``nearest``
+_GAP = 1e-6  # relative MIP gap for the best untried layout: gains are estimates, and do not tie
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """Layouts for one grid under constraints.
+    """The layouts on one grid that meet constraints and budget.
 
     Attributes:
-        table: densities [L, Hkv].
-        budgets: smallest and largest number of global KV heads; where constraints cannot give so many (whole layers of
-            a budget of 5), they leave fewer.
-        window: of the local heads.
-        constraints: none by default.
-        signals: further tables [L, Hkv] that may tell what a head is worth.
+        table: head densities [L, Hkv].
+        budgets: minimum and maximum number of global KV heads; layouts have fewer where constraints cannot reach the
+            minimum (whole layers with a budget of 5).
+        window: local attention window in tokens.
+        constraints: constraints on the layouts; none by default.
+        signals: further tables [L, Hkv] that may predict the benefit of global heads.
     """
 
     table: HeadScores
@@ -48,75 +48,81 @@ class Space:
     signals: tuple[HeadScores, ...] = ()
 
     def check(self) -> None:
-        """Raises ``UserError`` if no layout meets the constraints at the smallest or the largest budget."""
+        """Check that constraints are feasible at the smallest and largest budget. Raises ``UserError`` if not."""
         for budget in sorted(set(self.budgets)):
             solve(self.table, budget, self.constraints, window=self.window)
 
     @property
     def grid(self) -> Grid:
-        """(L, Hkv)."""
+        """Return (L, Hkv)."""
         return self.table.num_layers, self.table.num_kv_heads
 
     def layout(self, point: str) -> Layout:
-        """The layout of a point."""
+        """Return the layout of a point."""
         return _layout(point, self.window)
 
     @staticmethod
     def point(layout: Layout) -> str:
-        """The point of a layout."""
+        """Return the point of a layout."""
         return " ".join(layout.heads)
 
     def nearest(self, suggested: NDArray[np.bool_] | None, budget: int, noise: Float, *, by_density: bool) -> Layout:
-        """A layout of the space that has as many of the suggested global heads as it can, and ``budget`` in all.
+        """Return the layout with ``budget`` global heads that contains as many suggested heads as possible.
 
         Args:
-            suggested: [L, Hkv], true for the heads suggested for; None: none is.
-            budget: cut to ``budgets``.
-            noise: [L, Hkv] in [0, 1], weighs as much as the density, or alone.
-            by_density: whether denser heads come first among heads that are equally suggested for.
+            suggested: [L, Hkv], true for suggested global heads; None for no suggestion.
+            budget: number of global heads, clipped to ``budgets``.
+            noise: [L, Hkv] in [0, 1], to rank heads that are equally suggested.
+            by_density: whether density, too, ranks heads that are equally suggested, with the same weight as noise.
         """
         gain = _NOISE * noise
         if suggested is not None:
-            gain = gain + _WISHED * suggested
+            gain = gain + _SUGGESTED * suggested
         if by_density:
             gain = gain + _DENSITY * self._rank
         return self._best(gain, min(max(budget, self.budgets[0]), self.budgets[1]))
 
     def optimum(self, gain: Float, budget: int, tried: Collection[tuple[str, ...]] = ()) -> Layout:
-        """The layout of the space with ``budget`` heads that gains the most, of those not ``tried`` if any is left.
+        """Return the layout of highest total gain with ``budget`` global heads, among those not in ``tried``.
+
+        If all layouts were tried, the best of them is returned.
 
         Args:
-            gain: [L, Hkv], what each head is worth if it is global, of either sign: how many are is not its choice.
-            budget: one of ``budgets``.
-            tried: ``heads`` of layouts.
+            gain: [L, Hkv], gain of making each head global, of either sign; it does not influence how many are.
+            budget: number of global heads, within ``budgets``.
+            tried: ``heads`` of layouts to exclude.
         """
+        # Make gains positive, and return the best layout if it is new
         gain = gain - gain.min() + 1e-3 * max(float(np.ptp(gain)), 1e-9)
         best = self._best(gain, budget)
         if best.heads not in tried:
             return best
+        # Without constraints, enumerate masks by descending gain
         if not self.constraints.named:
             layouts = (Layout.from_mask(mask, window=self.window) for mask in descending(gain, budget))
             new = next((layout for layout in layouts if layout.heads not in tried), None)
             if new is not None:
                 return new
+        # With constraints, exclude the tried layouts from the integer program
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         problem = Problem(self.grid, self.constraints.named, budget, excluded=masks, at_least=self._least)
-        found = problem.optimum(gain[None], gap=_GAP)
-        return best if found is None else Layout.from_mask(found.mask, window=self.window)
+        solution = problem.optimum(gain[None], gap=_GAP)
+        return best if solution is None else Layout.from_mask(solution.mask, window=self.window)
 
     def contains(self, layout: Layout) -> bool:
-        """Whether the layout is of this grid and window, meets the constraints and has one of the budgets."""
+        """Return true if the layout has this grid and window, meets the constraints and fits the budgets."""
         if layout.global_mask.shape != self.grid or layout.window != self.window:
             return False
         if not self._least <= layout.num_global <= self.budgets[1]:
             return False
-        gain = np.where(layout.global_mask, 1.0, 1e-6)  # the layout itself is the best if it is feasible
+        gain = np.where(layout.global_mask, 1.0, 1e-6)  # the layout itself is optimal if it is feasible
         return self._best(gain, layout.num_global).heads == layout.heads
 
     def _best(self, gain: Float, budget: int) -> Layout:
+        """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""
         if self.constraints.named:
             best = Problem(self.grid, self.constraints.named, budget).optimum(np.maximum(gain, 1e-6)[None])
-            assert best is not None  # ``check`` has solved the smallest budget, and a larger one allows more
+            assert best is not None  # ``check`` solved the smallest budget; larger ones allow more
             mask = best.mask
         else:
             mask = densest(gain, budget)
@@ -124,44 +130,46 @@ class Space:
 
     @cached_property
     def _least(self) -> int:
-        """The smallest number of global heads of a layout of the space."""
+        """Return the smallest number of global heads in a layout of the space."""
         return min(self.budgets[0], self._best(self._rank + 1.0, self.budgets[0]).num_global)
 
     @cached_property
     def _rank(self) -> Float:
+        """Return the density ranks [L, Hkv] in [0, 1]."""
         return ranks(self.table.density)
 
 
 @lru_cache(1 << 14)
 def _layout(point: str, window: int) -> Layout:
-    """Kept, because every trial is looked at again by each that comes after it."""
+    """Return the layout of a point; cached, because every trial is decoded again for each later one."""
     return Layout(tuple(point.split(" ")), window, "search")
 
 
 def descending(gain: Float, budget: int) -> Iterator[NDArray[np.bool_]]:
-    """All masks of ``budget`` heads, those of the highest total gain first; of the shape of ``gain``.
+    """Yield all masks of ``budget`` heads in descending order of total gain, in the shape of ``gain``.
 
-    What comes next is one of those before with a head replaced by the one that gains next less: no integer program,
-    which takes seconds to leave out layouts of 640 heads.
+    Each mask follows from an earlier one by replacing a head by the one that gains next less. This avoids integer
+    programs, which take seconds to exclude layouts of 640 heads.
     """
     order = np.argsort(-gain.ravel(), kind="stable")
-    loss = -np.diff(gain.ravel()[order])  # [H - 1], of replacing a head by the next
+    loss = -np.diff(gain.ravel()[order])  # [H - 1], loss of replacing a head by the next one
     start = (np.arange(gain.size) < budget).tobytes()
     heap, seen = [(0.0, start)], {start}
     while heap:
-        lost, packed = heappop(heap)
+        total_loss, packed = heappop(heap)
         chosen = np.frombuffer(packed, bool)
         yield np.isin(np.arange(gain.size), order[chosen]).reshape(gain.shape)
-        for place in np.flatnonzero(chosen[:-1] & ~chosen[1:]):
-            new = chosen.copy()
-            new[place], new[place + 1] = False, True
-            if new.tobytes() not in seen:
-                seen.add(new.tobytes())
-                heappush(heap, (lost + loss[place], new.tobytes()))
+        # Push the masks that differ by one such step
+        for position in np.flatnonzero(chosen[:-1] & ~chosen[1:]):
+            successor = chosen.copy()
+            successor[position], successor[position + 1] = False, True
+            if successor.tobytes() not in seen:
+                seen.add(successor.tobytes())
+                heappush(heap, (total_loss + loss[position], successor.tobytes()))
 
 
 def ranks(values: Float) -> Float:
-    """Places of the values in ascending order, in [0, 1]; the shape of ``values``."""
+    """Return the ranks of the values in ascending order, scaled to [0, 1], in the shape of ``values``."""
     flat = values.ravel()
-    places = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(1, flat.size - 1)
-    return places.reshape(values.shape)
+    scaled_ranks = np.argsort(np.argsort(flat, kind="stable"), kind="stable") / max(1, flat.size - 1)
+    return scaled_ranks.reshape(values.shape)

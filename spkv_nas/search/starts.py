@@ -1,4 +1,4 @@
-"""The layouts that a search starts from: what the strategies propose, without a search."""
+"""Propose the layouts that a search starts from, by the strategies of ``proposal``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from spkv_nas.search.space import Space
 def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     """Return the layouts of a space to start a search from, by name.
 
-    Of one budget these are the strategies' layouts that meet the constraints, of a range the best of five budgets.
+    For a single budget these are the strategies' layouts that meet the constraints; for a range, the best layout at
+    each of five budgets.
     """
     table, window = space.table, space.window
     if len(budgets) == 1:
@@ -23,6 +24,6 @@ def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
             layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
     else:
         chosen = sorted({budgets[round(part * (len(budgets) - 1) / 4)] for part in range(5)})
-        best = (solve(table, number, space.constraints, window=window) for number in chosen)
-        layouts = {f"densest-{layout.num_global}": layout for layout in best}
+        solved = (solve(table, number, space.constraints, window=window) for number in chosen)
+        layouts = {f"densest-{layout.num_global}": layout for layout in solved}
     return {name: replace(layout, strategy=name) for name, layout in layouts.items() if space.contains(layout)}

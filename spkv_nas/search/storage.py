@@ -1,7 +1,8 @@
-"""Where the studies of a search lie, and how its workers take turns in them.
+"""Open the database of a search's studies, and lock it so that workers take turns.
 
-SQLite is a file in the search's folder, and so is its lock. Workers on machines whose file system has no good locks
-share a PostgreSQL server, which has its own: they end with their holder's connection, as a file's with its process.
+SQLite is a file in the search's folder, next to its lock file. Workers on machines whose file system lacks reliable
+locks share a PostgreSQL server and its advisory locks. Either lock is released when its holder's process or connection
+ends.
 """
 
 from __future__ import annotations
@@ -22,40 +23,42 @@ from spkv_nas.base.locks import shared_lock
 
 IF_DAMAGED = "if its file is damaged, remove it: what was scored and retrained is kept beside it"
 _SERVER = "postgresql"
-_TURN = 5353118  # number of the server's lock
+_TURN = 5353118  # key of the server's advisory lock
 _OPTIONS = {
     "sqlite": {"connect_args": {"timeout": 60}},
-    _SERVER: {"pool_pre_ping": True},  # it may have been restarted since
+    _SERVER: {"pool_pre_ping": True},  # reconnect if the server was restarted
 }
 
 
 class Storage:
-    """Optuna's studies in a database, whose tables are made if need be.
+    """Optuna's studies in a database, whose tables are created if missing.
 
     Args:
-        url: SQLAlchemy's, of an SQLite file or a PostgreSQL database.
-        lock: file of the lock, unless the database has its own.
+        url: SQLAlchemy URL of an SQLite file or a PostgreSQL database.
+        lock: path of the lock file, unused with PostgreSQL.
 
     Raises:
-        UserError: a URL that cannot be opened.
+        UserError: the URL cannot be opened.
     """
 
     def __init__(self, url: str, lock: Path) -> None:
+        """Open the database and create its tables."""
         try:
             engine = create_engine(url, poolclass=NullPool)
             self._lock = shared_lock(lock)
             lock.parent.mkdir(parents=True, exist_ok=True)
-            with self._turn(engine):  # two processes cannot make the tables at once
+            with self._turn(engine):  # two processes cannot create the tables at once
                 self.studies = RDBStorage(url, engine_kwargs=_OPTIONS.get(engine.dialect.name, {}))
         except (SQLAlchemyError, ImportError, ValueError, RuntimeError, OSError) as error:
             raise _cannot_open(url, error) from error
 
     def turn(self) -> AbstractContextManager[None]:
-        """One worker at a time is inside; the others wait."""
+        """Hold the lock: one worker at a time is inside the block, others wait."""
         return self._turn(self.studies.engine)
 
     @contextmanager
     def _turn(self, engine: Engine) -> Iterator[None]:
+        """Hold the server's advisory lock, or the lock file."""
         if engine.dialect.name == _SERVER:
             with engine.begin() as connection:
                 connection.execute(select(func.pg_advisory_xact_lock(_TURN)))
@@ -67,7 +70,7 @@ class Storage:
 
 @contextmanager
 def storage_errors() -> Iterator[None]:
-    """Say in one line what befalls a study while it is worked on, such as a full disk or a damaged file."""
+    """Convert errors while working on a study, such as a full disk or a damaged file, to ``UserError``."""
     try:
         yield
     except (SQLAlchemyError, OptunaError) as error:
@@ -78,6 +81,7 @@ def storage_errors() -> Iterator[None]:
 
 
 def _cannot_open(url: str, error: Exception) -> UserError:
+    """Return the error for a database that cannot be opened, without the URL's password."""
     if isinstance(error, ModuleNotFoundError) and (missing := missing_extra(error)):
         return missing
     try:
@@ -85,6 +89,6 @@ def _cannot_open(url: str, error: Exception) -> UserError:
     except ArgumentError:
         shown = url
     remedy = "give an SQLAlchemy URL, such as sqlite:///study.db or postgresql://user@host/database"
-    if type(error) is DatabaseError:  # a file that is there, but no database
+    if type(error) is DatabaseError:  # the file exists, but is no database
         remedy = IF_DAMAGED
     return UserError(f"cannot open the storage {shown}: {first_line(error)}\n{remedy}")

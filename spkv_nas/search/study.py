@@ -1,12 +1,12 @@
-"""A study in one process, for Python and notebooks: layouts are tried and scored, and the trials are a table.
+"""Run a search in one process, from Python and notebooks; its trials are available as a table.
 
-It draws the layouts that ``spkv-nas search`` would draw, without its database, its workers and its retraining::
+A study samples the layouts that ``spkv-nas search`` would sample, without its database, workers and retraining::
 
     study = spkv_nas.search_layouts(model, blocks, table, budget="25%", trials=100, callbacks=[show])
     study.best_layout, study.trials
-    study.optimize(50)                           # goes on
+    study.optimize(50)                           # continue
 
-As with Optuna, a callback is called with the study and each finished trial, and may call ``study.stop()``.
+As in Optuna, callbacks are called with the study and each finished trial, and may call ``study.stop()``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ Callback = Callable[["Study", Trial], object]
 
 
 class Study:
-    """A search that is under way or finished; the same arguments make the same trials.
+    """A search in one process, running or finished; the same arguments give the same trials.
 
     Args:
-        space: the layouts that may be tried.
-        score: changes of NLL by layouts, in order.
+        space: the search space.
+        score: returns the change of NLL of each layout, in order.
         starts: layouts of the space to try first, by name.
         sampler: one of ``SAMPLERS``.
-        cost: a second objective; ``front`` then weighs both.
+        seed: random seed of the sampler.
+        cost: a second objective to minimise; ``front`` then trades off both.
 
     Raises:
         UserError: the sampler is unknown.
@@ -53,30 +54,34 @@ class Study:
         seed: int = 0,
         cost: LayoutCost | None = None,
     ) -> None:
+        """Create a study without trials; ``optimize`` runs it."""
         if sampler not in SAMPLERS:
             raise UserError(f"sampler '{sampler}' is unknown; there are {', '.join(SAMPLERS)}")
         self._space, self._score, self._cost = space, score, cost
         self._kind, self._seed = sampler, seed
         self._sampler = Sampler(space, sampler, seed, list(starts.values()))
         self._finished: list[Trial] = []
-        self._scores: dict[str, Score] = {}  # by content hash, those of trials that a stop left out too
+        self._scores: dict[
+            str, Score
+        ] = {}  # by content hash; may include layouts scored but not tried because of a stop
         self._goal = 0
 
     def optimize(self, num_trials: int, callbacks: Sequence[Callback] = ()) -> Study:
-        """Try ``num_trials`` more layouts; return the study.
+        """Try ``num_trials`` more layouts and return the study.
 
         Args:
-            callbacks: each called with the study and a trial when that is finished.
+            num_trials: number of trials to add.
+            callbacks: called with the study and each finished trial.
         """
         self._goal = len(self._finished) + num_trials
         while len(self._finished) < self._goal:
-            # Draw the layouts that may know the same results
+            # Sample the layouts that do not depend on each other's results
             layouts = self._next_layouts()
-            # Score those that are new, together, because they share layers
+            # Score new ones together, because they share layers
             fresh = [layout for layout in layouts if layout.content_hash not in self._scores]
             for layout, score in zip(fresh, self._score(fresh) if fresh else [], strict=True):
                 self._scores[layout.content_hash] = score
-            # Finish one trial after the other
+            # Record the trials and call back
             for layout in layouts:
                 cost = None if self._cost is None else self._cost.of(layout)
                 number = len(self._finished)
@@ -89,41 +94,46 @@ class Study:
         return self
 
     def stop(self) -> None:
-        """End ``optimize`` after this trial; called by a callback."""
+        """Stop ``optimize`` after the current trial; to be called by a callback."""
         self._goal = len(self._finished)
 
     def _next_layouts(self) -> list[Layout]:
-        """Return the layouts of the next trials, at most to the goal, that need no further results."""
+        """Return the layouts of the next trials that depend on finished trials only, up to the requested number."""
         first = len(self._finished)
-        known = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished]
+        results = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished]
         end = min(self._goal, self._sampler.first_of_generation(first) + GENERATION)
         numbers = [number for number in range(first, end) if self._sampler.known_before(number) <= first]
-        return [self._sampler.layout(number, known) for number in numbers]
+        return [self._sampler.layout(number, results) for number in numbers]
 
     @property
     def trials(self) -> pd.DataFrame:
-        """One row per trial, as in ``search.csv``: name, heads, ΔNLL against full attention in percent, its error."""
-        retrained = [f"{one}_{what}" for one in FIDELITIES[1:] for what in ("delta_percent", "standard_error")]
+        """Return one row per trial, as in ``search.csv``: name, heads, ΔNLL against full attention in %, its error."""
+        retrained = [
+            f"{fidelity}_{quantity}" for fidelity in FIDELITIES[1:] for quantity in ("delta_percent", "standard_error")
+        ]
         return result_table(self._finished, self._space.table).drop(columns=retrained)
 
     @property
     def best_trial(self) -> Trial:
-        """The trial with the lowest NLL. Raises ``UserError``: nothing was tried yet."""
+        """Return the trial with the lowest NLL. Raises ``UserError`` if there are no trials yet."""
         if not self._finished:
             raise UserError("the study has no trials yet: call optimize(num_trials)")
         return min(self._finished, key=lambda trial: trial.zero_shot.percent)
 
     @property
     def best_layout(self) -> Layout:
-        """The layout of ``best_trial``, under the trial's name."""
+        """Return the layout of ``best_trial``, named after the trial."""
         return replace(self.best_trial.layout, strategy=self.best_trial.name)
 
     @property
     def best_value(self) -> float:
-        """The lowest ΔNLL against full attention, in percent. It was chosen for it: score the layout on other text."""
+        """Return the lowest ΔNLL against full attention in percent.
+
+        It is biased low, because the trial was selected by it: score the layout on other text.
+        """
         return self.best_trial.zero_shot.percent
 
     @property
     def front(self) -> list[Trial]:
-        """The trials that no other is better than in both objectives, the lowest NLL first; without a cost the best."""
+        """Return the Pareto front of NLL and cost, lowest NLL first; without a cost, the best trial."""
         return front(self._finished)

@@ -1,4 +1,4 @@
-"""What a search is asked for and what it tries: effort, second objective, trials, and their order."""
+"""Define the search effort, the second objective, trials, and their Pareto order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from spkv_nas.evaluation.paired import PairedDifference, Score
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """A second objective: what a layout costs, and the name and unit of that."""
+    """A second objective: the cost of a layout, with its name and unit."""
 
     name: str
     of: Callable[[Layout], float]
 
 
-GENERATION = 10  # trials, by default
+GENERATION = 10  # default number of trials per generation
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,13 @@ class Effort:
     """How much to search.
 
     Attributes:
-        trials: layouts scored without training, per sampler and seed.
-        samplers: kinds of sampler, those that are meant first, then the controls.
-        seeds: one study each.
-        short: best layouts of each sampler to retrain briefly.
-        full: best of those to retrain in full.
-        generation: layouts that are chosen together, by the scores of all before; it belongs to a study, as its seed.
+        trials: layouts to score without training, per sampler and seed.
+        samplers: kinds of sampler; the main ones first, then controls.
+        seeds: random seeds, one study each.
+        short: number of best layouts per sampler to retrain briefly.
+        full: number of the best of those to retrain in full.
+        generation: layouts sampled together from the scores of all earlier ones; a property of the study, like its
+            seed.
     """
 
     trials: int = 100
@@ -48,7 +49,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished task tried, as text, what it measured, and whether that is an estimate of what was stopped."""
+    """The result of a finished task: the layout's point, its objective values, and whether it was stopped early."""
 
     point: str
     values: list[float]
@@ -57,7 +58,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout that was tried, and what it measured so far; changes of NLL are against full attention."""
+    """A tried layout and its measurements so far; changes of NLL are relative to full attention."""
 
     sampler: str
     seed: int
@@ -70,39 +71,40 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Such as "density-0-17"; of a baseline, that of its layout."""
+        """Return the name, such as "density-0-17"; for a baseline, the name of its layout."""
         return self.layout.strategy if self.sampler == BASELINE else f"{self.sampler}-{self.seed}-{self.number}"
 
     def change(self, fidelity: Fidelity) -> PairedDifference | None:
-        """Change of NLL at a fidelity; None if it was not measured."""
+        """Return the change of NLL at a fidelity; None if it was not measured."""
         return {"zero_shot": self.zero_shot, "short": self.short, "full": self.full}[fidelity]
 
     def after(self, retraining: Retraining, change: PairedDifference | None) -> Trial:
-        """The trial with what a retraining measured."""
+        """Return the trial with the result of a retraining added."""
         return replace(self, short=change) if retraining == "short" else replace(self, full=change)
 
     @property
     def values(self) -> list[float]:
-        """The objectives without training."""
+        """Return the objectives without training: change of NLL in percent, then the cost if there is one."""
         return [self.zero_shot.percent, *([] if self.cost is None else [self.cost])]
 
 
 def ranked(values: NDArray[np.float64]) -> list[int]:
-    """Row numbers of ``values`` [points, objectives], best first: front after front."""
-    left, order = list(range(len(values))), []
-    while left:
-        front = [left[index] for index in first_front(values[left])]
+    """Return the row numbers of ``values`` [points, objectives] by successive Pareto fronts, best first."""
+    remaining, order = list(range(len(values))), []
+    while remaining:
+        front = [remaining[index] for index in first_front(values[remaining])]
         order += front
-        left = [index for index in left if index not in set(front)]
+        remaining = [index for index in remaining if index not in set(front)]
     return order
 
 
 def first_front(values: NDArray[np.float64]) -> list[int]:
-    """Rows of ``values`` that no other is as good as in all objectives and better in one, by the first objective.
+    """Return the rows of ``values`` on the Pareto front, sorted by the first objective.
 
-    NaN is worse than any number.
+    A row is on the front if no other is at least as good in all objectives and better in one. NaN is worse than any
+    number.
     """
     values = np.where(np.isnan(values), np.inf, values)
-    beaten = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
-    front: list[int] = np.flatnonzero(~beaten.any(1)).tolist()
+    dominated = np.all(values[:, None] >= values[None], -1) & np.any(values[:, None] > values[None], -1)
+    front: list[int] = np.flatnonzero(~dominated.any(1)).tolist()
     return sorted(front, key=lambda index: tuple(values[index]))
