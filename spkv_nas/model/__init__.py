@@ -1,1 +1,1 @@
-"""Gates, attention and layouts on Hugging Face models; their checkpoints, cache, export and generation."""
+"""Gates, attention and layouts on Hugging Face models, and their checkpoints, cache, export and generation."""

@@ -1,7 +1,7 @@
-"""Gates on any Hugging Face decoder that uses the attention interface, in place, and off again.
+"""Attach gates to any Hugging Face decoder that uses the attention interface, and detach them.
 
-``attach_gates`` switches a model to the attention function ``spkv``, finds its attention layers by watching which
-modules reach that function, and puts a forward pre-hook on each (``attention.py``). ``detach`` undoes all of it.
+``attach_gates`` switches a model to the attention function ``spkv``, finds its attention layers by recording which
+modules call that function, and puts a forward pre-hook on each (``attention.py``). ``detach`` undoes all of it.
 """
 
 from __future__ import annotations
@@ -39,45 +39,48 @@ from spkv_nas.model.modes import evaluation_mode
 def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, seed: int | None = None) -> None:
     """Add a utility predictor to every attention layer that sees all tokens, and gate its attention, in place.
 
-    Layers with a sliding window of their own by design (``layer_types``) stay as they are: nothing outside their
-    window is ever visible, so there is nothing to keep. Gates start in mode ``soft``, nearly open (``config.bias``).
-    With ``config.heads`` only its S heads have gates; G heads see all tokens, L heads the window (paper, appendix
-    "Ablating design choices", rows "3 SWA : 1 Full Attn").
+    Layers with a native sliding window (``layer_types``) are not gated: nothing outside their window is ever visible,
+    so there are no keys to select. Gates start in mode ``soft``, nearly open (``config.bias``). With ``config.heads``
+    only S heads have gates; G heads see all tokens, L heads only the window (SP-KV paper, appendix "Ablating design
+    choices", rows "3 SWA : 1 Full Attn").
 
     Args:
         model: any Hugging Face decoder that uses the attention interface.
-        config: window, predictor, and which heads; the defaults are the paper's.
-        seed: makes the predictors' initial weights repeatable; None draws from torch's global generator.
+        config: window, predictor, and gated heads; the defaults are the paper's.
+        seed: seed of the predictors' initial weights; None draws from torch's global generator.
 
     Raises:
-        UserError: the model has gates, its class or settings cannot be gated (see ``attention.py``), or
+        UserError: the model already has gates, its class or settings cannot be gated (see ``attention.py``), or
             ``config.heads`` is for another number of layers or KV heads.
     """
+    # Hook the layers
     config = config or GateConfig()
     if any(state.gate_window is not None for state in layer_states(model)):
         raise UserError("this model has gates already: call detach(model) first")
     if any(state.windows is not None for state in layer_states(model)):
         detach(model)
     hook_layers(model)
+    # Check the heads against the model
     layers = list(attention_layers(model).values())
     try:
         rows = gate_rows(model, config, [layer_state(layer).num_kv_heads for layer in layers])
     except UserError:
         detach(model)
         raise
+    # Attach a predictor to each gated layer
     with torch.random.fork_rng(devices=[], enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
         for layer, row in zip(layers, rows, strict=True):
             if row is not None:
-                device = next(layer.parameters()).device  # a model may be on several
+                device = next(layer.parameters()).device  # layers may be on different devices
                 install_gates(layer, row, config, model.config.get_text_config().hidden_size, device)
     write_section(model, config)
     dry_run(model)
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Remove gates, windows and hooks: the model is what it was before ``attach_gates`` or ``apply_layout``."""
+    """Remove gates, windows and hooks, which restores the model as before ``attach_gates`` or ``apply_layout``."""
     for layer in attention_layers(model).values():
         uninstall(layer)
     before = getattr(model, "_spkv_before", None)
@@ -95,20 +98,20 @@ def detach(model: PreTrainedModel) -> None:
 
 @contextmanager
 def detached(model: PreTrainedModel) -> Iterator[None]:
-    """Remove gates, windows and hooks inside the ``with`` block; put the same ones back after it."""
+    """Remove gates, windows and hooks inside the ``with`` block, and restore the same ones after it."""
     if not attention_layers(model):
         yield
         return
-    # Remember what is on the model
+    # Remember hooks, gates and settings
     layers = [(layer, layer_state(layer), layer_predictor(layer)) for layer in attention_layers(model).values()]
     attn_implementation, _, caches = model._spkv_before
-    section, generation = getattr(model.config, "spkv", None), getattr(model, "generation_config", None)
-    use_cache = generation.use_cache if generation else None
+    section, generation_config = getattr(model.config, "spkv", None), getattr(model, "generation_config", None)
+    use_cache = generation_config.use_cache if generation_config else None
     detach(model)
     try:
         yield
     finally:
-        # Put it back
+        # Restore them
         model.set_attn_implementation("spkv")
         for layer, state, predictor in layers:
             install(layer, state)
@@ -117,12 +120,12 @@ def detached(model: PreTrainedModel) -> Iterator[None]:
         prepare(model, attn_implementation, caches)
         if section is not None:
             restore_section(model, section)
-        if generation:
-            generation.use_cache = use_cache
+        if generation_config:
+            generation_config.use_cache = use_cache
 
 
 def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int]) -> list[str | None]:
-    """Letters of each attention layer's heads; None for a layer that is local by design, which gates pass by.
+    """Return the head letters (S, G or L) of each attention layer; None for a layer with a native sliding window.
 
     Raises ``UserError`` if ``config.heads`` does not fit the model.
     """
@@ -140,7 +143,7 @@ def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int
 def install_gates(
     layer: nn.Module, row: str, config: GateConfig, model_size: int, device: torch.device | None = None
 ) -> None:
-    """Put a predictor and its settings on one hooked attention layer; fixed windows where no head of it has a gate."""
+    """Attach a predictor and gate settings to one hooked layer, or fixed windows if none of its heads is gated."""
     state = layer_state(layer)
     state.gate_window, state.settings.tau = config.window, config.tau
     state.sinks = tuple(0 if letter == LOCAL else config.sinks for letter in row)
@@ -152,7 +155,7 @@ def install_gates(
 
 
 def hook_layers(model: PreTrainedModel) -> None:
-    """Switch ``model`` to ``spkv`` and hook its attention layers. Does nothing on a model that is hooked already.
+    """Switch ``model`` to ``spkv`` and hook its attention layers; do nothing if it is already hooked.
 
     Raises:
         UserError: the model cannot be hooked (see ``attention.py``).
@@ -175,38 +178,41 @@ def hook_layers(model: PreTrainedModel) -> None:
 
 
 def prepare(model: PreTrainedModel, attn_implementation: str | None, caches: tuple[bool, bool] | None = None) -> None:
-    """Prepare a hooked model as a whole: its cache, refused calls, and what ``detach`` restores.
+    """Prepare a hooked model as a whole: its cache, the check of each call, and the state that ``detach`` restores.
 
-    A forward pass makes no cache unless it is asked to. ``generate`` makes an ``SPKVCache`` once ``allow_cache`` lets
-    it; not for gates, which need one only when they are hard.
+    A forward pass creates a cache only on request. ``generate`` creates an ``SPKVCache`` once ``allow_cache`` permits
+    it, which is not done for gates, because only hard gates need one.
 
     Args:
-        caches: ``use_cache`` of the config and of the generation config, for ``detach``; by default as they are.
+        model: a hooked model.
+        attn_implementation: implementation that ``detach`` restores; None: "sdpa".
+        caches: ``use_cache`` of the config and of the generation config that ``detach`` restores; by default their
+            current values.
     """
     handle = model.register_forward_pre_hook(_check_call, with_kwargs=True)
-    generation = getattr(model, "generation_config", None)
-    text = model.config.get_text_config()  # of a model that also sees images, the part that has a cache
-    before = caches or (text.use_cache, generation.use_cache if generation else None)
+    generation_config = getattr(model, "generation_config", None)
+    text = model.config.get_text_config()  # a vision-language model has its cache in this part
+    before = caches or (text.use_cache, generation_config.use_cache if generation_config else None)
     model._spkv_before = (attn_implementation, handle, before)
     model._supports_default_dynamic_cache = _makes_its_cache
     text.use_cache = False
-    if generation:
-        generation.use_cache = False
+    if generation_config:
+        generation_config.use_cache = False
 
 
 def allow_cache(model: PreTrainedModel) -> None:
-    """Let ``generate`` use a cache on a hooked model, as it did before; a model with a layout can always use one."""
+    """Restore the original ``use_cache`` of ``generate`` on a hooked model; models with a layout always allow it."""
     if getattr(model, "generation_config", None):
         model.generation_config.use_cache = model._spkv_before[2][1]
 
 
 def _makes_its_cache() -> bool:
-    """Tell ``generate`` to make no ``DynamicCache``, in place of the class method that tells it to make one."""
+    """Return False, so that ``generate`` creates no ``DynamicCache``; replaces a class method."""
     return False
 
 
 def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Refuse calls that SP-KV attention would answer wrongly; give one that wants a cache and has none an SPKVCache."""
+    """Refuse calls that SP-KV attention would compute wrongly; add an ``SPKVCache`` if a cache is requested."""
     chosen = model.config._attn_implementation
     if chosen != "spkv":
         raise UserError(f"attn_implementation '{chosen}' ignores gates and windows: call detach(model) first")
@@ -215,17 +221,18 @@ def _check_call(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         raise UserError("use_cache=False with a cache would store every token twice: leave use_cache out")
     if kwargs.get("output_attentions") or getattr(model.config, "output_attentions", False):
         raise UserError("SP-KV attention computes no attention weights: leave output_attentions off")
-    if cache is None and uses_cache and not torch.is_grad_enabled():  # a cache passes no gradients on
+    if cache is None and uses_cache and not torch.is_grad_enabled():  # no gradients pass through a cache
         kwargs = {**kwargs, "past_key_values": SPKVCache(model)}
     return args, kwargs
 
 
 @torch.no_grad()
 def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
-    """One forward pass of 2 tokens through ``spkv``; the calls in order.
+    """Run one forward pass over 2 tokens through ``spkv``, and return the attention calls in order.
 
-    Raises ``UserError`` unless every one of the model's attention layers reached the function exactly once.
+    Raises ``UserError`` unless each attention layer of the model calls the function exactly once.
     """
+    # Run the model
     tokens = torch.zeros(1, 2, dtype=torch.long, device=model.device)
     try:
         with evaluation_mode(model), watch_calls() as calls:
@@ -234,6 +241,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
         raise
     except Exception as error:
         raise UserError(f"{type(model).__name__} cannot run with SP-KV attention: {error}") from error
+    # Compare with the layers that compute attention
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     with_attention = sum("linear" not in kind and kind != "conv" for kind in layer_types)
     expected = with_attention or model.config.get_text_config().num_hidden_layers
@@ -248,19 +256,21 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
 
 
 def check_hooks(calls: list[AttentionCall], what: str) -> None:
-    """Raise ``UserError`` unless each attention layer has a hook that says of it what its call says.
+    """Raise ``UserError`` unless each attention layer has a hook whose state agrees with the layer's call.
 
-    Hooks that were restored from a file say what the file says; ``what`` begins the error.
+    Args:
+        calls: calls of a dry run.
+        what: subject of the error message. The states come from a file, which may be wrong.
     """
     for index, call in enumerate(calls):
         state = getattr(call.module, "spkv", None)
         if not isinstance(state, LayerState):
             raise UserError(f"{what}: section 'spkv' of its config leaves out attention layer {index}")
-        said, found = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
-        if said != found:
+        saved, actual = (state.num_kv_heads, state.native_window), (call.num_kv_heads, call.native_window)
+        if saved != actual:
             raise UserError(
-                f"{what}: section 'spkv' of its config gives attention layer {index} {said[0]} KV heads and "
-                f"the window {said[1]}; it has {found[0]} and {found[1]}"
+                f"{what}: section 'spkv' of its config gives attention layer {index} {saved[0]} KV heads and "
+                f"the window {saved[1]}; it has {actual[0]} and {actual[1]}"
             )
 
 
@@ -269,5 +279,5 @@ def check_heads(what: str, rows: list[int], num_kv_heads: list[int]) -> None:
     if len(set(rows)) == 1 and len(set(num_kv_heads)) == 1:
         check_grid(what, (len(rows), rows[0]), "the model", (len(num_kv_heads), num_kv_heads[0]))
     elif rows != num_kv_heads:
-        own, other = (", ".join(map(str, heads)) for heads in (rows, num_kv_heads))
-        raise UserError(f"{what} is for layers of {own} KV heads, the model's layers have {other}")
+        row_counts, model_counts = (", ".join(map(str, heads)) for heads in (rows, num_kv_heads))
+        raise UserError(f"{what} is for layers of {row_counts} KV heads, the model's layers have {model_counts}")

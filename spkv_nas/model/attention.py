@@ -1,11 +1,11 @@
-"""What a hooked attention layer does in a forward pass: its gate, its windows, and the attention function ``spkv``.
+"""Hooks on attention layers, which compute gates and windows, and the attention function ``spkv``.
 
-A forward pre-hook on each attention layer computes the layer's gate from the layer's own (normalised) input and hands
-it to the attention function by keyword, which keeps ``torch.compile`` and activation checkpointing working.
+A forward pre-hook on each attention layer computes the layer's gate from the layer's (normalised) input and passes it
+to the attention function as a keyword argument, which keeps ``torch.compile`` and activation checkpointing working.
 
-What would change the maths without anybody noticing is refused with a ``UserError``: soft-capping, learned sinks,
-attention dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and
-padding without one.
+Inputs for which the result would be silently wrong raise ``UserError``: soft-capping, learned sinks, attention
+dropout, packed position ids, requests for attention weights, a key-value cache other than ``SPKVCache``, and padding
+without such a cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spkv_nas.artifacts.gate_config import LOCAL
 from spkv_nas.base.errors import UserError
 from spkv_nas.model.gates import FixedGates, UtilityPredictor, gate_from_logits, priced
 
-GLOBAL_WINDOW = 1 << 30  # a window no sequence outgrows
+GLOBAL_WINDOW = 1 << 30  # longer than any sequence
 
 _REFUSED_KEYWORDS = {
     "softcap": "soft-capping of attention scores",
@@ -34,17 +34,21 @@ _REFUSED_KEYWORDS = {
 }
 
 
-# (q [B, Hq, T, D], k, v [B, Hkv, T, D], scale of the scores) of a layer, to [B, Hq, T, D] in place of its attention,
-# or to None: the layer's attention is what it would be without the observer
+# (q [B, Hq, T, D], k and v [B, Hkv, T, D], scale of the scores) -> [B, Hq, T, D] to replace the layer's attention, or
+# None to leave it unchanged
 Observer = Callable[[Tensor, Tensor, Tensor, float], Tensor | None]
 
 
 @dataclass
 class GateSettings:
-    """How the gates of a model work now: one object for all its layers, which ``spkv_nas.model.modes`` changes.
+    """Current mode of a model's gates: one object shared by all layers, changed by ``spkv_nas.model.modes``.
 
     Attributes:
-        price: of each layer's mean utility in the loss.
+        mode: "open", "soft", "sampled" or "hard" (``gates.gate_from_logits``).
+        tau: threshold of the utility, in [0, 1].
+        anneal: weight ``a`` of the binary gate, in [0, 1].
+        p_min: minimum probability of either outcome of a sampled gate, in [0, 0.5].
+        price: weight of each layer's mean utility in the loss.
     """
 
     mode: str = "soft"
@@ -56,14 +60,16 @@ class GateSettings:
 
 @dataclass
 class LayerState:
-    """What the hook of one attention layer knows. Lives on the layer, so that copies of the model keep it.
+    """State of the hook of one attention layer, stored on the layer so that copies of the model keep it.
 
     Attributes:
-        native_window: the checkpoint's own sliding window on this layer.
-        settings: the model's, the same object in every layer of it.
-        windows: per KV head, from a layout, or where no head has a gate.
-        gate_window: w of the gates; None: no gates.
-        sinks: first tokens that the gates always keep, per KV head.
+        num_kv_heads: KV heads of the layer.
+        native_window: sliding window of this layer in the checkpoint; None: full attention.
+        settings: gate settings of the model, the same object in all of its layers.
+        windows: window of each KV head, from a layout, or for a layer without gated heads; None: gates decide.
+        gate_window: window w of the gates, in keys; None: no gates.
+        sinks: number of first tokens that the gates always keep, per KV head.
+        observer: called with each pass's queries, keys and values.
     """
 
     num_kv_heads: int
@@ -73,35 +79,39 @@ class LayerState:
     gate_window: int | None = None
     sinks: tuple[int, ...] = ()
     observer: Observer | None = None
-    _made: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
+    _window_cache: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def own_window(self) -> int:
-        """Recent keys that a head of this layer sees in the checkpoint itself, without gates and layouts."""
+        """Return how many recent keys a head of this layer sees in the checkpoint, without gates and layouts."""
         return self.native_window or GLOBAL_WINDOW
 
     def head_windows(self, *, gated: bool) -> tuple[int, ...]:
-        """Recent keys that each KV head always sees, of those beyond which a gate decides if the layer is ``gated``."""
+        """Return the window of each KV head: how many recent keys it always sees.
+
+        Args:
+            gated: return the window of the gates, which decide about the keys beyond it, where no layout sets windows.
+        """
         if self.windows is not None:
             return self.windows
         window = self.gate_window if gated and self.gate_window is not None else self.own_window
         return (window,) * self.num_kv_heads
 
     def operator_window(self, device: torch.device, *, gated: bool) -> int | Tensor:
-        """``head_windows`` as the attention operator takes them: one number, or an int tensor [Hkv] on ``device``.
+        """Return ``head_windows`` as the attention operator takes them: an int, or an int tensor [Hkv] on ``device``.
 
-        The tensor is made once for the same windows, because a copy to a GPU makes the program wait.
+        The tensor is cached as long as the windows stay the same, because copying one to a GPU synchronises.
         """
         windows = self.head_windows(gated=gated)
         if len(set(windows)) == 1:
             return windows[0]
-        if self._made is None or self._made[0] != windows or self._made[1].device != device:
-            with torch.inference_mode(False):  # a later backward pass may need it
-                self._made = (windows, torch.tensor(windows, device=device))
-        return self._made[1]
+        if self._window_cache is None or self._window_cache[0] != windows or self._window_cache[1].device != device:
+            with torch.inference_mode(False):  # a later backward pass may save it
+                self._window_cache = (windows, torch.tensor(windows, device=device))
+        return self._window_cache[1]
 
     def check_gate_reach(self, num_tokens: int) -> None:
-        """Raise ``UserError`` if gates would decide on keys that the checkpoint's own window hides."""
+        """Raise ``UserError`` if gates would decide about keys that the checkpoint's own sliding window hides."""
         if self.windows is None and self.native_window is not None and num_tokens > self.native_window:
             raise UserError(
                 f"the model's own sliding window of {self.native_window} keys is shorter than the sequence of "
@@ -111,37 +121,37 @@ class LayerState:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The hooked attention layers of a model by module name, in layer order."""
+    """Return the hooked attention layers of a model by module name, in layer order."""
     return {name: m for name, m in model.named_modules() if isinstance(getattr(m, "spkv", None), LayerState)}
 
 
 def layer_state(layer: nn.Module) -> LayerState:
-    """The hook state of a layer that ``attention_layers`` gave."""
+    """Return the hook state of a hooked attention layer."""
     state = layer.spkv
     assert isinstance(state, LayerState)
     return state
 
 
 def layer_states(model: nn.Module) -> list[LayerState]:
-    """The hook states of a model's attention layers, in layer order."""
+    """Return the hook states of a model's attention layers, in layer order."""
     return [layer_state(layer) for layer in attention_layers(model).values()]
 
 
 def layer_predictor(layer: nn.Module) -> UtilityPredictor | FixedGates | None:
-    """The predictor of an attention layer, or what stands in its place; None if the model's gates pass the layer by."""
+    """Return the utility predictor of an attention layer, or its fixed gates; None if the layer is not gated."""
     predictor = getattr(layer, "utility_predictor", None)
     assert predictor is None or isinstance(predictor, (UtilityPredictor, FixedGates))
     return predictor
 
 
 def install(layer: nn.Module, state: LayerState) -> None:
-    """Put the hook and its state on one attention layer."""
+    """Attach the hook and its state to one attention layer."""
     layer.spkv = state  # type: ignore[assignment]  # a plain attribute, not a submodule
     layer._spkv_handle = layer.register_forward_pre_hook(_pre_hook, with_kwargs=True)  # type: ignore[assignment]
 
 
 def uninstall(layer: nn.Module) -> None:
-    """Take the hook, its state and the predictor off a layer."""
+    """Remove the hook, its state and the predictor from a layer."""
     layer._spkv_handle.remove()  # type: ignore[union-attr, operator]
     del layer.spkv, layer._spkv_handle
     if hasattr(layer, "utility_predictor"):
@@ -150,26 +160,35 @@ def uninstall(layer: nn.Module) -> None:
 
 @contextmanager
 def outside_graphs(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block ``torch.compile`` leaves the model's hooks and the attention function to Python."""
-    plain, function = (torch.compiler.disable(x) for x in (_pre_hook, _attention_function))  # type: ignore[no-untyped-call]
+    """Exclude the model's hooks and the attention function from ``torch.compile`` inside the ``with`` block."""
+    uncompiled_hook, uncompiled_function = (
+        torch.compiler.disable(x)  # type: ignore[no-untyped-call]
+        for x in (_pre_hook, _attention_function)
+    )
     hooks = [layer._forward_pre_hooks for layer in attention_layers(model).values()]
 
-    def exchange(one: Any, other: Any) -> None:
-        for own in hooks:
-            own.update({number: other for number, hook in own.items() if hook is one})
+    def exchange(old_hook: Any, new_hook: Any) -> None:
+        for layer_hooks in hooks:
+            layer_hooks.update({number: new_hook for number, hook in layer_hooks.items() if hook is old_hook})
 
-    AttentionInterface.register("spkv", function)
-    exchange(_pre_hook, plain)
+    AttentionInterface.register("spkv", uncompiled_function)
+    exchange(_pre_hook, uncompiled_hook)
     try:
         yield
     finally:
         AttentionInterface.register("spkv", _attention_function)
-        exchange(plain, _pre_hook)
+        exchange(uncompiled_hook, _pre_hook)
 
 
 @dataclass
 class AttentionCall:
-    """One call of the attention function: by which module, and with what."""
+    """One recorded call of the attention function.
+
+    Attributes:
+        module: attention layer that made the call.
+        num_kv_heads: KV heads of the keys it passed.
+        native_window: sliding window it asked for; None: full attention.
+    """
 
     module: nn.Module
     num_kv_heads: int
@@ -181,7 +200,7 @@ _CALLS: ContextVar[list[AttentionCall] | None] = ContextVar("spkv_calls", defaul
 
 @contextmanager
 def watch_calls() -> Iterator[list[AttentionCall]]:
-    """The calls of the attention function inside the ``with`` block and its thread, in order."""
+    """Record, in order, the calls of the attention function made in this thread inside the ``with`` block."""
     calls: list[AttentionCall] = []
     token = _CALLS.set(calls)
     try:
@@ -191,6 +210,7 @@ def watch_calls() -> Iterator[list[AttentionCall]]:
 
 
 def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Add the layer's state, its part of the cache, and its gate to the keyword arguments of an attention layer."""
     state = layer_state(layer)
     settings = state.settings
     extra: dict[str, Any] = {"spkv_state": state}
@@ -202,7 +222,9 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if cache is not None and getattr(predictor, "mix", None) is not None:
             raise UserError("a bidirectional predictor waits for tokens to come: generate with use_cache=False")
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        logits = predictor(hidden_states, sinks=cache is None)  # with a cache, the first token is not that of the text
+        logits = predictor(
+            hidden_states, sinks=cache is None
+        )  # with a cache, token 0 need not be the first of the text
         if settings.price and isinstance(predictor, UtilityPredictor):
             logits = priced(logits, settings.price)
         if state.windows is None:
@@ -211,7 +233,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _cache_layer(cache: Any, layer: nn.Module) -> Any:
-    """The part of an ``SPKVCache`` that belongs to ``layer``."""
+    """Return the part of an ``SPKVCache`` that belongs to ``layer``. Raises ``UserError`` for any other cache."""
     index = getattr(layer, "layer_idx", None)
     if not isinstance(index, int) or index >= len(cache.layers) or not hasattr(cache.layers[index], "attend"):
         raise UserError(
@@ -231,13 +253,29 @@ def _attention_function(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered as ``spkv``: q [B, Hq, T, D], k and v [B, Hkv, T, D] to ([B, T, Hq, D], None)."""
+    """Compute attention under the gates and windows of the calling layer; registered as ``spkv``.
+
+    Args:
+        module: attention layer.
+        query: [B, Hq, T, D].
+        key: [B, Hkv, T, D].
+        value: [B, Hkv, T, D].
+        attention_mask: bool [B, T] from ``_mask_function``, False for padding; None: no padding.
+        scaling: scale of the scores; None: 1 / sqrt(D).
+        dropout: must be 0.
+        **kwargs: those of transformers, and those that ``_pre_hook`` adds.
+
+    Returns:
+        Attention output [B, T, Hq, D], and None in place of attention weights.
+    """
+    # Record and check the call
     if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:
         calls.append(AttentionCall(module, key.shape[1], _native_window(kwargs)))
     cache = kwargs.get("spkv_cache")
     _refuse_unsupported(query, key, value, attention_mask, dropout, kwargs)
     state = kwargs.get("spkv_state") or LayerState(key.shape[1], _native_window(kwargs))
     gate = kwargs.get("spkv_gate")
+    # Attend over the cache
     if cache is not None:
         if gate is not None and gate.log_utility is not None:
             raise UserError('gates of training keep every key: call set_gate_mode(model, "hard") to use a cache')
@@ -246,15 +284,17 @@ def _attention_function(
         keep = gate.keep if gate else None
         cached = cache.attend(query.to(value.dtype), key.to(value.dtype), value, keep, attention_mask, scaling)
         return cached.transpose(1, 2).contiguous(), None
+    # Let an observer replace attention
     if state.observer is not None:
         observed = state.observer(query, key, value, scaling or query.shape[-1] ** -0.5)
         if observed is not None:
             return observed.transpose(1, 2).to(value.dtype).contiguous(), None
+    # Attend within the sequence
     if gate is not None:
         state.check_gate_reach(query.shape[2])
-    if query.is_meta:  # shapes are all that there is
+    if query.is_meta:  # only shapes are needed
         return query.transpose(1, 2).contiguous(), None
-    out = attention(  # under autocast the rotary embedding leaves q and k in float32; values have the matmul's dtype
+    out = attention(  # under autocast RoPE returns q and k in float32; v has the dtype of the matmul
         query.to(value.dtype),
         key.to(value.dtype),
         value,
@@ -267,6 +307,7 @@ def _attention_function(
 
 
 def _native_window(kwargs: dict[str, Any]) -> int | None:
+    """Return the sliding window among the keyword arguments of an attention call; None: full attention."""
     window = kwargs.get("sliding_window")
     return int(window) if window is not None else None
 
@@ -279,6 +320,7 @@ def _refuse_unsupported(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> None:
+    """Raise ``UserError`` for an attention call whose result the operator would compute wrongly."""
     for keyword, what in _REFUSED_KEYWORDS.items():
         if kwargs.get(keyword) is not None:
             raise UserError(f"this model uses {what} ('{keyword}'), which SP-KV attention does not compute")
@@ -303,19 +345,19 @@ def _mask_function(
     allow_is_causal_skip: bool = True,
     **_: Any,
 ) -> Tensor | None:
-    """Which of the new tokens are no padding, bool [B, T] (None: all), for the attention function; refuses packing.
+    """Return which of the new tokens are not padding, bool [B, T], for the attention function; None: all.
 
-    A causal mask is the operator's own business.
+    No causal mask is made, because the operator is causal itself. Raises ``UserError`` for packed sequences.
     """
     if not allow_is_causal_skip:
         raise UserError(
             "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
             "ignore: leave position_ids out"
         )
-    if attention_mask is None or attention_mask.is_meta:  # which has no numbers to read
+    if attention_mask is None or attention_mask.is_meta:  # a meta tensor has no values
         return None
-    real = attention_mask[:, -q_length:].bool()
-    return None if bool(real.all()) else real
+    is_token = attention_mask[:, -q_length:].bool()
+    return None if bool(is_token.all()) else is_token
 
 
 AttentionInterface.register("spkv", _attention_function)

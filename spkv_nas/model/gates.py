@@ -1,9 +1,9 @@
-"""The utility predictor: one small network per attention layer, one output per KV head.
+"""Utility predictor: one small network per attention layer, with one output per KV head.
 
 SP-KV paper, section "Self-Pruned KV Mechanism" (u_s = sigmoid(f(h_s))), the reference listing, and the variants of
-appendix "Extended Ablations". The predictor returns the *logit* of the utility; ``log u = logsigmoid(logit)`` is exact
-where ``log(sigmoid + 1e-8)`` clamps, and ``u >= tau`` is ``logit >= log(tau / (1 - tau))``. A head without a gate is
-one whose logit is infinite: +inf keeps every key (global), -inf none (local).
+appendix "Extended Ablations". The predictor returns the *logit* of the utility: ``log u = logsigmoid(logit)`` is exact
+where ``log(sigmoid + 1e-8)`` clamps, and ``u >= tau`` is ``logit >= log(tau / (1 - tau))``. A head without a gate has
+infinite logits: +inf keeps every key (global), -inf keeps none (local).
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ _DTYPE = torch.float32
 
 
 class UtilityPredictor(nn.Module):
-    """Two linear layers with SiLU between: hidden states to one utility logit per KV head.
+    """Map hidden states to one utility logit per KV head by two linear layers with SiLU between them.
 
-    ``linear`` is the second layer alone. ``bidirectional`` has a depthwise convolution over the tokens between the two,
-    zero beyond both ends (paper, "Locally bidirectional utility predictor").
+    The variant ``linear`` has only the second layer. ``bidirectional`` adds a depthwise convolution over tokens between
+    the two, zero-padded at both ends (paper, "Locally bidirectional utility predictor").
 
-    Its parameters are float32, whatever the model's are, and it computes in their dtype even under autocast:
-    thresholding a bfloat16 logit would move the density.
+    Parameters are float32 whatever the model's dtype, and the forward pass runs in their dtype even under autocast:
+    thresholding a bfloat16 logit would shift the density.
     """
 
     def __init__(self, model_size: int, row: str, config: GateConfig) -> None:
-        """``row`` says which KV heads of the layer have a gate, as in ``GateConfig.heads``."""
+        """Create the layers with initial weights.
+
+        Args:
+            model_size: size of the hidden states.
+            row: letters of the layer's KV heads, which say the gated ones, as in ``GateConfig.heads``.
+            config: predictor type and sizes.
+        """
         super().__init__()
         hidden_size = config.width(model_size)
         linear = config.predictor == "linear"
@@ -51,7 +57,7 @@ class UtilityPredictor(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """PyTorch's default for the first layer; a small last layer, so that every logit starts near the bias."""
+        """Initialise the weights: PyTorch's default, but a small last layer, so that logits start near the bias."""
         for layer in (self.up, self.mix):
             if layer is not None:
                 layer.reset_parameters()
@@ -60,9 +66,11 @@ class UtilityPredictor(nn.Module):
         nn.init.constant_(self.down.bias, self._config.bias)
 
     def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
-        """Utility logits ``[B, Hkv, T]`` (float32) of the layer's attention input ``[B, T, model_size]``.
+        """Compute the utility logits [B, Hkv, T] (float32) from the layer's attention input [B, T, model_size].
 
-        ``sinks`` says that the first token is that of a sequence, so that the first ``GateConfig.sinks`` are kept.
+        Args:
+            hidden_states: [B, T, model_size].
+            sinks: the first token starts a sequence, so that the first ``GateConfig.sinks`` tokens are kept.
         """
         with _without_autocast(hidden_states.device.type):
             hidden = hidden_states.to(self.down.weight.dtype)
@@ -71,7 +79,7 @@ class UtilityPredictor(nn.Module):
                 if self.mix is not None:
                     hidden = self.mix(hidden.transpose(1, 2)).transpose(1, 2)
                 hidden = F.silu(hidden)
-            # not a view: FSDP2 hooks what a module returns
+            # A copy, not a view, because FSDP2 hooks the output
             logits: Tensor = self.down(hidden).float().transpose(1, 2).clone(memory_format=torch.contiguous_format)
         if sinks and self._config.sinks:
             logits[:, :, : self._config.sinks] = math.inf
@@ -82,19 +90,20 @@ class UtilityPredictor(nn.Module):
 
 
 def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """The device meta has no autocast to switch off."""
+    """Disable autocast, where the device has it (the device meta does not)."""
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 class FixedGates(nn.Module):
-    """In the place of the predictor on a layer of which no head has a gate: infinite logits, no parameters."""
+    """Stand-in for the predictor of a layer without gated heads: infinite logits and no parameters."""
 
     def __init__(self, row: str) -> None:
+        """Store ``row``, the letters (G or L) of the KV heads."""
         super().__init__()
         self.row = row
 
     def forward(self, hidden_states: Tensor, *, sinks: bool = True) -> Tensor:
-        """Logits ``[B, Hkv, T]`` of the hidden states ``[B, T, model_size]``."""
+        """Return logits [B, Hkv, T] for hidden states [B, T, model_size]."""
         logits = hidden_states.new_empty(len(self.row), 1, dtype=torch.float32)
         for head, letter in enumerate(self.row):
             logits[head] = _FIXED[letter]
@@ -102,55 +111,64 @@ class FixedGates(nn.Module):
 
 
 class Gate(NamedTuple):
-    """What the attention operator receives: at most one of the two is given."""
+    """Gate of a layer as the attention operator takes it; at most one of the two is set.
+
+    Attributes:
+        log_utility: bias of the attention scores, float32 [B, Hkv, T].
+        keep: keys visible beyond the window, bool [B, Hkv, T].
+    """
 
     log_utility: Tensor | None
     keep: Tensor | None
 
 
 def keeps(logits: Tensor, tau: float) -> Tensor:
-    """Which keys hard gates at ``tau`` keep: ``u >= tau``, and never a logit of -inf. bool, the shape of ``logits``."""
+    """Return which keys hard gates keep, bool in the shape of ``logits``: ``u >= tau``, and never a logit of -inf."""
     return logits >= threshold_logit(tau) if tau > 0.0 else logits > -math.inf
 
 
 def gate_from_logits(logits: Tensor, mode: str, tau: float, anneal: float = 0.0, p_min: float = 0.0) -> Gate:
-    """The gate of one layer.
+    """Compute the gate of one layer from its utility logits.
 
     Args:
-        logits: utility logits ``[B, Hkv, T]``; infinite ones are always kept, or never.
-        mode: ``open`` (every key is kept), ``soft`` (bias ``log u``), ``sampled`` (keep with probability ``u``,
-            gradient straight through: paper, appendix "Hard Gated Training") or ``hard`` (keep ``u >= tau``).
+        logits: utility logits [B, Hkv, T]; +inf is always kept, -inf never.
+        mode: ``open`` (every key is kept), ``soft`` (bias ``log u``), ``sampled`` (keep with probability ``u``, with a
+            straight-through gradient: paper, appendix "Hard Gated Training") or ``hard`` (keep if ``u >= tau``).
         tau: threshold, in [0, 1].
-        anneal: ``a`` in [0, 1] of ``u~ = (1 - a) u + a 1[u >= tau]`` (paper, "Threshold-Aware Hard Gating"), in place
-            of ``u`` in the modes ``soft`` and ``sampled``. While annealing the predictor is frozen, so no gradient
-            reaches the logits.
-        p_min: probabilities of ``sampled`` are clipped to [p_min, 1 - p_min] (paper, "Bernoulli clipping").
+        anneal: ``a`` in [0, 1] of ``u~ = (1 - a) u + a 1[u >= tau]`` (paper, "Threshold-Aware Hard Gating"), which
+            replaces ``u`` in the modes ``soft`` and ``sampled``. The predictor is frozen while annealing, so no
+            gradient reaches the logits.
+        p_min: clip the probabilities of ``sampled`` to [p_min, 1 - p_min] (paper, "Bernoulli clipping").
     """
+    # Hard decisions without a gradient
     if mode == "open":
         return Gate(None, logits > -math.inf)
     if mode == "hard":
         return Gate(None, keeps(logits.detach(), tau))
     above = keeps(logits.detach(), tau)
+    # Sample decisions
     if mode == "sampled":
         u = torch.sigmoid(logits.detach())
         likely = torch.lerp(u, above.to(u.dtype), anneal).clamp(p_min, 1.0 - p_min)
         kept = torch.where(logits.isinf(), logits > 0, torch.rand_like(u) < likely)
         if anneal > 0.0:
             return Gate(None, kept)
-        log_u = F.logsigmoid(logits)  # value 0 or -inf, gradient that of log u; where -inf, attention's own is 0
+        log_u = F.logsigmoid(logits)  # value 0 or -inf, gradient of log u; 0 from attention where -inf
         return Gate(torch.where(kept, log_u - log_u.detach(), -math.inf), None)
+    # Bias the scores by log u
     if anneal == 0.0:
         return Gate(F.logsigmoid(logits), None)
+    # Anneal towards the binary gate
     logits = logits.detach()
     below = math.log1p(-anneal) + F.logsigmoid(logits)
     return Gate(torch.where(above, torch.log(anneal + (1.0 - anneal) * torch.sigmoid(logits)), below), None)
 
 
 class _Priced(torch.autograd.Function):
-    """Identity on logits; the backward pass adds the gradient of ``price * mean(sigmoid(logits))``.
+    """Identity on logits whose backward pass adds the gradient of ``price * mean(sigmoid(logits))``.
 
-    As a gradient, not a term of the loss: the loss that is logged stays the language model's, and activation
-    checkpointing, of any kind, recomputes it.
+    The penalty is a gradient rather than a term of the loss, so that the logged loss stays the language model's and any
+    kind of activation checkpointing can recompute it.
     """
 
     @staticmethod
@@ -167,16 +185,16 @@ class _Priced(torch.autograd.Function):
 
 
 def priced(logits: Tensor, price: float) -> Tensor:
-    """``logits`` whose gradient holds that of ``price * mean(u)``."""
+    """Return ``logits`` with the gradient of ``price * mean(u)`` added in the backward pass."""
     result: Tensor = _Priced.apply(logits, price)  # type: ignore[no-untyped-call]
     return result
 
 
 def predictors(model: nn.Module) -> dict[str, UtilityPredictor]:
-    """The utility predictors of a model by their module name, in layer order."""
+    """Return the utility predictors of a model by module name, in layer order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, UtilityPredictor)}
 
 
 def predictor_parameters(model: nn.Module) -> set[Any]:
-    """The parameters that belong to utility predictors."""
+    """Return the parameters that belong to utility predictors."""
     return {p for module in predictors(model).values() for p in module.parameters()}

@@ -1,7 +1,7 @@
-"""How a model's gates work: open, soft, sampled or hard, at which threshold; and the model in evaluation mode.
+"""Modes of a model's gates (open, soft, sampled, hard), their threshold, and evaluation mode.
 
-One ``GateSettings`` object per model says it, and the functions here are the only ones that change it. tau is also in
-the model's config, from where it is saved: they keep the two in step.
+One ``GateSettings`` object per model holds the mode, and only the functions here change it. They also keep tau in the
+model's config, from where it is saved, equal to the current one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spkv_nas.model.gates import MODES, predictors
 
 
 def gate_settings(model: nn.Module) -> GateSettings:
-    """How the gates of a hooked model work now; read it, and change it by the functions of this module.
+    """Return the gate settings of a hooked model, to be read; the functions of this module change them.
 
     Raises:
         UserError: the model has no gates.
@@ -33,14 +33,17 @@ def gate_settings(model: nn.Module) -> GateSettings:
 def set_gate_mode(
     model: nn.Module, mode: str, tau: float | None = None, *, anneal: float = 0.0, p_min: float = 0.0
 ) -> None:
-    """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard``, as ``gate_from_logits`` says.
+    """Set the mode of all gates: ``open``, ``soft``, ``sampled`` or ``hard`` (see ``gate_from_logits``).
 
     Args:
         model: a model with gates.
         mode: one of "open", "soft", "sampled", "hard".
-        tau: threshold in [0, 1], from now on the model's own, which ``save`` writes; None leaves it as it is.
-        anneal: with "soft" or "sampled", the share ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
-        p_min: with "sampled", the least probability of either outcome, in [0, 0.5].
+        tau: new threshold of the model in [0, 1], which ``save`` writes; None keeps the current one.
+        anneal: with "soft" or "sampled", the weight ``a`` of the binary gate, ``u~ = (1 - a) u + a 1[u >= tau]``.
+        p_min: with "sampled", the minimum probability of either outcome, in [0, 0.5].
+
+    Raises:
+        UserError: unknown mode, tau outside [0, 1], or a model without gates.
     """
     if mode not in MODES:
         raise UserError(f"unknown gate mode '{mode}'; expected one of {', '.join(MODES)}")
@@ -52,7 +55,7 @@ def set_gate_mode(
 
 
 def set_price(model: nn.Module, price: float) -> None:
-    """Set the price of keys: the loss gains ``price * mean(u)``, over all gated layers, heads and tokens.
+    """Set the price of keys: the loss gains ``price * mean(u)``, averaged over gated layers, heads and tokens.
 
     SP-KV paper, appendix "Controlling sparsity at train time", "Regularization", where lambda_aux is -price.
     """
@@ -63,7 +66,7 @@ def set_price(model: nn.Module, price: float) -> None:
 
 @contextmanager
 def gate_mode(model: nn.Module, mode: str, tau: float | None = None) -> Iterator[None]:
-    """The gates in ``mode`` inside the ``with`` block, and as they were before after it."""
+    """Set the mode of the gates inside the ``with`` block, and restore the previous settings after it."""
     settings = gate_settings(model)
     before = replace(settings)
     try:
@@ -75,7 +78,7 @@ def gate_mode(model: nn.Module, mode: str, tau: float | None = None) -> Iterator
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode inside the ``with`` block, and every module of it as it was before after it."""
+    """Put the model in evaluation mode inside the ``with`` block, and restore each module's mode after it."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -86,7 +89,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _put(model: nn.Module, settings: GateSettings, values: GateSettings) -> None:
-    """Make ``settings`` equal to ``values``, and the config's tau with them."""
+    """Make ``settings`` equal to ``values``, and the config's tau too."""
     for name, value in asdict(values).items():
         setattr(settings, name, value)
     write_tau(model, settings.tau)

@@ -1,4 +1,4 @@
-"""Which keys every KV head of a model sees: those of a layout, or, for as long as a probe runs, all of them."""
+"""Apply attention windows to the KV heads of a model: those of a layout, or temporarily full or local attention."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from spkv_nas.model.modes import evaluation_mode, gate_mode
 
 
 def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = None) -> None:
-    """Give every KV head of ``model`` the window that ``layout`` says, in place.
+    """Apply ``layout`` to ``model`` in place: local heads see a window of keys, global heads all of them.
 
-    A local head sees ``window`` keys (the layout's own by default), a global head all of them. Gates, if the model
-    has any, are removed: a hybrid has none.
+    Gates are removed, because a hybrid has none.
+
+    Args:
+        model: dense, hybrid or gated.
+        layout: global and local KV heads.
+        window: keys that a local head sees; None: the layout's.
 
     Raises:
         UserError: the layout is for another number of layers or KV heads, or the model cannot be hooked (see
@@ -45,15 +49,15 @@ def apply_layout(model: PreTrainedModel, layout: Layout, window: int | None = No
 
 @contextmanager
 def layout_applied(model: PreTrainedModel, layout: Layout, window: int | None = None) -> Iterator[PreTrainedModel]:
-    """Apply a layout inside the ``with`` block; after it the model is as before, with gates or layout if it had any.
+    """Apply a layout inside the ``with`` block, and restore the model's gates or layout after it.
 
         with spkv_nas.layout_applied(model, layout):
             spkv_nas.evaluate(model, blocks)
 
     Args:
         model: dense, hybrid or gated; yielded.
-        layout: which KV heads are global.
-        window: of local heads; the layout's by default.
+        layout: global and local KV heads.
+        window: keys that a local head sees; None: the layout's.
 
     Raises:
         UserError: as ``apply_layout``.
@@ -67,7 +71,7 @@ def layout_applied(model: PreTrainedModel, layout: Layout, window: int | None = 
 
 
 def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
-    """The window of every KV head of a hooked model, by layer. Raises ``UserError`` if the layout does not fit it."""
+    """Return the window of every KV head, by layer. Raises ``UserError`` if the layout does not fit the model."""
     heads = [state.num_kv_heads for state in layer_states(model)]
     check_heads("the layout", [layout.num_kv_heads] * layout.num_layers, heads)
     return [tuple(GLOBAL_WINDOW if head == GLOBAL else layout.window for head in row) for row in layout.heads]
@@ -75,10 +79,10 @@ def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
 
 @contextmanager
 def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
-    """Inside the ``with`` block every head sees all keys, whatever gates or layout it has; as before after it.
+    """Let every head see all keys inside the ``with`` block, and restore gates or layout after it.
 
-    Layers that are local by design keep their window (``LayerState.own_window``). The model is in evaluation mode.
-    Yields the layers' states in order: the block may set their windows and observers.
+    Layers with a native sliding window keep it (``LayerState.own_window``). The model is in evaluation mode. Yields the
+    layers' states in order, whose windows and observers the block may set.
 
     Raises:
         UserError: the model cannot be hooked (see ``attention.py``).
@@ -90,7 +94,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
         try:
             for state in states:
-                state.windows = (state.own_window,) * state.num_kv_heads  # where there are windows, gates have no say
+                state.windows = (state.own_window,) * state.num_kv_heads  # windows override gates
             yield states
         finally:
             for state, windows in zip(states, before, strict=True):
@@ -101,9 +105,9 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
 
 @contextmanager
 def every_head_local(model: PreTrainedModel, window: int) -> Iterator[None]:
-    """Inside the ``with`` block no head sees more than its last ``window`` keys; as before after it.
+    """Limit every head to its last ``window`` keys inside the ``with`` block, and restore the model after it.
 
-    What a model does then it does without long-range attention.
+    This shows what the model can do without long-range attention.
     """
     with full_attention(model) as states:
         for state in states:
@@ -118,9 +122,9 @@ def local_window(model: PreTrainedModel) -> int | None:
 
 
 def default_window(model: PreTrainedModel, block_size: int) -> int:
-    """Choose the window of local heads where nobody names one: the one rule of all signals and scores.
+    """Choose the window of local heads when none is specified; all signals and scores use this rule.
 
-    A model with gates or a layout keeps its window. Any other has ``suitable_window``: a sixteenth of the blocks of
-    ``block_size`` tokens that it is measured on, at most 128 keys.
+    A model with gates or a layout keeps its window. Any other model gets ``suitable_window``: a sixteenth of the
+    ``block_size`` tokens of the blocks it is measured on, at most 128 keys.
     """
     return local_window(model) or suitable_window(block_size)
