@@ -1,4 +1,4 @@
-"""Checkpoints: ordinary Hugging Face folders, with an ``spkv`` section in ``config.json`` and a manifest of hashes."""
+"""Save and load checkpoints: Hugging Face folders with an ``spkv`` section in ``config.json`` and a hash manifest."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from spkv_nas.model.source import at_revision, commit_of, config_place, model_fo
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
-_TOKENIZER_FILES = (  # of which a model folder has one, whatever the tokenizer's kind
+_TOKENIZER_FILES = (  # every kind of tokenizer has at least one of them
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json",
 )  # fmt: skip
-SHARD_BYTES = 5_000_000_000  # of a file of weights at most, as on the hub: so much of a GPU's is copied at a time
+SHARD_BYTES = 5_000_000_000  # maximum size of a weight file, as on the hub; bounds the copy from a GPU
 
 
 def save(
@@ -51,12 +51,13 @@ def save(
     folder: StrPath,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint into ``folder``: what ``save_files`` writes, and its manifest.
+    """Write a checkpoint to ``folder``: the files of ``save_files`` and their manifest.
 
-    The folder is best one of ``base.replace.new_folder``, so that a killed command leaves all of it or nothing.
+    Pass a folder of ``base.replace.new_folder``, so that an interrupted command leaves a complete checkpoint or
+    nothing.
 
     Raises:
-        UserError: the place is full or cannot be written.
+        UserError: the disk is full or the folder cannot be written.
     """
     folder = Path(folder)
     save_files(model, tokenizer, folder, weights)
@@ -70,22 +71,19 @@ def save_files(
     weights: dict[str, torch.Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write weights (safetensors), config with its ``spkv`` section, and tokenizer into ``folder``.
+    """Write weights (safetensors), config with its ``spkv`` section, and tokenizer to ``folder``.
 
-    A file is written from where its tensors are, mapped files included, so that no second copy of them is made.
-
-    Args:
-        weights: those of a sharded model, gathered; by default the model's own.
-        shard_bytes: of a file at most.
+    Tensors are written from where they are, memory-mapped files included, without a second copy. ``weights`` are the
+    gathered ones of a sharded model. No file holds more than ``shard_bytes``.
 
     Raises:
-        UserError: the place is full or cannot be written.
+        UserError: the disk is full or the folder cannot be written.
     """
     try:
         model.save_pretrained(folder, state_dict=weights, max_shard_size=shard_bytes)
         mode = (folder / "config.json").stat().st_mode
         for file in folder.glob("*.safetensors"):
-            file.chmod(mode)  # safetensors makes them readable by their owner alone, whatever the umask is
+            file.chmod(mode)  # safetensors ignores the umask: only the owner could read them
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _unwritten(folder, error) from error
     if tokenizer is not None:
@@ -94,7 +92,7 @@ def save_files(
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """What was done to write weights, to end a sentence, and the SHA-256, by name, of files that are as before."""
+    """How weights were written, as a clause of a message, and the SHA-256, by name, of files carried over unchanged."""
 
     done: str
     hashes: dict[str, str]
@@ -108,18 +106,16 @@ def save_as_files(
     *,
     link: bool = False,
 ) -> WrittenWeights:
-    """As ``save_files``, of a model whose weights lie in ``files`` unchanged: these go into ``folder`` as they are.
+    """Write a checkpoint whose weights are unchanged in ``files``, by carrying over these files or linking to them.
 
-    Where they hold other tensors than the model, such as gates that it has no more, weights are written anew, in shards
-    as large as before.
-
-    Args:
-        link: make hard links (``weight_files.carry``).
+    If the files hold tensors that the model lacks, such as removed gates, the weights are written anew by
+    ``save_files``, in shards as large as the old ones.
 
     Raises:
-        UserError: the place is full or cannot be written, or there are no links to it.
+        UserError: the disk is full, the folder cannot be written, or links to it are impossible.
     """
-    if getattr(model.config, "transformers_weights", None) is not None:  # names of its own, which are not kept
+    # Carry the files over if they hold no other tensors
+    if getattr(model.config, "transformers_weights", None) is not None:  # non-standard file names are not kept
         model.config.transformers_weights = None
     elif stored_names(files) <= model.state_dict().keys():
         carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
@@ -133,28 +129,30 @@ def save_as_files(
             raise _unwritten(folder, error) from error
         save_tokenizer(tokenizer, folder)
         return WrittenWeights(f"its weights were {how} as they are, file by file", content_hashes(carried))
+    # Write new files otherwise
     save_files(model, tokenizer, folder, shard_bytes=max(file.stat().st_size for file in files))
     return WrittenWeights("its weights were written anew", {})
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a tokenizer's files. Raises ``UserError``: the place is full or cannot be written."""
+    """Write a tokenizer's files. Raises ``UserError`` if the disk is full or the folder cannot be written."""
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers says that a disk is full by a plain one
+    except Exception as error:  # tokenizers raises a plain Exception if the disk is full
         raise _unwritten(folder, error) from error
 
 
 def _unwritten(folder: Path, error: Exception) -> UserError:
+    """Make the error for a checkpoint that cannot be written."""
     return UserError(f"cannot write checkpoint {folder}: {first_line(error)}\nmake room, or choose another place")
 
 
 def weights_identity(folder: Path) -> str:
-    """Hexadecimal SHA-256 of what decides the results of a model folder: its config and its weights.
+    """Compute a SHA-256 (hexadecimal) of all that determines a model folder's results: config and weights.
 
-    Weights are all safetensors files (the state of an optimizer too, which decides what a branch becomes) and their
-    index, by their names. Of the config the values count, but not which transformers wrote it; logs do not count. Where
-    there is a manifest its hashes are taken, which ``load`` checks.
+    Weights are all safetensors files, by name, and their index; an optimizer's state counts too, because it affects
+    training from this checkpoint. Of the config the values count, except the version of transformers; logs do not
+    count. Hashes are taken from the manifest if there is one, which ``load`` verifies.
 
     Raises:
         UserError: the config or the manifest cannot be read, or there are no weights.
@@ -165,14 +163,14 @@ def weights_identity(folder: Path) -> str:
         hashes = {name: value for name, value in read_manifest(folder).items() if name.endswith(WEIGHT_ENDINGS)}
     else:
         hashes = content_hashes([p for p in folder.iterdir() if p.name.endswith(WEIGHT_ENDINGS) and p.is_file()])
-    files = {name: value for name, value in hashes.items() if "/" not in name}  # others no model is loaded from
+    files = {name: value for name, value in hashes.items() if "/" not in name}  # subfolders are not loaded
     if not files:
         raise UserError(f"model {folder} has no weights in safetensors files")
     return hashlib.sha256(json.dumps([config, files], sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_hash(path_or_id: str | Path) -> str:
-    """Hexadecimal SHA-256 that names the content of a checkpoint: its config and weights; on the hub id and commit."""
+    """Compute the SHA-256 (hexadecimal) of a folder's config and weights, or of a hub model's id and commit."""
     folder = resolve(path_or_id)
     if folder.is_dir():
         return weights_identity(folder)
@@ -182,7 +180,7 @@ def checkpoint_hash(path_or_id: str | Path) -> str:
 
 
 def model_origin(path_or_id: str | Path) -> dict[str, str]:
-    """What a result says of the checkpoint that it is of: its name, and the commit where it is on the hub."""
+    """Return the fields that identify a checkpoint in a result: its name, and its commit if it is on the hub."""
     with _as_user_error(f"model {path_or_id}"):
         commit = commit_of(path_or_id)
     return {"model": str(path_or_id)} | ({} if commit is None else {"commit": commit})
@@ -197,39 +195,42 @@ def load(
     attn_implementation: str | None = None,
     mapped: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a Hugging Face decoder and its tokenizer; gates and layout are restored if the checkpoint has them.
+    """Load a Hugging Face decoder and its tokenizer, with the gates or layout that the checkpoint has.
 
-    On the CPU, in the checkpoint's own dtype, weights are not read into memory but mapped: the system reads what is
-    used, and may forget it.
+    On the CPU, weights in the checkpoint's dtype are memory-mapped instead of read: the operating system reads the
+    pages that are used, and may drop them again.
 
     Args:
-        path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, ``ID@REVISION`` at a
+        path_or_id: a model folder, or an id in the local Hugging Face cache or on the hub, or ``ID@REVISION`` with a
             branch, a tag or a commit.
-        dtype: of the weights, such as ``torch.bfloat16`` or "bfloat16"; None or "auto" keeps the checkpoint's own.
+        dtype: dtype of the weights, such as ``torch.bfloat16`` or "bfloat16"; None or "auto" keeps the checkpoint's.
             Predictors are float32.
-        device_map: where to put the weights, as in transformers: a device, "auto" to part them over all devices, or
-            devices by module name; None loads to the CPU.
+        device_map: placement of the weights, as in transformers: a device, "auto" to distribute them over all devices,
+            or devices by module name; None loads to the CPU.
         revision: branch, tag or commit of an id.
-        attn_implementation: of a dense model, such as "sdpa" or "eager"; None lets transformers choose. Gates and
-            layouts have an implementation of their own.
-        mapped: weights in their own dtype are to stay in their files, so that memory is not asked for them.
+        attn_implementation: implementation for a dense model, such as "sdpa" or "eager"; None lets transformers choose.
+            Gates and layouts have their own implementation.
+        mapped: weights stay in their files (in their dtype), so no memory is required for them.
 
     Raises:
-        UserError: nothing there, a damaged or truncated file, weights that are not all there, not finite or not of this
-            config, an unsupported class, too little memory, or an argument that the checkpoint cannot be loaded with.
+        UserError: nothing there, a damaged or truncated file, weights that are incomplete, not finite or do not match
+            the config, an unsupported class, too little memory, or an argument that does not suit the checkpoint.
     """
+    # Read the config
     source, what = at_revision(str(resolve(path_or_id)), revision), f"model {path_or_id}"
     config = _read_config(source, what)
     explicit = getattr(config, "transformers_weights", None)
     options = {"device_map": device_map, "attn_implementation": attn_implementation}
     check_attention(config, attn_implementation, what)
+    # Find the weight files
     with _as_user_error(what):
         folder = model_folder(source, explicit)
+    # Read the weights
     with manifest_checked(folder):
         files = check_files(folder, explicit)
         with _as_user_error(what):
-            given = {name: value for name, value in options.items() if value is not None}
-            model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, given)
+            set_options = {name: value for name, value in options.items() if value is not None}
+            model = _load_weights(folder, files, config, what, named_dtype(dtype), mapped, set_options)
         return model, load_tokenizer(source)
 
 
@@ -242,14 +243,16 @@ def _load_weights(
     mapped: bool,
     placed: dict[str, Any],
 ) -> PreTrainedModel:
-    """Build the model and read its weights; ``placed`` are further options of ``from_pretrained``."""
+    """Build the model and read its weights; ``placed`` are further keyword arguments of ``from_pretrained``."""
+    # Check that the model fits into memory
     restored = None if saved_layers(config) is None else restoring_class(_model_class(config))
     build = AutoModelForCausalLM.from_config if restored is None else restored._from_config
-    quantized = getattr(config, "quantization_config", None) is not None  # less than a byte may hold a parameter
+    quantized = getattr(config, "quantization_config", None) is not None  # may take less than a byte per parameter
     item_bytes = 0.0 if mapped else 0.5 if quantized else getattr(dtype or config.dtype, "itemsize", 2)
     num_parameters = check_size(config, item_bytes, what, build=build)
     if not quantized:
         check_room(files, num_parameters, what)
+    # Load it, with hooks in place if the config has the section
     options: dict[str, Any] = {"config": config, "dtype": dtype or "auto", "use_safetensors": True, **placed}
     if restored is not None:
         return restored.from_pretrained(folder, **options)
@@ -263,20 +266,21 @@ def _load_weights(
 def load_on(
     path_or_id: str | Path, device: str, dtype: str | None = None, *, spreads: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """``load``, on the device and in a dtype that it computes in (``base.device.choose_dtype``).
+    """Load a model and its tokenizer on a device, in a dtype that it supports (``base.device.choose_dtype``).
 
-    Args:
-        dtype: asked for, "float32", "bfloat16" or "float16"; None chooses.
-        spreads: over all devices of that kind (``model.device_map``).
+    With ``spreads`` its layers are distributed over all devices of that kind (``model.device_map``). A ``dtype`` of
+    None lets the device choose between float32, bfloat16 and float16.
 
     Raises:
         UserError: as ``load``; an unknown dtype; too little memory on the device.
     """
-    own = saved_dtype(path_or_id)
+    # Load in the chosen dtype
+    stored = saved_dtype(path_or_id)
     check_dtype(dtype)
-    model, tokenizer = load(path_or_id, dtype=None if own is None else choose_dtype(device, own, dtype))
-    if own is None and not getattr(model, "is_quantized", False):  # only the weights knew
+    model, tokenizer = load(path_or_id, dtype=None if stored is None else choose_dtype(device, stored, dtype))
+    if stored is None and not getattr(model, "is_quantized", False):  # only the weights have it
         _convert(model, choose_dtype(device, model.dtype, dtype))
+    # Move it to the device
     if spreads:
         return spread(model), tokenizer
     if device != "cpu":
@@ -286,45 +290,45 @@ def load_on(
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Weights in ``dtype``. Predictors keep theirs, and so do buffers, such as the frequencies of positions."""
-    own = predictor_parameters(model)
+    """Convert the weights to ``dtype``, except predictors; buffers, such as RoPE frequencies, keep theirs too."""
+    gate_parameters = predictor_parameters(model)
     for parameter in model.parameters():
-        if parameter not in own and parameter.is_floating_point():
+        if parameter not in gate_parameters and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def saved_dtype(path_or_id: str | Path) -> torch.dtype | None:
-    """The dtype that a checkpoint's config says its weights have; None if it says none, or they are quantized."""
+    """Return the dtype of the weights in a checkpoint's config; None if it has none or they are quantized."""
     config = _read_config(str(resolve(path_or_id)), f"model {path_or_id}")
     quantized = getattr(config, "quantization_config", None) is not None
     return None if quantized or not isinstance(config.dtype, torch.dtype) else config.dtype
 
 
 def read_gates(path_or_id: str | Path) -> GateConfig | None:
-    """The gates of a checkpoint, from its config alone; None where it has none. Raises ``UserError``."""
+    """Read a checkpoint's gates from its config alone; None if it has none. Raises ``UserError``."""
     return saved_gates(_read_config(str(resolve(path_or_id)), f"model {path_or_id}"))
 
 
 def _read_config(source: str, what: str) -> PreTrainedConfig:
-    """The config of a model folder, an id or a config file. Raises ``UserError``."""
+    """Read the config of a model folder, an id or a config file. Raises ``UserError``."""
     with _as_user_error(what):
         path = config_place(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
-            check_counts(read_json(file, "config"), what)  # first, because lists are made as long as it says
+            check_counts(read_json(file, "config"), what)  # first, because AutoConfig builds lists of these lengths
         config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return config
 
 
 def weight_files(path_or_id: StrPath) -> list[Path]:
-    """The files with the weights of a model that was loaded. Raises ``UserError``, as ``load``."""
+    """Return the weight files of a model that can be loaded. Raises ``UserError``, as ``load``."""
     source = str(resolve(path_or_id))
     explicit = getattr(_read_config(source, f"model {path_or_id}"), "transformers_weights", None)
     return check_files(model_folder(source, explicit), explicit)
 
 
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or id, or of a name like ``embedded:dense``."""
+    """Load the tokenizer of a model folder or id, or of a name like ``embedded:dense``. Raises ``UserError``."""
     source = str(resolve(path_or_id))
     if Path(source).is_dir() and not any(Path(source, name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
@@ -336,21 +340,21 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, **({} if commit is None else {"revision": commit})
         )
-        tokenizer("a word")  # settings of wrong types show in use
+        tokenizer("a word")  # wrong types of settings raise only in use
     return tokenizer
 
 
 @contextmanager
 def _as_user_error(what: str) -> Iterator[None]:
-    """Say in one line that ``what`` cannot be loaded: transformers and safetensors raise many kinds of error."""
+    """Turn any error of transformers or safetensors into a one-line ``UserError`` that ``what`` cannot be loaded."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        said = first_line(error)
-        said = said if " " in said else f"{type(error).__name__} {said}"  # such as the key of a KeyError
-        raise UserError(f"cannot load {what}: {said}") from error
+        message = first_line(error)
+        message = message if " " in message else f"{type(error).__name__} {message}"  # such as the key of a KeyError
+        raise UserError(f"cannot load {what}: {message}") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # of Rust code, in the readers of tokenizers and weights
             raise
@@ -358,16 +362,16 @@ def _as_user_error(what: str) -> Iterator[None]:
 
 
 def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class in transformers of the decoder that a config describes. Raises ``UserError``: there is none."""
+    """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
     kind = stock_class(config)
     if kind not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"models of type '{config.model_type}' are no decoders that generate text")
-    found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
-    return found
+    model_class: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
+    return model_class
 
 
 def read_size(path_or_id: str | Path) -> ModelSize:
-    """How large a decoder is, from its config alone: a model folder, an id, or a config file. Raises ``UserError``."""
+    """Compute the size of a decoder from the config of a folder, an id, or a config file. Raises ``UserError``."""
     source, what = str(resolve(path_or_id)), f"model {path_or_id}"
     config = _read_config(source, what)
     with _as_user_error(what):
@@ -376,12 +380,13 @@ def read_size(path_or_id: str | Path) -> ModelSize:
 
 
 def read_shape(path_or_id: str | Path) -> Shape:
-    """What cost depends on in a decoder, from its config alone: a model folder, an id, or a config file.
+    """Compute the shape on which a decoder's cost depends, from the config of a folder, an id, or a config file.
 
-    Its parameters are counted without embeddings and predictors.
+    Its parameter count excludes embeddings and predictors.
 
     Raises:
-        UserError: nothing there, an unsupported class, or a mixture of experts, whose tokens use only a part of N.
+        UserError: nothing there, an unsupported class, or a mixture of experts, of which a token uses only some
+            parameters.
     """
     size = read_size(path_or_id)
     check_dense(size, str(path_or_id))
@@ -389,6 +394,6 @@ def read_shape(path_or_id: str | Path) -> Shape:
 
 
 def check_dense(size: ModelSize, source: str) -> None:
-    """Raise ``UserError`` for a mixture of experts, whose tokens use only a part of its parameters."""
+    """Raise ``UserError`` for a mixture of experts, of which a token uses only some of the parameters."""
     if size.is_mixture:
         raise UserError(f"model {source} is a mixture of experts; cost is known for dense decoders")

@@ -1,7 +1,7 @@
-"""Continue many prompts at once by the likeliest tokens, as benchmarks ask it of a model.
+"""Continue a batch of prompts greedily, as benchmarks require.
 
-``generation`` continues one prompt for a reader. Here the mode of the gates is the caller's business: hard, or windows
-in their place.
+``generation`` continues a single prompt for a reader. Here the caller sets the mode of the gates: hard, or windows in
+their place.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from spkv_nas.model.modes import evaluation_mode
 
 @dataclass(frozen=True)
 class Continuations:
-    """What came after each prompt, and the density of its keys then [B]: NaN for a model with neither gates nor a
-    layout, and for a prompt no longer than the window.
+    """Continuations of a batch of prompts.
+
+    Attributes:
+        texts: one per prompt.
+        densities: float64 [B], density of each prompt's keys after it; NaN for a model with neither gates nor a layout,
+            and for a prompt no longer than the window.
     """
 
     texts: list[str]
@@ -34,39 +38,45 @@ class Continuations:
 def continue_greedily(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_new_tokens: Sequence[int]
 ) -> Continuations:
-    """The likeliest continuation of each prompt, of at most so many tokens each.
+    """Decode the most probable continuation of each prompt, up to its ``max_new_tokens``.
 
     Raises:
         UserError: logits that are not finite.
     """
+    # Encode the prompts
     ids = [tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
     longest = max(map(len, ids))
-    inputs, real = (torch.zeros(len(ids), longest, dtype=torch.long) for _ in range(2))
-    for row, own in enumerate(ids):  # padded on the left, where nothing sees it
-        inputs[row, longest - len(own) :] = torch.tensor(own)
-        real[row, longest - len(own) :] = 1
+    # Pad on the left: [B, longest prompt]
+    inputs, mask = (torch.zeros(len(ids), longest, dtype=torch.long) for _ in range(2))
+    for row, prompt_ids in enumerate(ids):
+        inputs[row, longest - len(prompt_ids) :] = torch.tensor(prompt_ids)
+        mask[row, longest - len(prompt_ids) :] = 1
+    # Generate
     with evaluation_mode(model):
         cache = fitting_cache(model)
         density = _DensityOfPrompts(cache)
-        found = model.generate(
-            input_ids=inputs.to(model.device), attention_mask=real.to(model.device), past_key_values=cache,
+        generated = model.generate(
+            input_ids=inputs.to(model.device),
+            attention_mask=mask.to(model.device),
+            past_key_values=cache,
             generation_config=generation_config(model, tokenizer, max(max_new_tokens)),
             logits_processor=LogitsProcessorList([OnlyFinite(), density]),
-        )  # fmt: skip
-    new = [row[longest : longest + most] for row, most in zip(found, max_new_tokens, strict=True)]
-    return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new], density.found)
+        )
+    # Decode
+    new_ids = [row[longest : longest + limit] for row, limit in zip(generated, max_new_tokens, strict=True)]
+    return Continuations([tokenizer.decode(row, skip_special_tokens=True) for row in new_ids], density.densities)
 
 
 class _DensityOfPrompts(LogitsProcessor):
-    """Notes what a cache holds when the first token is chosen; rows that end early later add tokens that are none."""
+    """Record the cache's densities at the first new token, before finished rows append padding."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self.found = np.empty(0)
+        self.densities = np.empty(0)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """``scores`` as they are."""
-        if not len(self.found):
-            known = isinstance(self._cache, SPKVCache)
-            self.found = self._cache.densities.cpu().numpy() if known else np.full(len(scores), np.nan)
+        """Return ``scores`` unchanged."""
+        if not len(self.densities):
+            has_density = isinstance(self._cache, SPKVCache)
+            self.densities = self._cache.densities.cpu().numpy() if has_density else np.full(len(scores), np.nan)
         return scores

@@ -1,8 +1,8 @@
-"""Export: a checkpoint with a layout applied, as a Hugging Face folder.
+"""Export a checkpoint with a layout applied as a Hugging Face folder.
 
-A layout changes the config and no number, so that the files of the weights go into the folder as they are
-(``weight_files.py``), shards and their index too. Only where they hold more than the model, such as its gates, or name
-tensors otherwise, are they written anew, from where they are mapped and in shards as large as before.
+A layout changes the config but no weight, so the weight files are carried over unchanged (``weight_files.py``), with
+their shards and index. They are written anew only if they hold more tensors than the model, such as its gates, or
+under other names.
 """
 
 from __future__ import annotations
@@ -31,39 +31,47 @@ from spkv_nas.model.windows import apply_layout
 def export(
     layout: Layout | None, checkpoint: StrPath, out: StrPath, *, allow_dense: bool = False, link: bool = False
 ) -> str:
-    """Write the checkpoint's weights with ``layout`` to the folder ``out``; says in a sentence what was written.
+    """Write a checkpoint with ``layout`` to the folder ``out``, and return a sentence that says what was written.
 
-    A layer-wise layout becomes a stock architecture where there is one that computes the same, which a fresh process
-    with plain ``transformers`` has shown (``verify_export.py``). Any other hybrid gets the model type ``spkv``, which
-    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``custom_model_type.py``). Gates of the checkpoint are
-    left out.
+    A layer-wise layout becomes a stock architecture where one computes the same, which a subprocess with plain
+    ``transformers`` verifies (``verify_export.py``). Any other hybrid gets the model type ``spkv``, which
+    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``custom_model_type.py``). The checkpoint's gates are
+    dropped.
 
     Args:
-        layout: None takes the one that the checkpoint has, a hybrid as it was retrained.
-        out: a new folder, or an empty one; it appears there in one step, when it is complete.
-        allow_dense: keep the stock model type for what has no stock form, so that plain ``transformers`` runs it dense.
-        link: hard links to the checkpoint's files, which take no room; whatever writes into one changes the other.
-            Otherwise clones, where the file system has them, or copies.
+        layout: layout to apply; None takes the checkpoint's, which exports a retrained hybrid as it is.
+        checkpoint: model folder or id.
+        out: a new or empty folder; it appears in one step, once it is complete.
+        allow_dense: keep the stock model type for layouts without a stock form, so that plain ``transformers`` runs
+            them dense.
+        link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
+            Otherwise files are cloned if the file system supports it, or copied.
+
+    Returns:
+        What was written, and what loads it.
 
     Raises:
-        UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it, there is
-            none, or no fresh process could be asked.
+        UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it or is
+            missing, or the subprocess failed.
 
     Warns:
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
+    # Load the model and apply the layout
     out = Path(out)
     target = check_new(out)
     model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, checkpoint_layout(model), checkpoint)
-    apply_layout(model, layout)  # checks the shape before anything is written
+    apply_layout(model, layout)  # also checks the shape
     write = partial(save_as_files, model, tokenizer, weight_files(checkpoint), link=link)
+    # Write it as a stock architecture if that computes the same
     try:
         with new_folder(target) as folder:
             done = _write_stock(model, tokenizer, layout, write, folder)
         return f"{out}: {done}"
     except (UnsupportedLayoutError, verify_export.LogitMismatch) as error:
         reason = str(error)
+    # Write it with the model type spkv otherwise
     apply_layout(model, layout)
     if allow_dense:
         set_own_type(model.config, False)
@@ -80,22 +88,29 @@ def export(
     return f"{out}: loads with {loads}; {weights.done}"
 
 
-def _chosen(given: Layout | None, own: Layout | None, checkpoint: StrPath) -> Layout:
-    """The layout to export. Raises ``UserError``: there is none. Warns: the weights were trained for another."""
-    if given is None:
-        if own is None:
+def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath) -> Layout:
+    """Return the layout to export: the ``requested`` one, or else the checkpoint's (``saved``).
+
+    Raises:
+        UserError: there is none.
+
+    Warns:
+        UserWarning: the weights were trained for another layout.
+    """
+    if requested is None:
+        if saved is None:
             raise UserError(
                 f"checkpoint {checkpoint} has no layout of its own to export\n"
                 "give a layout file, as propose writes them, or a checkpoint that train-hybrid retrained with one"
             )
-        return own
-    if own is not None and own.content_hash != given.content_hash:
+        return saved
+    if saved is not None and saved.content_hash != requested.content_hash:
         warnings.warn(
-            f"checkpoint {checkpoint} is a hybrid whose weights were trained for another layout (hash {own.hash}) than "
-            f"the one given ({given.hash}): leave the layout out to export the hybrid as it is",
+            f"checkpoint {checkpoint} is a hybrid whose weights were trained for another layout (hash {saved.hash}) "
+            f"than the one given ({requested.hash}): leave the layout out to export the hybrid as it is",
             stacklevel=3,
         )
-    return given
+    return requested
 
 
 def _write_stock(
@@ -105,16 +120,17 @@ def _write_stock(
     write: Callable[[Path], WrittenWeights],
     folder: Path,
 ) -> str:
-    """Write a hybrid as a stock architecture, and have a fresh process confirm it; says what was written.
+    """Write a hybrid as a stock architecture, verify it in a subprocess, and return what was written.
 
     Raises:
-        UnsupportedLayoutError, verify_export.LogitMismatch: it has no such form. The hooks may be off the model then.
+        UnsupportedLayoutError: the layout has no stock form.
+        verify_export.LogitMismatch: the stock form computes something else; the hooks may be off the model then.
     """
     config = stock_config(model.config, layout)
     hybrid = verify_export.expected(model, tokenizer, layout.window)
     detach(model)
     if model.generation_config is not None:
-        model.generation_config.use_cache = True  # what a checkpoint of hooks says is for them
+        model.generation_config.use_cache = True  # False was for the hooks
     weights = write(folder)
     write_stock_config(config, folder)
     difference = verify_export.check(folder, hybrid)
