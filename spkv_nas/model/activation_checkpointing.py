@@ -1,8 +1,8 @@
-"""Activation checkpointing: a backward pass that computes the activations of decoder layers again, one at a time.
+"""Activation checkpointing: recompute the activations of decoder layers in the backward pass, layer by layer.
 
-Layers are those that transformers marks for it, and the checkpoint is never the reentrant one, which would drop the
-gradient of what a hook has kept of a layer's inside. Set here and not by ``gradient_checkpointing_enable``: its name
-changes with the version, it is not undone, and it takes the gradient of embeddings where nobody needs it.
+It applies to the layers that transformers marks for it, and never uses the reentrant variant, which would drop
+gradients of values that hooks captured inside a layer. It is not set by ``gradient_checkpointing_enable``, which
+changes between versions, cannot be undone, and enables gradients of embeddings even if nobody needs them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spkv_nas.base.errors import UserError
 
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the ``with`` block the backward pass computes the activations of decoder layers again, one at a time.
+    """Recompute the activations of decoder layers in backward passes inside the ``with`` block.
 
-    The layers themselves are in training mode at its beginning; in evaluation mode nothing is computed again.
+    This sets the layers themselves to training mode; a layer in evaluation mode is not recomputed.
 
     Raises:
-        UserError: the class has no layers of that kind.
+        UserError: the class has no layers that support it.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -34,7 +34,7 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.training = True  # of the layer itself: what is below it stays as it is
+        layer.training = True  # the layer only, not its submodules
     try:
         yield
     finally:

@@ -268,8 +268,8 @@ def load_on(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer on a device, in a dtype that it supports (``base.device.choose_dtype``).
 
-    With ``spreads`` its layers are distributed over all devices of that kind (``model.device_map``). A ``dtype`` of
-    None lets the device choose between float32, bfloat16 and float16.
+    With ``spreads`` its layers are distributed over all devices of that kind (``model.device_map``). ``dtype`` requests
+    "float32", "bfloat16" or "float16".
 
     Raises:
         UserError: as ``load``; an unknown dtype; too little memory on the device.

@@ -1,8 +1,8 @@
-"""Compiled decoder layers: ``torch.compile`` of one layer after another, whose graphs all layers share.
+"""Compile decoder layers one by one with ``torch.compile``, so that all layers share the same graphs.
 
-What gates and windows do stays outside the graphs, because it changes as training goes on: prices and annealing differ
-from step to step. The attention operator is a kernel of its own on a GPU, and no graph's business on a CPU. Embeddings
-and logits are computed as ever, and the mask of a batch, whose numbers are looked at, is made outside too.
+Gates and windows stay outside the graphs, because prices and annealing change from step to step. The attention
+operator stays outside too: it is a kernel on a GPU, and gains nothing from a graph on a CPU. Embeddings, logits and the
+mask of a batch, which depends on data, are not compiled.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from spkv_nas.model.attention import outside_graphs
 
 @contextmanager
 def compiled(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the ``with`` block the model's decoder layers are compiled, each graph when it is needed first.
+    """Compile the model's decoder layers inside the ``with`` block, each graph at its first use.
 
     Raises:
-        UserError: the class has no layers that can be told apart, or this machine cannot compile them.
+        UserError: the class has no recognisable decoder layers, or this machine cannot compile them.
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
@@ -37,4 +37,4 @@ def compiled(model: PreTrainedModel) -> Iterator[None]:
             raise UserError(f"the model cannot be compiled here: {first_line(error)}\nleave compile out") from error
         finally:
             for layer in layers:
-                layer._compiled_call_impl = None  # as before, which PyTorch has no call for
+                layer._compiled_call_impl = None  # PyTorch has no public call to undo compile()

@@ -1,4 +1,4 @@
-"""The section ``spkv`` of a model's ``config.json``: what ``load`` needs to rebuild gates, windows and hooks.
+"""Section ``spkv`` of a model's ``config.json``: what ``load`` needs to rebuild gates, windows and hooks.
 
 spkv: {version: 1, layers: {<module>: {num_kv_heads: 2, native_window: null}}, gates: {...} | layout: {...}}
 """
@@ -23,19 +23,21 @@ _Window = Annotated[int, Field(ge=1, le=GLOBAL_WINDOW)]
 
 
 class SavedLayer(Section):
-    """A hooked attention layer, as the attention function saw it."""
+    """Hooked attention layer, as its call of the attention function showed it."""
 
     num_kv_heads: int = Field(ge=1, le=1 << 16)
     native_window: _Window | None
 
 
 class _SavedLayout(Section):
+    """Layout of a hybrid: letters of its heads by layer, and the window of local heads."""
+
     heads: list[str] = Field(min_length=1, max_length=MOST_LAYERS)
     window: _Window
 
 
 class _Saved(Section):
-    """The section: the hooked layers, and either gates or a layout."""
+    """Content of the section: the hooked layers, and either gates or a layout."""
 
     version: Literal[1]
     layers: dict[str, SavedLayer] = Field(min_length=1, max_length=MOST_LAYERS)
@@ -44,6 +46,7 @@ class _Saved(Section):
 
     @model_validator(mode="after")
     def _sound(self) -> _Saved:
+        """Check that there are either gates or a layout, and that the gates are in range."""
         if (self.gates is None) == (self.layout is None):
             raise ValueError("expected either 'gates' or 'layout'")
         if self.gates is not None and max(self.gates.window, self.gates.sinks) > GLOBAL_WINDOW:
@@ -52,9 +55,9 @@ class _Saved(Section):
 
 
 def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
-    """Write the section of a hooked model, with these gates or this layout, which is saved under our type from now on.
+    """Write the section of a hooked model with its gates or layout, and give its config our model type.
 
-    Under its stock type other loaders would run it dense (``custom_model_type.py``).
+    Under its stock type other loaders would silently run it dense (``custom_model_type.py``).
     """
     layers = {
         name: {
@@ -64,67 +67,69 @@ def write_section(model: PreTrainedModel, content: GateConfig | Layout) -> None:
         for name, layer in attention_layers(model).items()
     }
     if isinstance(content, GateConfig):
-        own: dict[str, Any] = {"gates": content.model_dump()}
+        gates_or_layout: dict[str, Any] = {"gates": content.model_dump()}
     else:
-        own = {"layout": {"heads": list(content.heads), "window": content.window}}
-    restore_section(model, {"version": 1, "layers": layers, **own})
+        gates_or_layout = {"layout": {"heads": list(content.heads), "window": content.window}}
+    restore_section(model, {"version": 1, "layers": layers, **gates_or_layout})
 
 
 def restore_section(model: PreTrainedModel, section: dict[str, Any]) -> None:
-    """Put a section on a model's config, which gets our type."""
+    """Set the section of a model's config, which gives it our model type."""
     model.config.spkv = section
     set_own_type(model.config, True)
 
 
 def remove_section(model: PreTrainedModel) -> None:
-    """Remove the section of a model without gates or a layout, which is saved as a stock model again."""
+    """Remove the section of a model without gates or a layout, which restores the stock model type."""
     if hasattr(model.config, "spkv"):
         del model.config.spkv
         set_own_type(model.config, False)
 
 
 def write_tau(model: nn.Module, tau: float) -> None:
-    """Put the gates' threshold into the section, if the model has one with gates."""
+    """Write the gates' threshold to the section, if the model has one with gates."""
     section = _section(getattr(model, "config", None))
     if section.get("gates") and section["gates"]["tau"] != tau:
         model.config.spkv = {**section, "gates": {**section["gates"], "tau": tau}}  # type: ignore[union-attr]
 
 
 def saved_gates(config: PreTrainedConfig) -> GateConfig | None:
-    """The gates that the section says, or None. Raises ``UserError`` if it is damaged."""
+    """Return the gates in the section of a config, or None. Raises ``UserError`` if it is damaged."""
     section = _checked(config)
     return None if section is None else section.gates
 
 
 def saved_layers(config: PreTrainedConfig) -> dict[str, SavedLayer] | None:
-    """The hooked layers by module name; None without a section. Raises ``UserError`` if it is damaged."""
+    """Return the hooked layers by module name; None without a section. Raises ``UserError`` if it is damaged."""
     section = _checked(config)
     return None if section is None else section.layers
 
 
 def gate_config(model: PreTrainedModel) -> GateConfig | None:
-    """The gates' configuration of a model, tau as it is now, or None if it has no gates."""
+    """Return the configuration of a model's gates with the current tau; None if it has no gates."""
     gates = saved_gates(model.config)
     states = layer_states(model)
     return gates.model_copy(update={"tau": states[0].settings.tau}) if gates is not None and states else gates
 
 
 def checkpoint_layout(model: PreTrainedModel) -> Layout | None:
-    """The layout that is on a model, such as a retrained hybrid, or None."""
+    """Return the layout of a model, such as a retrained hybrid; None if it has none."""
     section = _checked(model.config)
     saved = None if section is None else section.layout
     return None if saved is None else Layout(heads=tuple(saved.heads), window=saved.window)
 
 
 def _section(config: PreTrainedConfig | None) -> dict[str, Any]:
+    """Return the section as plain keys and values; empty if there is none."""
     return getattr(config, "spkv", None) or {}
 
 
 def _checked(config: PreTrainedConfig) -> _Saved | None:
-    """The section as it must be, whoever wrote it; None where a config has none.
+    """Return the validated section, whoever wrote it; None if the config has none.
 
     Raises:
-        UserError: naming the key. An empty section is damaged too: without one the model would be taken for dense.
+        UserError: a key is wrong, which the message names. An empty section is damaged too: without one the model would
+            be taken for dense.
     """
     if not hasattr(config, "spkv"):
         return None
@@ -132,7 +137,7 @@ def _checked(config: PreTrainedConfig) -> _Saved | None:
     if not isinstance(config.spkv, dict):
         raise UserError(f"{where}: expected keys and values, found {type(config.spkv).__name__}")
     section = validate(_Saved, config.spkv, where)
-    given = config.spkv.get("gates")
-    if given is not None and not {"window", "tau"} <= given.keys():
+    gates = config.spkv.get("gates")
+    if gates is not None and not {"window", "tau"} <= gates.keys():
         raise UserError(f"{where}: the gates' window and tau must both be said")
     return section

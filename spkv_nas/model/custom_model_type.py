@@ -1,17 +1,17 @@
-"""The model type ``spkv``, of models that a stock class would run dense: loaders that do not know it refuse it.
+"""Custom model type ``spkv``; loaders that do not know it fail instead of silently running the model dense.
 
-``section.write_section`` gives it to every model with gates or a layout, so that whatever saves the model (this
-package, ``save_pretrained``, a trainer's checkpoint) writes it. In memory such a model is what it always was, a
-``LlamaConfig`` with a section say; ``config.json`` alone differs: its ``model_type`` and ``architectures`` are our own,
-and the number of layers is in the section, beside the original type, so that naming a stock class in place of an Auto
-class fails too::
+``config_section.write_section`` gives it to every model with gates or a layout, so that every way to save the model
+(this package, ``save_pretrained``, a trainer's checkpoint) writes it. In memory the config is still of its original
+kind, such as a ``LlamaConfig`` with a section. Only ``config.json`` differs: ``model_type`` and ``architectures`` are
+ours, and the number of layers is in the section together with the original type, so that even loading with a stock
+class instead of an Auto class fails::
 
     {"model_type": "spkv", "architectures": ["SPKVLlamaForCausalLM"], "num_hidden_layers": "<what to do>", ...,
      "spkv": {"stock_type": "llama", "num_hidden_layers": 4, ...}}
 
 ``import spkv_nas`` registers the type with the Auto classes, and wraps ``AutoConfig.from_pretrained``: a config with
-the section under its stock type, as earlier versions saved it, gets the type too, because the Auto classes would build
-a dense model from it. Configs without a section are returned as they are.
+the section but its stock type, as earlier versions saved it, gets the type too, because the Auto classes would build a
+dense model from it. Configs without a section are not changed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from transformers import PreTrainedConfig
 from spkv_nas.base.errors import UserError
 
 OWN_TYPE = "spkv"
-_PREFIX = "SPKV"  # of the names of classes
+_PREFIX = "SPKV"  # of class names
 _LAYERS, _TEXT = "num_hidden_layers", "text_config"
 _DAMAGED = "the config is damaged: copy it anew"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
 
-_model_class: Callable[[Any], Any]  # that of ``register``: the module that makes the classes imports this one
+_model_class: Callable[[Any], Any]  # set by ``register``, because its module imports this one
 
 
 def set_own_type(config: PreTrainedConfig, own: bool) -> None:
-    """Choose the type under which the config of a model with a section is saved from now on: ours, or its stock one."""
+    """Choose the type under which the config of a model with a section is saved: ours (``own``) or its stock one."""
     stock = stock_class(config)
     config.__class__ = _own_class(stock) if own else stock  # type: ignore[arg-type]  # a class is hashable
 
@@ -51,7 +51,7 @@ def register(model_class: Callable[[Any], Any]) -> None:
     """Let transformers' Auto classes load models of our type, and models saved with a section under their stock type.
 
     Args:
-        model_class: makes, of a stock model class, the class that restores what the section says.
+        model_class: makes, from a stock model class, the class that restores the content of the section.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
@@ -62,7 +62,7 @@ def register(model_class: Callable[[Any], Any]) -> None:
 
 
 def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``AutoConfig.from_pretrained``: a config with a section gets our type."""
+    """Wrap ``AutoConfig.from_pretrained``, so that a config with a section gets our type."""
 
     @wraps(read)
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
@@ -76,23 +76,24 @@ def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SPKVConfig(PreTrainedConfig):
-    """What the type is registered with: reads a file of our type into a config of the original's class."""
+    """Config class registered for our type; it loads a file into a subclass of the original model's config."""
 
     model_type = OWN_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return a config of the original class from the content of a file of our type."""
         content, stock = _stock_form(config_dict)
         return _own_class(stock).from_dict(content, **kwargs)  # type: ignore[arg-type]  # as above
 
 
 class _Own:
-    """Mark of the classes that ``_own_class`` makes."""
+    """Marker of the classes that ``_own_class`` makes."""
 
 
 @cache
 def _own_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """Make a class like ``stock`` that is saved under our type, known to ``AutoModelForCausalLM`` if ``stock`` is."""
+    """Make a subclass of ``stock`` that is saved under our type, and register it if ``stock`` is registered."""
     from transformers import AutoModelForCausalLM
 
     class OwnConfig(stock, _Own):
@@ -100,13 +101,13 @@ def _own_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             content = json.loads(super().to_json_string(use_diff))
             return json.dumps(_own_form(content), indent=2, sort_keys=True) + "\n"
 
-        def __reduce__(self) -> tuple[Any, ...]:  # the class itself has no name by which pickle could find it
+        def __reduce__(self) -> tuple[Any, ...]:  # pickle cannot find the class by name
             return _empty, (stock,), self.__dict__
 
     OwnConfig.__name__ = OwnConfig.__qualname__ = f"{_PREFIX}{stock.__name__}"
-    known = AutoModelForCausalLM._model_mapping
-    if stock in known:
-        known.register(OwnConfig, _model_class(known[stock]))
+    registry = AutoModelForCausalLM._model_mapping
+    if stock in registry:
+        registry.register(OwnConfig, _model_class(registry[stock]))
     return OwnConfig
 
 
@@ -117,40 +118,41 @@ def _empty(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _own_form(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``config.json`` under our type; without a section, as of a config it was deleted from."""
+    """Convert the content of ``config.json`` to our type; return it unchanged if it has no section (any more)."""
     if OWN_TYPE not in content:
         return content
     text = content.get(_TEXT) or content
     key = _layers_key(text["model_type"])
     section = {**content[OWN_TYPE], "stock_type": content["model_type"], _LAYERS: text[key]}
     architectures = [f"{_PREFIX}{name}" for name in content.get("architectures") or []]
-    own = {"model_type": OWN_TYPE, "architectures": architectures, OWN_TYPE: section}
-    return {**_with_layers(content, key, _HINT), **own}
+    own_fields = {"model_type": OWN_TYPE, "architectures": architectures, OWN_TYPE: section}
+    return {**_with_layers(content, key, _HINT), **own_fields}
 
 
 def _layers_key(kind: str) -> str:
-    """Return the name that a model type has for its number of layers in its file, such as n_layer of GPT-2."""
+    """Return the name of the number of layers in the config file of a model type, such as n_layer of GPT-2."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    known = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
-    return str(known.get(_LAYERS, _LAYERS))
+    attribute_map = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return str(attribute_map.get(_LAYERS, _LAYERS))
 
 
 def _with_layers(content: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A config with another number of layers, which a model that also sees images has in its part for text."""
+    """Return a copy with another number of layers, which vision-language models have in their text config."""
     return {**content, _TEXT: {**content[_TEXT], key: value}} if content.get(_TEXT) else {**content, key: value}
 
 
 def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTrainedConfig]]:
-    """What ``_own_form`` was given, and the class of the original.
+    """Undo ``_own_form``: return the content under its stock type, and the class of the original config.
 
     Raises:
-        UserError: the section does not say it, or says more layers than any model has.
+        UserError: the section lacks type or number of layers, or the number exceeds that of any model.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from spkv_nas.model.model_shape import check_counts
 
+    # Read type and number of layers from the section
     section = dict(content[OWN_TYPE]) if isinstance(content.get(OWN_TYPE), dict) else {}
     kind, num_layers = section.pop("stock_type", OWN_TYPE), section.pop(_LAYERS, None)
     if kind == OWN_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
@@ -158,10 +160,11 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
             "section 'spkv' of the model's config does not say the type and the number of layers of the original\n"
             f"{_DAMAGED}"
         )
+    # Restore the content
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
     text = content.get(_TEXT) or {"model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"the model's config does not say what it is made of in '{_TEXT}'\n{_DAMAGED}")
     stock = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
-    check_counts(stock, "the model")  # in the place where others look for them
+    check_counts(stock, "the model")  # now that they are under their usual keys
     return {**stock, "architectures": architectures, OWN_TYPE: section}, CONFIG_MAPPING[kind]

@@ -1,6 +1,6 @@
-"""The density that a model's gates reach while it runs, whoever runs it: training, or an evaluation.
+"""Measure the density of a model's gates while it runs, in training or evaluation, summed over all ranks.
 
-Of all processes of torchrun together. A layout's is known without a pass.
+A layout's density is known without a forward pass.
 """
 
 from __future__ import annotations
@@ -23,56 +23,64 @@ from spkv_nas.model.modes import gate_settings
 
 
 class _Seen(NamedTuple):
-    """What was counted of a layer: tokens kept and utilities that were NaN, int64 [2, Hkv], left on the device."""
+    """Counts of a layer.
+
+    Attributes:
+        kept_and_wrong: kept tokens and NaN utilities, int64 [2, Hkv], on the device.
+        num_tokens: tokens counted.
+    """
 
     kept_and_wrong: Tensor
     num_tokens: int
 
     def and_(self, other: _Seen) -> _Seen:
+        """Return the sum of both counts."""
         return _Seen(self.kept_and_wrong + other.kept_and_wrong, self.num_tokens + other.num_tokens)
 
 
 class DensityTracker:
-    """Density of every KV head (share of tokens with ``u >= tau``) between ``start`` and ``stop``.
+    """Measure the density of every KV head, the share of tokens with ``u >= tau``, from ``start`` to ``stop``.
 
-    Layers that gates pass by, local by design, do not count: all gates open is a density of 1.
+    Layers with a native sliding window do not count: if all gates are open the density is 1.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Create a tracker for ``model``, which counts after ``start``."""
         self._model = model
         self._watch = ExitStack()
         self._started = False
         self._tau = 0.0
-        self._seen: dict[int, _Seen] = {}  # by layer
+        self._seen: dict[int, _Seen] = {}  # layer -> counts
         self._real: tuple[Tensor, int] | None = None
 
     def only(self, real: Tensor | None) -> None:
-        """Count from now on the tokens of a pass that ``real``, bool [B, T], says; None: all of them.
+        """Count only some tokens of the following passes: those that ``real``, bool [B, T], marks; None: all.
 
-        The others are padding, or follow the end of what a row had to say.
+        The others are padding, or come after a row's EOS token.
         """
         self._real = None if real is None else (real, int(real.sum()))
 
     def start(self) -> None:
-        """Count from now on, at the threshold that the gates have now."""
+        """Start counting, at the current threshold of the gates."""
         self.close()
         self._started, self._seen = True, {}
         self._tau = gate_settings(self._model).tau
         self._watch = watch_logits(self._model, self._count)
 
     def _count(self, layer: int, logits: Tensor) -> None:
+        """Count kept tokens and NaN utilities in the logits [B, Hkv, T] of a layer."""
         logits = logits.detach()
-        both = torch.stack([keeps(logits, self._tau), logits.isnan()])
-        number = logits.shape[0] * logits.shape[2]
+        kept_and_wrong = torch.stack([keeps(logits, self._tau), logits.isnan()])
+        num_tokens = logits.shape[0] * logits.shape[2]
         if self._real is not None:
-            real, number = self._real
-            both &= real[:, None].to(logits.device)
-        own = _Seen(both.sum((1, 3)), number)
-        self._seen[layer] = own if layer not in self._seen else self._seen[layer].and_(own)
+            real, num_tokens = self._real
+            kept_and_wrong &= real[:, None].to(logits.device)
+        counts = _Seen(kept_and_wrong.sum((1, 3)), num_tokens)
+        self._seen[layer] = counts if layer not in self._seen else self._seen[layer].and_(counts)
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
-        """What a pass inside the ``with`` block that fails has counted until then is forgotten."""
+        """Discard the counts of a pass that fails inside the ``with`` block."""
         before = dict(self._seen)
         try:
             yield
@@ -81,13 +89,13 @@ class DensityTracker:
             raise
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting and remove the hooks."""
         self._watch.close()
 
     def stop(self, *, alone: bool = False) -> NDArray[np.float64] | None:
-        """Count no more; densities [layers, KV heads], NaN where gates pass by, or None if no gate ran.
+        """Stop counting and return densities [layers, KV heads]: NaN for layers without gates; None if no gate ran.
 
-        Collective, once it was started, unless it is what this process ``alone`` has counted.
+        Must be called on all ranks if counting was started, unless ``alone``, which returns the counts of this process.
 
         Raises:
             UserError: a utility was NaN, which no gate keeps: the density would look like 0.
@@ -95,12 +103,14 @@ class DensityTracker:
         if not self._started:
             return None
         self.close()
+        # Collect counts [3, layers, KV heads]
         states = layer_states(self._model)
         grid = len(states), states[0].num_kv_heads
-        counts = np.zeros((3, *grid), dtype=np.int64)  # kept, utilities that were NaN, tokens
+        counts = np.zeros((3, *grid), dtype=np.int64)  # kept tokens, NaN utilities, tokens
         for layer, seen in self._seen.items():
             counts[:2, layer] = seen.kept_and_wrong.cpu().numpy()
             counts[2, layer] = seen.num_tokens
+        # Sum them over ranks, and check
         self._started = False
         kept, wrong, tokens = counts if alone else sum_over_processes(counts)
         if not tokens.any():
@@ -112,6 +122,6 @@ class DensityTracker:
 
 
 def layout_density(model: nn.Module) -> float:
-    """Share of a model's heads that are global by its layout; NaN if it has none."""
+    """Compute the share of a model's heads that its layout makes global; NaN if it has no layout."""
     windows = [window for state in layer_states(model) for window in state.windows or ()]
     return sum(window >= GLOBAL_WINDOW for window in windows) / len(windows) if windows else float("nan")

@@ -1,8 +1,8 @@
-"""A model over several devices, layer by layer: one that no single GPU has room for, to be measured.
+"""Distribute a model's layers over several GPUs, to evaluate a model that does not fit on one.
 
-accelerate's hooks take hidden states from device to device. Every layer is on one device, its gates with it, and what
-is added up over layers is brought together where it is added up. Weights for which no GPU has room stay in main memory
-and visit a GPU in every pass.
+accelerate's hooks move hidden states between devices. Each layer is on one device, together with its gates; sums over
+layers are moved to one device first. Weights that do not fit on the GPUs stay in main memory and are copied to a GPU in
+every pass.
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, own_bytes
 from spkv_nas.base.units import format_bytes
 
-_ROOM = 0.8  # share of a GPU's free memory that weights may take; the rest is for passes
+_ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:
-    """Part a model in main memory over all GPUs of the machine; without any it stays as it is.
+    """Distribute a model in main memory over all GPUs of the machine; without a GPU return it unchanged.
 
     Warns:
-        UserWarning: some weights have no room on the GPUs.
+        UserWarning: some weights do not fit on the GPUs.
     """
     from accelerate import dispatch_model, infer_auto_device_map
     from accelerate.utils import get_balanced_memory
 
     if not torch.cuda.is_available():
         return model
+    # Plan a device for each layer
     size = sum(parameter.nbytes for parameter in model.parameters())
-    room: dict[int | str, int] = {
+    max_memory: dict[int | str, int] = {
         number: int(_ROOM * available_bytes(f"cuda:{number}")) for number in range(torch.cuda.device_count())
     }
-    whole = list(model._no_split_modules or ())  # names of the classes of layers
-    room = get_balanced_memory(model, max_memory={**room, "cpu": size}, no_split_module_classes=whole)
-    places = infer_auto_device_map(model, max_memory=room, no_split_module_classes=whole)
-    spread_model: PreTrainedModel = dispatch_model(model, places, skip_keys=model._skip_keys_device_placement)
-    outside = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
-    if outside:
+    layers = list(model._no_split_modules or ())
+    max_memory = get_balanced_memory(model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers)
+    device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=layers)
+    # Move the weights
+    spread_model: PreTrainedModel = dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
+    offloaded = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
+    if offloaded:
         warnings.warn(
-            f"{format_bytes(outside)} of the weights have no room on the GPUs, and visit one in every pass: slow",
+            f"{format_bytes(offloaded)} of the weights have no room on the GPUs, and visit one in every pass: slow",
             stacklevel=2,
         )
     return spread_model
 
 
 def check_placed(model: nn.Module) -> None:
-    """Raise ``UserError`` if weights are on no device, so that no gradients can go through them."""
+    """Raise ``UserError`` if weights are offloaded to main memory, because no gradients can pass through them."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(
             "nothing can learn through weights that have no room on the GPUs\n"
@@ -58,6 +60,6 @@ def check_placed(model: nn.Module) -> None:
 
 
 def room_for_passes(model: PreTrainedModel) -> int:
-    """Bytes that this process may still take on each of the devices that a model is on."""
+    """Return the bytes that this process may still allocate on each of the devices of a model."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
     return min(own_bytes(str(device)) for device in devices)

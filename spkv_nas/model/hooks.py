@@ -1,4 +1,4 @@
-"""Watch the utility logits of a model's gates while it runs."""
+"""Hooks on the utility logits of a model's gates, and the error for values that are not finite."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from spkv_nas.model.attention import attention_layers, layer_predictor
 def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitStack:
     """Call ``see(layer, logits [B, Hkv, T])`` each time that the gates of an attention layer run.
 
-    Layers count from 0, those that gates pass by too. What a backward pass computes again (activation checkpointing)
-    was seen before. Leave the ``with`` block, or ``close()``, to end it.
+    Layers are numbered from 0, including those without gates. Recomputation in a backward pass (activation
+    checkpointing) is not reported again. Leave the ``with`` block or call ``close()`` to remove the hooks.
     """
     stack = ExitStack()
     for index, layer in enumerate(attention_layers(model).values()):
@@ -27,7 +27,7 @@ def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitSt
 
 
 def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str:
-    """The error for a value of every KV head that is NaN for ``wrong`` of them, ``first`` (layer, head) among them."""
+    """Build the error message for a per-head value that is NaN in ``wrong`` of ``heads``, first in (layer, head)."""
     return (
         f"{what} is not a number for {wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}\n"
         "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"
@@ -35,6 +35,8 @@ def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str
 
 
 def _hook(layer: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+    """Make the forward hook of a predictor."""
+
     def hook(_module: nn.Module, _args: Any, logits: Tensor) -> None:
         if torch._C._current_graph_task_id() == -1:  # no backward pass runs
             see(layer, logits)

@@ -1,13 +1,13 @@
-"""Next-token losses a chunk of tokens at a time, so that the logits of all tokens are never there at once.
+"""Compute next-token losses in chunks of tokens, so that the logits of all tokens are never in memory at once.
 
-They would be the largest tensor of a pass by far: 16,384 tokens of a vocabulary of 152 thousand take 10 GB in float32.
-A pass whose logits are no more than one chunk is computed in one piece, as the model does it.
+They would be by far the largest tensor of a pass: 16,384 tokens with a vocabulary of 152 thousand take 10 GB in
+float32. A pass whose logits fit into one chunk is computed as a whole, as the model does it.
 
-Logits of a chunk are made by the model's own forward pass, in which the decoder only hands back the last hidden states
-that it had computed: soft caps, scales and biases are the model's, whatever they are. PyTorch's
-``linear_cross_entropy``, liger-kernel and cut-cross-entropy take a weight and a bias in their place, and the latter two
-a GPU. Every pass has the logits of its last positions from the model itself; where a chunk gives others, the model does
-more than that, and all logits are made at once, with a warning.
+The logits of a chunk are computed by the model's forward pass, in which the decoder returns last hidden states that it
+computed before: the model's soft caps, scales and biases apply, whatever they are. PyTorch's ``linear_cross_entropy``,
+liger-kernel and cut-cross-entropy take only a weight and a bias instead, and the latter two need a GPU. In every pass
+the logits of the last positions, which come from the model itself, are compared with those of a chunk. If they differ,
+the model does more than that, and all logits are computed at once, with a warning.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from spkv_nas.base.memory import chunk_tokens
 from spkv_nas.model.model_shape import vocabulary_size
 
-NO_TARGET = -100  # a label that is not predicted
+NO_TARGET = -100  # label to ignore
 
 
 def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """NLL of every token but a block's first: float32 [B, T - 1], in nats, of int64 ``tokens`` [B, T].
+    """Compute the NLL of every token but the first of each block: float32 [B, T - 1], in nats.
+
+    Args:
+        model: any causal language model.
+        tokens: int64 [B, T].
 
     Warns:
-        UserWarning: there are several chunks, but all logits had to be made at once.
+        UserWarning: chunks were needed, but all logits had to be computed at once.
     """
     if (decoder_pass := _large_pass(model, tokens)) is not None:
         return decoder_pass.losses(tokens[:, 1:], model)
     logits = model(input_ids=tokens, use_cache=False).logits
-    return torch.stack(  # block by block: the float32 copies of one stay in the processor's cache
+    return torch.stack(  # block by block, so that the float32 copy stays in the CPU cache
         [
             F.cross_entropy(block[:-1].float(), ids[1:], reduction="none")
             for block, ids in zip(logits, tokens, strict=True)
@@ -48,7 +52,7 @@ def token_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def mean_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """The mean of ``token_nll``, with gradients. Warns as it does."""
+    """Compute the mean of ``token_nll``, with gradients. Warns as it does."""
     if (decoder_pass := _large_pass(model, tokens)) is not None:
         return decoder_pass.total(tokens[:, 1:], model) / tokens[:, 1:].numel()
     logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
@@ -58,12 +62,14 @@ def mean_nll(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 def mean_divergence(
     model: PreTrainedModel, tokens: Tensor, reference: Callable[[], AbstractContextManager[object]]
 ) -> Tensor:
-    """KL divergence of the next token's distribution from a reference's, in nats per token, with gradients.
+    """Compute the KL divergence of next-token distributions from a reference's, in nats per token, with gradients.
 
-    The mean over all tokens of ``tokens`` [B, T] but a block's first, as ``mean_nll``.
+    It is the mean over all tokens but the first of each block, as ``mean_nll``.
 
     Args:
-        reference: makes a context in which the model's passes are the reference's.
+        model: any causal language model.
+        tokens: int64 [B, T].
+        reference: returns a context in which the model's passes are the reference's.
 
     Warns:
         UserWarning: as ``token_nll``.
@@ -72,54 +78,57 @@ def mean_divergence(
     if decoder_pass is None:
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         with torch.no_grad(), reference():
-            wanted = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        return _divergence(logits, wanted).mean()
+            reference_logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+        return _divergence(logits, reference_logits).mean()
     with torch.no_grad(), reference():
         hidden = decoder(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
     return decoder_pass.total(hidden, model) / tokens[:, 1:].numel()
 
 
-def _divergence(logits: Tensor, wanted: Tensor) -> Tensor:
-    """KL of softmax(``wanted``) from softmax(``logits``), both [..., V]: float32 [...]."""
-    target = wanted.float().log_softmax(-1)
+def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
+    """Compute the KL divergence of softmax(``logits``) from softmax(``reference``), both [..., V]: float32 [...]."""
+    target = reference.float().log_softmax(-1)
     return F.kl_div(logits.float().log_softmax(-1), target, reduction="none", log_target=True).sum(-1)
 
 
 @contextmanager
 def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the ``with`` block, passes with ``labels`` compute their loss in chunks where there are several.
+    """Compute the loss of passes with ``labels`` in chunks inside the ``with`` block, where several are needed.
 
-    The model asks for it within its own forward pass, which is what DDP and FSDP2 need, and still adds what it adds to
-    it by itself, as mixtures of experts do.
+    The model calls the loss within its forward pass, as DDP and FSDP2 require, and adds its auxiliary losses as usual,
+    such as those of mixtures of experts.
 
     Warns:
         UserWarning: as ``token_nll``.
     """
-    own, before = model.loss_function, vars(model).get("_loss_function")
-    running: list[tuple[_DecoderPass, dict[str, Any]]] = []
-    trusted = True
+    # Capture the decoder pass, and the logits of the last position only
+    model_loss, before = model.loss_function, vars(model).get("_loss_function")
+    pending: list[tuple[_DecoderPass, dict[str, Any]]] = []
+    chunks_agree = True
 
     def begin(_model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        running.clear()
+        pending.clear()
         labels = kwargs.get("labels")
-        if labels is None or not trusted or not _is_large(model, labels) or not _keeps_some(model, own):
+        if labels is None or not chunks_agree or not _is_large(model, labels) or not _keeps_some(model, model_loss):
             return None
-        running.append((_DecoderPass(model), {**kwargs, "labels": None}))
+        pending.append((_DecoderPass(model), {**kwargs, "labels": None}))
         return args, {**kwargs, "logits_to_keep": 1}
 
+    # Compute the loss from it
     def loss(logits: Tensor, labels: Tensor, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Tensor:
-        nonlocal trusted
-        if running:
-            decoder_pass, arguments = running.pop()
+        nonlocal chunks_agree
+        if pending:
+            decoder_pass, arguments = pending.pop()
             if decoder_pass.makes(logits, model.forward):
                 count = (labels[:, 1:] != NO_TARGET).sum() if num_items_in_batch is None else num_items_in_batch
                 total = decoder_pass.total(labels[:, 1:], model.forward)
                 return total / torch.as_tensor(count, device=total.device)
-            trusted = False
+            chunks_agree = False
             logits = model.forward(**arguments).logits
-        result: Tensor = own(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        result: Tensor = model_loss(logits, labels, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         return result
 
+    # Install both
     hook = model.register_forward_pre_hook(begin, with_kwargs=True)
     model.loss_function = loss
     try:
@@ -132,7 +141,7 @@ def loss_in_chunks(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _DecoderPass:
-    """Watches the next pass of a model's decoder, and makes logits of the last hidden states that it ends with.
+    """Record the last hidden states of a model's next decoder pass, and compute logits from them.
 
     Its methods take ``forward``: the model, or the model's ``forward`` inside a pass, where hooks must not run again.
     """
@@ -148,73 +157,78 @@ class _DecoderPass:
         self._hook.remove()
 
     def makes(self, last: Tensor, forward: Callable[..., Any]) -> bool:
-        """Whether the pass's own logits [B, 1, V] of the last positions come of the last hidden states alone; warns."""
+        """Return whether the pass's last logits [B, 1, V] depend on the last hidden states alone; warn if not."""
         self._hook.remove()
         hidden = getattr(self._output, "last_hidden_state", None)
         if hidden is not None:
             with torch.no_grad():
-                again = self._logits(hidden[:, -1:], forward)
-            if torch.allclose(again.float(), last.float(), rtol=0.0, atol=0.0, equal_nan=True):
+                recomputed = self._logits(hidden[:, -1:], forward)
+            if torch.allclose(recomputed.float(), last.float(), rtol=0.0, atol=0.0, equal_nan=True):
                 return True
         _warn(self._model)
         return False
 
     def losses(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """float32 [B, T - 1] of all hidden states but a block's last.
+        """Compute the loss at every position but the last of each block: float32 [B, T - 1].
 
         Args:
-            targets: int64 [B, T - 1], the tokens after them: the losses are their NLL; or last hidden states
-                [B, T - 1, C] of a reference: the losses are the divergence from its predictions.
+            targets: int64 [B, T - 1], the next tokens, whose NLL is computed; or last hidden states [B, T - 1, C] of a
+                reference, from whose predictions the divergence is computed.
+            forward: the model, or its ``forward`` inside a pass.
         """
         return torch.cat([self._loss(*part, forward) for part in self._chunks(targets)]).view(targets.shape[:2])
 
     def total(self, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """The sum of ``losses``, with gradients: those of a chunk are computed with it, and its logits not made twice.
+        """Compute the sum of ``losses`` with gradients, chunk by chunk, so that logits are computed only once.
 
-        The weights' are summed in float32.
+        Gradients of the weights are summed in float32.
         """
         if not torch.is_grad_enabled():
             return self.losses(targets, forward).sum()
-        learning = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        sums: dict[int, Tensor] = {}  # of the gradients of those that the logits depend on
+        parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        sums: dict[int, Tensor] = {}  # gradients of the parameters that the logits depend on
         hidden = self._output.last_hidden_state
-        of_hidden, total = [], torch.zeros((), device=hidden.device)
+        hidden_gradients, total = [], torch.zeros((), device=hidden.device)
+        # Accumulate losses and gradients over chunks
         for states, ids in self._chunks(targets):
-            own = states.detach().requires_grad_()
-            loss = self._loss(own, ids, forward).sum()
-            first, *others = torch.autograd.grad(loss, [own, *learning], allow_unused=True)
+            chunk = states.detach().requires_grad_()
+            loss = self._loss(chunk, ids, forward).sum()
+            hidden_gradient, *parameter_gradients = torch.autograd.grad(loss, [chunk, *parameters], allow_unused=True)
             total += loss.detach()
-            of_hidden.append(first)
-            for number, gradient in enumerate(others):
+            hidden_gradients.append(hidden_gradient)
+            for number, gradient in enumerate(parameter_gradients):
                 if gradient is not None:
                     sums[number] = gradient.float() if number not in sums else sums[number].add_(gradient)
-        inputs = [learning[number] for number in sums]
+        # Return them as one autograd node
+        inputs = [parameters[number] for number in sums]
         gradients = [gradient.to(parameter.dtype) for parameter, gradient in zip(inputs, sums.values(), strict=True)]
-        of_all = F.pad(torch.cat(of_hidden).view(*targets.shape[:2], -1), (0, 0, 0, 1))  # zeros for the last positions
-        result: Tensor = _Loss.apply(total, [of_all, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
+        all_hidden_gradients = F.pad(
+            torch.cat(hidden_gradients).view(*targets.shape[:2], -1), (0, 0, 0, 1)
+        )  # zeros for the last positions
+        result: Tensor = _Loss.apply(total, [all_hidden_gradients, *gradients], hidden, *inputs)  # type: ignore[no-untyped-call]
         return result
 
     def _chunks(self, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Last hidden states [n, C] and their targets [n] or [n, C], chunk by chunk."""
+        """Yield chunks of last hidden states [n, C] and their targets, [n] or [n, C]."""
         size = chunk_tokens(vocabulary_size(self._model))
         hidden: Tensor = self._output.last_hidden_state[:, :-1].flatten(0, 1)
         return zip(torch.split(hidden, size), torch.split(targets.flatten(0, 1), size), strict=True)
 
     def _loss(self, hidden: Tensor, targets: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """float32 [n] of a chunk."""
+        """Compute the losses of a chunk, float32 [n]."""
         logits = self._logits(hidden[None], forward)[0]
         if targets.is_floating_point():
             with torch.no_grad():
-                wanted = self._logits(targets[None], forward)[0]
-            return _divergence(logits, wanted)
+                reference_logits = self._logits(targets[None], forward)[0]
+            return _divergence(logits, reference_logits)
         return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=NO_TARGET)
 
     def _logits(self, hidden: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """[B, T, V] of last hidden states [B, T, C]."""
+        """Compute logits [B, T, V] from last hidden states [B, T, C]."""
         before = vars(self._decoder).get("forward")
-        answer = type(self._output)(last_hidden_state=hidden)
+        output = type(self._output)(last_hidden_state=hidden)
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)  # only their shape counts
-        self._decoder.forward = lambda *_args, **_kwargs: answer
+        self._decoder.forward = lambda *_args, **_kwargs: output
         try:
             logits: Tensor = forward(input_ids=tokens, use_cache=False).logits
             return logits
@@ -225,7 +239,7 @@ class _DecoderPass:
 
 
 class _Loss(torch.autograd.Function):
-    """A number with the gradients that it is known to have."""
+    """Value with precomputed gradients for its inputs."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_inputs: Tensor) -> Tensor:
@@ -238,7 +252,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _large_pass(model: PreTrainedModel, tokens: Tensor) -> _DecoderPass | None:
-    """The pass over ``tokens`` [B, T], if there are several chunks and it can give them."""
+    """Run the model over ``tokens`` [B, T] and return the decoder pass; None if chunks are not needed or possible."""
     if not _is_large(model, tokens) or not _keeps_some(model):
         return None
     decoder_pass = _DecoderPass(model)
@@ -247,18 +261,20 @@ def _large_pass(model: PreTrainedModel, tokens: Tensor) -> _DecoderPass | None:
 
 
 def _is_large(model: PreTrainedModel, tokens: Tensor) -> bool:
+    """Return whether the logits of a pass exceed one chunk."""
     return tokens.numel() > chunk_tokens(vocabulary_size(model))
 
 
 def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss) -> bool:
-    """Whether the model can be asked for logits of some positions alone, and a loss is the usual one; warns if not."""
-    can = loss is ForCausalLMLoss and "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    if not can:
+    """Return whether a model can compute logits of some positions only, and has the usual loss; warn if not."""
+    is_possible = loss is ForCausalLMLoss and "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    if not is_possible:
         _warn(model)
-    return can
+    return is_possible
 
 
 def _warn(model: PreTrainedModel) -> None:
+    """Warn that all logits of a pass are computed at once."""
     warnings.warn(
         f"{type(model).__name__} makes its logits in a way of its own: those of all tokens of a pass are made at once, "
         "which takes much memory",

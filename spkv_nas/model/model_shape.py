@@ -1,4 +1,4 @@
-"""How large a decoder is that a Hugging Face config describes: its layers and heads, and what its parameters take."""
+"""Size of the decoder that a Hugging Face config describes: layers, heads and parameters; checks against memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from spkv_nas.base.memory import require
 from spkv_nas.base.schema import suggestion
 from spkv_nas.model.gates import predictor_parameters
 
-MOST_LAYERS = 1000  # several times as many as any decoder has; a million would be built one by one
+MOST_LAYERS = 1000  # several times that of any decoder; a million would take forever to build
 _MOST_EXPERTS = 100_000
 _LAYER_COUNTS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers", "decoder_layers"}
-_MOST_LABELS = 10_000  # of a classifier; a dictionary of them is built, of which a decoder has no use
+_MOST_LABELS = 10_000  # of a classifier; transformers builds a dictionary of them even for decoders
 _EXPERT_COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts"}
-_READ_BY_MODELS = {"model_type", "head_dim"}  # by decoders whose config class has no such field
+_READ_BY_MODELS = {"model_type", "head_dim"}  # read by decoders whose config class has no such field
 _MOST_COUNTS = {
     **dict.fromkeys(_LAYER_COUNTS, MOST_LAYERS),
     **dict.fromkeys(_EXPERT_COUNTS, _MOST_EXPERTS),
@@ -31,7 +31,7 @@ _MOST_COUNTS = {
 
 
 def config_shape(config: PreTrainedConfig) -> HeadShape:
-    """The heads of the decoder that ``config`` describes; a config without KV heads means one for each query head."""
+    """Return the heads of the decoder in ``config``; without KV heads in it, each query head has its own."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     return HeadShape(
@@ -43,13 +43,13 @@ def config_shape(config: PreTrainedConfig) -> HeadShape:
 
 
 def config_size(config: PreTrainedConfig) -> ModelSize:
-    """How large the decoder is that ``config`` describes, counted on the device "meta"."""
+    """Compute the size of the decoder that ``config`` describes, on the device "meta"."""
     with torch.device("meta"):
         return model_size(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
 
 
 def model_size(model: PreTrainedModel) -> ModelSize:
-    """How large a decoder is, predictors aside."""
+    """Compute the size of a decoder without its utility predictors."""
     text = model.config.get_text_config()
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {parameter for module in embeddings if module is not None for parameter in module.parameters()}
@@ -71,25 +71,25 @@ def model_size(model: PreTrainedModel) -> ModelSize:
 
 
 def _body(model: PreTrainedModel) -> nn.Module:
-    """The layers with what is between them, without a part that sees images."""
+    """Return the stack of decoder layers, without the vision part."""
     body: nn.Module = model.get_decoder()
     return body
 
 
 def _ffn_width(text: PreTrainedConfig) -> int:
-    """Channels of the widest FFN; four times the model's where its config does not say, as of old."""
+    """Return the channels of the widest FFN; four times the hidden size if the config has none."""
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return max(width) if isinstance(width, list) else int(width)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Number of tokens V that the model has logits of."""
+    """Return the number of tokens V that the model has logits for."""
     size: int = model.config.get_text_config().vocab_size
     return size
 
 
 def check_tokens(model: PreTrainedModel, largest: int) -> None:
-    """Raise ``UserError`` if ``largest``, a token's number from the tokenizer, is none of the model's."""
+    """Raise ``UserError`` if ``largest``, a token id of the tokenizer, is outside the model's vocabulary."""
     embedding = model.get_input_embeddings()
     rows = getattr(embedding, "num_embeddings", None)
     if rows is not None and largest >= rows:
@@ -100,17 +100,17 @@ def check_tokens(model: PreTrainedModel, largest: int) -> None:
 
 
 def check_counts(config: Mapping[str, Any], what: str) -> None:
-    """Refuse a config that asks for more layers, experts or labels than any model has, sections included.
+    """Refuse a config, nested sections included, with more layers, experts or labels than any model has.
 
     Args:
-        config: as ``config.json`` has it, before any library builds lists as long as it says.
-        what: begins the error.
+        config: content of ``config.json``, before a library builds lists of these lengths.
+        what: subject of the error message.
 
     Raises:
-        UserError: naming the key.
+        UserError: a count is too large; the message names the key.
     """
     for key, value in config.items():
-        if isinstance(value, Mapping) and key != "spkv":  # which has a schema of its own
+        if isinstance(value, Mapping) and key != "spkv":  # validated by its own schema
             check_counts(value, what)
         most = _MOST_COUNTS.get(key)
         if most is not None and isinstance(value, int | float) and value > most:
@@ -118,23 +118,24 @@ def check_counts(config: Mapping[str, Any], what: str) -> None:
 
 
 def check_keys(config: PreTrainedConfig, given: Mapping[str, Any], what: str) -> None:
-    """Refuse keys that mean nothing to the class of a config, which keeps them without a word, sections included.
+    """Refuse keys that a config class would silently store without using them, nested sections included.
 
-    Older names of keys are known: the class takes them apart, so that they are no attributes (``rope_theta``), or its
-    ``__post_init__`` names them (``sliding_window_pattern`` of Gemma 3).
+    Older names of keys are allowed: the class either converts them, so that they are no attributes (``rope_theta``), or
+    its ``__post_init__`` mentions them (``sliding_window_pattern`` of Gemma 3).
 
     Args:
-        config: made of ``given``.
-        what: begins the error ("recipe NAME: model.config").
+        config: config made of ``given``.
+        given: keys and values to check.
+        what: subject of the error message ("recipe NAME: model.config").
 
     Raises:
-        UserError: naming the key, and the nearest one that there is.
+        UserError: an unknown key; the message suggests the nearest known one.
     """
-    known = {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
-    older = {one for one in type(config).__post_init__.__code__.co_consts if isinstance(one, str)}
+    known_keys = {field.name for field in fields(config)} | config.attribute_map.keys() | _READ_BY_MODELS
+    older_names = {const for const in type(config).__post_init__.__code__.co_consts if isinstance(const, str)}
     for key, value in given.items():
-        if key in vars(config) and key not in known | older:
-            raise UserError(f"{what}: unknown key '{key}'; {suggestion(key, sorted(known))}")
+        if key in vars(config) and key not in known_keys | older_names:
+            raise UserError(f"{what}: unknown key '{key}'; {suggestion(key, sorted(known_keys))}")
         if isinstance(section := getattr(config, key, None), PreTrainedConfig) and isinstance(value, Mapping):
             check_keys(section, value, f"{what}.{key}")
 
@@ -146,18 +147,19 @@ def check_size(
     *,
     build: Callable[[PreTrainedConfig], nn.Module] = AutoModelForCausalLM.from_config,
 ) -> int:
-    """Refuse a config whose model would not fit into memory, before any of that is taken.
+    """Refuse a config whose model does not fit into memory, without allocating any.
 
     Args:
+        config: config of the model.
         bytes_per_parameter: 2 or 4 to hold the weights, 16 to train them in float32 with AdamW.
-        what: begins the error ("model NAME", "recipe NAME: model.config").
-        build: makes the model, here without memory (on the device "meta").
+        what: subject of the error message ("model NAME", "recipe NAME: model.config").
+        build: builds the model, here on the device "meta".
 
     Returns:
-        The number of its parameters.
+        The number of parameters.
 
     Raises:
-        UserError: more than ``MOST_LAYERS`` layers, or more parameters than there is memory for.
+        UserError: more than ``MOST_LAYERS`` layers, or more parameters than memory can hold.
     """
     check_counts(config.to_dict(), what)
     try:

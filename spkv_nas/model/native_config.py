@@ -1,12 +1,12 @@
-"""Layer-wise hybrids as stock architectures, which plain ``transformers`` and serving engines load.
+"""Write layer-wise hybrids as stock architectures, which plain ``transformers`` and serving engines load.
 
-A layout whose layers are all-global or all-local can be said with ``layer_types`` and ``sliding_window`` (Hugging Face
-counts the query's own key in the window, as this package does). Classes that ignore ``layer_types`` have a successor
-that reads them and is the same model otherwise: Llama and Mistral weights load as Ministral, OLMo 2 as OLMo 3. Only
-the config changes, never a tensor.
+A layout whose layers are all-global or all-local can be expressed by ``layer_types`` and ``sliding_window`` (Hugging
+Face counts the query's own key in the window, as this package does). Classes that ignore ``layer_types`` have a
+successor that reads them and is the same model otherwise: Llama and Mistral weights load as Ministral, OLMo 2 as OLMo
+3. Only the config changes, never a tensor.
 
-In some families ``layer_types`` also chooses the position encoding, so that another type makes another model. What is
-known of that is refused here; ``verify_export.py`` finds the rest.
+In some families ``layer_types`` also selects the position encoding, so that changing it changes the model. Known cases
+are refused here; ``verify_export.py`` detects the others.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no positio
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class UnsupportedLayoutError(Exception):  # not a mistake: another form is written
-    """Why a hybrid cannot be written as a stock architecture, to end a sentence."""
+class UnsupportedLayoutError(Exception):  # handled: the export takes another form
+    """Layout that no stock architecture can express; the message is a clause that says why."""
 
 
 def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
-    """The config of a stock architecture that has the layers of ``layout`` with the weights of ``config``'s model.
+    """Build the config of a stock architecture with the layers of ``layout`` and the weights of ``config``'s model.
 
     Raises:
-        UnsupportedLayoutError: there is none.
+        UnsupportedLayoutError: no stock architecture can express it.
     """
+    # Check that the layout can be expressed
     if not layout.is_layerwise:
         mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
         raise UnsupportedLayoutError(
@@ -44,9 +45,12 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
         raise UnsupportedLayoutError(f"no stock architecture with layer_types is known for model type '{kind}'")
+    # Build the config
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
-    known = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
-    options: dict[str, Any] = {key: value for key, value in config.to_dict().items() if key in known and key != "spkv"}
+    target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
+    options: dict[str, Any] = {
+        key: value for key, value in config.to_dict().items() if key in target_keys and key != "spkv"
+    }
     options |= {
         "model_type": target.model_type,
         "layer_types": [_FULL if "G" in row else _SLIDING for row in layout.heads],
@@ -57,12 +61,15 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     if hasattr(target, "use_sliding_window"):
         options["use_sliding_window"] = True
     if hasattr(target, "max_window_layers"):
-        options["max_window_layers"] = 0  # vLLM's own Qwen classes, which know no window of a layer, refuse this
+        options["max_window_layers"] = 0  # vLLM's native Qwen classes, which ignore layer windows, refuse 0
     if target.model_type == "olmo3" and kind != "olmo3":
-        options["rope_parameters"] = {one: dict(config.rope_parameters) for one in (_FULL, _SLIDING)}
+        options["rope_parameters"] = {layer_type: dict(config.rope_parameters) for layer_type in (_FULL, _SLIDING)}
     stock: PreTrainedConfig = AutoConfig.for_model(**options)
+    # Check that position encodings stay the same
     changed = [
-        i for i, pair in enumerate(zip(_positions(config), _positions(stock), strict=True)) if pair[0] != pair[1]
+        i
+        for i, encodings in enumerate(zip(_positions(config), _positions(stock), strict=True))
+        if encodings[0] != encodings[1]
     ]
     if changed:
         raise UnsupportedLayoutError(
@@ -73,13 +80,13 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
 
 
 def write_stock_config(config: PreTrainedConfig, folder: Path) -> None:
-    """Write ``config.json``, the rotary embedding both as transformers 5 has it and as 4 had it.
+    """Write ``config.json`` with the RoPE settings in the formats of both transformers 5 and 4.
 
-    Engines on transformers 4 know no ``rope_parameters`` and take 10,000 for the base, without a word.
+    Engines on transformers 4 ignore ``rope_parameters`` and silently use a base of 10,000.
     """
     rotary = getattr(config, "rope_parameters", None) or {}
     content = json.loads(config.to_json_string())
-    if "rope_theta" in rotary:  # one for all layers, which is all that could be said
+    if "rope_theta" in rotary:  # a single one for all layers, which is all that version 4 supports
         content["rope_theta"] = rotary["rope_theta"]
         if rotary.get("rope_type", "default") != "default":
             content["rope_scaling"] = {key: value for key, value in rotary.items() if key != "rope_theta"}
@@ -87,7 +94,7 @@ def write_stock_config(config: PreTrainedConfig, folder: Path) -> None:
 
 
 def _positions(config: PreTrainedConfig) -> list[Any]:
-    """The position encoding of every layer, as far as ``layer_types`` has a say in it."""
+    """Return the position encoding of every layer, as far as ``layer_types`` affects it."""
     rotary = getattr(config, "rope_parameters", None) or {}
     kinds = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
     if config.model_type in _ROTARY_IF_LOCAL:
@@ -96,5 +103,6 @@ def _positions(config: PreTrainedConfig) -> list[Any]:
 
 
 def _numbers(layers: list[int]) -> str:
+    """Format the first 12 layer numbers."""
     shown = ", ".join(map(str, layers[:12]))
     return shown if len(layers) <= 12 else f"{shown}, ..."

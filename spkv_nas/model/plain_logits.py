@@ -1,10 +1,9 @@
-"""What plain transformers makes of model folders: a program of its own, which nothing of this package is imported into.
+"""Run model folders in plain transformers: a program that ``verify_export.py`` starts, without importing this package.
 
     python plain_logits.py REQUESTS.json ANSWERS.json
 
-``verify_export.py`` runs it, and says what requests and answers hold. Every model runs in float32 on the CPU, without
-the network and without code of the folder's. Its weights stay in their files, from which they are mapped, and are
-float32 only while a layer uses them.
+``verify_export.py`` defines requests and answers. Models run in float32 on the CPU, offline, and without remote code.
+Their weights stay memory-mapped in their files, and are converted to float32 only while a layer uses them.
 """
 
 import json
@@ -20,28 +19,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def main(requests: str, answers: str) -> None:
-    """Answer every request; an error of one is its answer."""
+    """Answer every request; if one fails, its error is its answer."""
     with open(requests, encoding="utf-8") as file:
-        given = json.load(file)
-    found = [_answered(request) for request in given]
+        request_list = json.load(file)
+    answer_list = [_answered(request) for request in request_list]
     if any(name.partition(".")[0] in ("spkv_nas", "spkv_kernels") for name in sys.modules):
         sys.exit("this process has imported spkv_nas, so that it is no plain one")
     with open(answers, "w", encoding="utf-8") as file:
-        json.dump(found, file)
+        json.dump(answer_list, file)
 
 
 def _answered(request: dict[str, Any]) -> dict[str, Any]:
-    """What there is to say of a folder. Too little memory or disk says nothing of it, and ends the program."""
+    """Answer the request for one folder, with its error if it cannot be run.
+
+    Too little memory or disk space is no property of the folder, and ends the program.
+    """
     output = request.pop("logits")
     try:
         logits, answer = _answer(**request)
     except MemoryError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())
-        if "allocate memory" in said:  # of PyTorch, a RuntimeError
+        message = " ".join(str(error).split())
+        if "allocate memory" in message:  # a RuntimeError of PyTorch
             raise
-        return {"error": f"{type(error).__name__}: {said}"}
+        return {"error": f"{type(error).__name__}: {message}"}
     if logits is not None:
         save_file({"logits": logits}, output)
     return answer
@@ -50,6 +52,7 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 def _answer(
     folder: str, tokens: list[int], keep: int, steps: int, text: str
 ) -> tuple[torch.Tensor | None, dict[str, Any]]:
+    """Load a folder with plain transformers, and return its logits [keep, V] and an answer."""
     model, loading = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", output_loading_info=True, local_files_only=True, use_safetensors=True
     )
@@ -65,7 +68,7 @@ def _answer(
 
 @torch.no_grad()
 def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Tensor:
-    """Logits [keep, V] of the last tokens; ``steps`` of them go one by one, with the cache of one pass."""
+    """Compute logits [keep, V] of the last tokens, the last ``steps`` of them one by one with a key-value cache."""
     output = model(input_ids=tokens[:, :-steps], use_cache=True, logits_to_keep=keep - steps)
     parts = [output.logits[0]]
     for token in tokens[0, -steps:]:
@@ -76,23 +79,25 @@ def _logits(model: Any, tokens: torch.Tensor, keep: int, steps: int) -> torch.Te
 
 @contextmanager
 def float32(model: Any) -> Iterator[None]:
-    """The model computes in float32 inside the ``with`` block, a part at a time; its weights stay what they are.
+    """Compute in float32 inside the ``with`` block, converting one part of the model at a time.
 
     Raises:
-        RuntimeError: when the model runs, if a tensor is used while the part that holds it does not run.
+        RuntimeError: a tensor is used while the part that holds it does not run.
     """
-    kept: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    # Replace tensors of a part before it runs, restore them after
+    originals: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def enter(part: nn.Module, *_: Any) -> None:
-        own = [tensor for tensor in part.parameters() if tensor.dtype != torch.float32]
-        kept[part] = [(tensor, tensor.data) for tensor in own]
-        for tensor in own:
+        tensors = [tensor for tensor in part.parameters() if tensor.dtype != torch.float32]
+        originals[part] = [(tensor, tensor.data) for tensor in tensors]
+        for tensor in tensors:
             tensor.data = tensor.data.float()
 
     def leave(part: nn.Module, *_: Any) -> None:
-        for tensor, data in kept.pop(part, ()):
+        for tensor, data in originals.pop(part, ()):
             tensor.data = data
 
+    # Hook every part
     handles = []
     for part in parts(model):
         handles += [part.register_forward_pre_hook(enter), part.register_forward_hook(leave, always_call=True)]
@@ -104,7 +109,7 @@ def float32(model: Any) -> Iterator[None]:
 
 
 def parts(model: Any) -> list[nn.Module]:
-    """Decoder layers, and outside of them the modules that have parameters of their own; together all of a model."""
+    """Return the decoder layers, and the modules outside of them with direct parameters, which cover the model."""
     layers = set(model._no_split_modules or ())
 
     def parts_of(module: nn.Module) -> list[nn.Module]:

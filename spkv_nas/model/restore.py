@@ -1,4 +1,4 @@
-"""Classes of models with an ``spkv`` section: gates, windows and hooks are in place before the weights are read."""
+"""Model classes that restore gates, windows and hooks from the config section before weights are loaded."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from spkv_nas.model.windows import layout_windows
 
 
 def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class like ``base`` whose models have what the section of their config says, however they are made.
+    """Make a subclass of ``base`` whose models have the gates or layout in the section of their config.
 
-    Its ``from_pretrained`` refuses weights that are not all there, and a section that does not fit (``UserError``).
+    Its ``from_pretrained`` raises ``UserError`` for incomplete weights, and for a section that does not fit.
     """
 
     class Restored(base):
@@ -35,7 +35,7 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             with quiet_report():
                 model, info = super().from_pretrained(source, *args, **options)
             check_loaded(model, info, what)
-            prepare(model, "sdpa", caches=(True, True))  # what the files say was said of a hooked model
+            prepare(model, "sdpa", caches=(True, True))  # the files have the values of the hooked model
             if checkpoint_layout(model) is not None:
                 allow_cache(model)
             check_hooks(dry_run(model), what)
@@ -48,7 +48,7 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def check_attention(config: PreTrainedConfig, attn_implementation: str | None, what: str) -> None:
-    """Raise ``UserError`` for an implementation that would ignore the gates or the layout of a checkpoint."""
+    """Raise ``UserError`` for an attention implementation that would ignore a checkpoint's gates or layout."""
     if attn_implementation not in (None, "spkv") and hasattr(config, "spkv"):
         raise UserError(
             f"{what} has gates or a layout, which attn_implementation '{attn_implementation}' would ignore: leave it "
@@ -57,17 +57,19 @@ def check_attention(config: PreTrainedConfig, attn_implementation: str | None, w
 
 
 def _put_section(model: PreTrainedModel) -> None:
-    """Put hooks, and empty predictors or the layout's windows, on a model as the section of its config says."""
+    """Attach hooks, and empty predictors or windows, to a model, as the section of its config describes."""
     config = model.config
     gates, saved, layout = saved_gates(config), saved_layers(config) or {}, checkpoint_layout(model)
-    # in the model's order: config.json sorts its keys, layer 10 before layer 2
+    # Find the layers in the model's order; config.json sorts its keys, layer 10 before layer 2
     names = [name for name, _ in model.named_modules() if name in saved]
     if len(names) < len(saved):
         raise UserError(f"section 'spkv' of the config: there is no layer {min(saved.keys() - set(names))!r}")
+    # Hook the layers
     layers = [model.get_submodule(name) for name in names]
     settings = GateSettings()
     for name, layer in zip(names, layers, strict=True):
         install(layer, LayerState(saved[name].num_kv_heads, saved[name].native_window, settings))
+    # Attach predictors or windows
     if gates is not None:
         rows = gate_rows(model, gates, [saved[name].num_kv_heads for name in names])
         for layer, row in zip(layers, rows, strict=True):

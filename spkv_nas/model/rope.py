@@ -1,4 +1,4 @@
-"""Other rotary positions (RoPE) for a model that is there: more of them, by transformers' own ``rope_parameters``."""
+"""Extend a model's rotary positions (RoPE) to longer contexts by transformers' ``rope_parameters``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from spkv_nas.base.errors import UserError, first_line
 
-_GLOBAL = "full_attention"  # the kind of layers whose RoPE changes where each kind has its own
+_GLOBAL = "full_attention"  # layer kind whose RoPE changes if each kind has its own
 _OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor")
 
 
 def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any]) -> None:
-    """Let a model see ``length`` positions, in place, with what ``rope`` changes of its ``rope_parameters``.
+    """Extend a model in place to ``length`` positions, with the changes ``rope`` to its ``rope_parameters``.
 
-    Its config says so from then on. Where layers of several kinds have RoPE of their own, that of full attention
-    changes: windows see no farther than before.
+    Its config is updated too. If layer kinds have separate RoPE settings, only those of full attention change, because
+    windows see no farther than before.
 
     Raises:
         UserError: the model has no RoPE, or not of this kind.
@@ -34,23 +34,23 @@ def extend_positions(model: PreTrainedModel, length: int, rope: Mapping[str, Any
 
 
 def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, Any]) -> PreTrainedConfig:
-    """A copy of a config's text model with ``rope`` in its ``rope_parameters``, for ``length`` positions at least.
+    """Return a copy of the text config with ``rope`` merged in, for at least ``length`` positions.
 
     Raises:
         UserError: the model has no RoPE, or not of this kind.
     """
     text = copy.deepcopy(config.get_text_config())
-    own = getattr(text, "rope_parameters", None)
-    if not own:
+    current = getattr(text, "rope_parameters", None)
+    if not current:
         raise UserError(
             f"models of type '{text.model_type}' have no rotary positions (RoPE), and so no more than they know\n"
             "leave branch.extend out"
         )
     positions = text.max_position_embeddings
-    if isinstance(own.get(_GLOBAL), Mapping):
-        text.rope_parameters = {**own, _GLOBAL: _changed(own[_GLOBAL], positions, length, rope)}
+    if isinstance(current.get(_GLOBAL), Mapping):
+        text.rope_parameters = {**current, _GLOBAL: _changed(current[_GLOBAL], positions, length, rope)}
     else:
-        text.rope_parameters = _changed(own, positions, length, rope)
+        text.rope_parameters = _changed(current, positions, length, rope)
     text.max_position_embeddings = max(positions, length)
     try:
         text.validate_rope()
@@ -59,18 +59,19 @@ def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, An
     return text
 
 
-def _changed(own: Mapping[str, Any], positions: int, length: int, rope: Mapping[str, Any]) -> dict[str, Any]:
-    """One kind's, of a model of ``positions``."""
-    kind = rope.get("rope_type", own["rope_type"])
-    if kind != own["rope_type"]:
-        own = {key: own[key] for key in _OF_ALL_TYPES if key in own}
-    found = {**own, **rope, "rope_type": kind}
+def _changed(current: Mapping[str, Any], positions: int, length: int, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge ``rope`` into the RoPE settings of one layer kind, in a model of ``positions`` positions."""
+    kind = rope.get("rope_type", current["rope_type"])
+    if kind != current["rope_type"]:
+        current = {key: current[key] for key in _OF_ALL_TYPES if key in current}
+    merged = {**current, **rope, "rope_type": kind}
     if kind == "yarn":
-        found.setdefault("original_max_position_embeddings", positions)
+        merged.setdefault("original_max_position_embeddings", positions)
     if kind in ("yarn", "linear"):
-        found.setdefault("factor", max(1.0, length / found.get("original_max_position_embeddings", positions)))
-    return found
+        merged.setdefault("factor", max(1.0, length / merged.get("original_max_position_embeddings", positions)))
+    return merged
 
 
 def _is_rotary(module: nn.Module) -> bool:
+    """Return whether a module computes rotary embeddings."""
     return hasattr(module, "rope_type") and isinstance(getattr(module, "config", None), PreTrainedConfig)

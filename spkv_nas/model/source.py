@@ -1,8 +1,8 @@
-"""Where a model's files are: in a folder, embedded in the package, or on the hub at a revision.
+"""Locate a model's files: in a folder, embedded in the package, or on the hub at a revision.
 
-On the command line, in recipes and in results a model is one text: a folder, ``embedded:dense``, an id of the hub, or
-``ID@REVISION``, as Hugging Face's file system writes it; a revision is a branch, a tag or a commit. A branch may move
-while a command works, so its commit is asked for once, and everything is read at that.
+On the command line, in recipes and in results a model is one string: a folder, ``embedded:dense``, a hub id, or
+``ID@REVISION`` (as in Hugging Face's file system), where the revision is a branch, a tag or a commit. A branch may move
+while a command runs, so its commit is looked up once, and everything is read at that commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
 def resolve(path_or_id: StrPath) -> Path:
-    """A path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
+    """Return a path, or the folder of an embedded checkpoint: ``embedded:dense`` or ``embedded:reference``."""
     text = os.fspath(path_or_id)
     if not text.startswith(EMBEDDED_PREFIX):
         return Path(text)
@@ -34,10 +34,10 @@ def resolve(path_or_id: StrPath) -> Path:
 
 
 def check_checkpoint(path_or_id: str | Path) -> None:
-    """Check that there is a model folder with a config, without torch. An id is looked up in the hub's cache or online.
+    """Check, without torch, that a model folder with a config exists. Ids are looked up in the cache or online.
 
     Raises:
-        UserError: naming what is missing.
+        UserError: something is missing, which the message names.
     """
     folder = _local(path_or_id)
     if folder is None:
@@ -50,7 +50,7 @@ def check_checkpoint(path_or_id: str | Path) -> None:
 
 
 def check_config(path_or_id: str | Path) -> None:
-    """Check as ``check_checkpoint`` where a config file does as well as a folder. Raises ``UserError``."""
+    """Check as ``check_checkpoint``, but accept a config file instead of a folder. Raises ``UserError``."""
     path = _local(path_or_id)
     if path is None or path.is_dir():
         check_checkpoint(path_or_id)
@@ -59,7 +59,7 @@ def check_config(path_or_id: str | Path) -> None:
 
 
 def _local(path_or_id: str | Path) -> Path | None:
-    """The path that a model names, or None of an id. Raises ``UserError`` for what is neither."""
+    """Return the path that a model names, or None for a hub id. Raises ``UserError`` if it is neither."""
     path = resolve(path_or_id)
     if path.exists():
         return path
@@ -74,9 +74,9 @@ def _local(path_or_id: str | Path) -> Path | None:
 
 
 def split_revision(source: str) -> tuple[str, str | None]:
-    """(id, revision) of ``ID@REVISION``; a path, or an id alone, as it is."""
-    name, found, revision = source.partition("@")
-    if not found or not revision or _ID.fullmatch(name) is None or Path(source).exists():
+    """Split ``ID@REVISION`` into id and revision; return a path, or an id alone, with None."""
+    name, separator, revision = source.partition("@")
+    if not separator or not revision or _ID.fullmatch(name) is None or Path(source).exists():
         return source, None
     return name, revision
 
@@ -91,10 +91,10 @@ def at_revision(source: str, revision: str | None) -> str:
 
 
 def pinned(source: str) -> tuple[str, str | None]:
-    """(path or id, commit) to load from: None of a path, or of a repository without a config.
+    """Return (path or id, commit) to load from; the commit is None for a path, or a repository without a config.
 
     Raises:
-        OSError: there is no such repository or revision, or it cannot be reached.
+        OSError: no such repository or revision, or it cannot be reached.
     """
     if Path(source).exists():
         return source, None
@@ -103,12 +103,13 @@ def pinned(source: str) -> tuple[str, str | None]:
 
 
 def commit_of(path_or_id: str | Path) -> str | None:
-    """The commit that a model on the hub is read at; None of a folder. Raises ``OSError`` as ``pinned``."""
+    """Return the commit of a model on the hub; None for a folder. Raises ``OSError`` as ``pinned``."""
     return pinned(str(resolve(path_or_id)))[1]
 
 
 @cache
 def _commit(name: str, revision: str | None) -> str | None:
+    """Look up the commit of a hub id, once per process."""
     from transformers.utils import cached_file
 
     file = cached_file(name, _CONFIG, revision=revision)
@@ -116,7 +117,7 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def config_place(source: str) -> Path:
-    """What a config is read from: the path itself, or of an id the folder of the hub's cache. Raises ``OSError``."""
+    """Return where to read a config from: the path, or an id's folder in the hub cache. Raises ``OSError``."""
     from transformers.utils import cached_file
 
     name, commit = pinned(source)
@@ -129,14 +130,15 @@ def config_place(source: str) -> Path:
 
 
 def model_folder(source: str, explicit: str | None = None) -> Path:
-    """The folder with a model's config and weights: ``source``, or of an id one of the hub's cache, downloaded to.
+    """Return the folder with a model's config and weights, downloading those of a hub id to the hub cache.
 
     Args:
-        explicit: the file or index that the config names in place of the usual ones.
+        source: model folder or id.
+        explicit: weight file or index that the config names instead of the usual ones.
 
     Raises:
-        UserError: an index of shards is damaged, or names anything else than files beside it.
-        OSError: a file of the repository is not in the cache and cannot be had.
+        UserError: an index of shards is damaged, or names anything but files beside it.
+        OSError: a file of the repository is not in the cache and cannot be downloaded.
     """
     from transformers.utils.hub import cached_file, cached_files
 
@@ -146,12 +148,12 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
     name, commit = pinned(source)
 
     def get(file: str) -> str | None:
-        found: str | None = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
-        return found
+        path: str | None = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False)
+        return path
 
     get(_GENERATION)
-    usual = (FILE, INDEX) if explicit is None else (explicit,)
-    found = next((file for file in usual if get(file) is not None), None)
-    if found is not None and is_index(found):
-        cached_files(name, index_names(folder / found), revision=commit)
+    candidates = (FILE, INDEX) if explicit is None else (explicit,)
+    weights = next((file for file in candidates if get(file) is not None), None)
+    if weights is not None and is_index(weights):
+        cached_files(name, index_names(folder / weights), revision=commit)
     return folder

@@ -1,9 +1,9 @@
-"""A fresh process in which plain transformers reads a model folder: does it compute what the hybrid here computes?
+"""Check in a subprocess that plain transformers reproduces the hybrid's logits from an exported folder.
 
-The folder is loaded there by ``plain_logits.py``, which this package is not imported into. Random tokens go through
-both models in float32, ``BEYOND`` more of them than the window has keys, and the last logits are compared: those of one
-pass, and of some steps with transformers' own key-value cache. That costs passes over so few tokens, for which the
-weights are read from their files, the largest part of the model in float32, and the start of a process.
+The subprocess runs ``plain_logits.py``, which does not import this package. Random tokens pass through both models in
+float32, ``BEYOND`` more of them than the window has keys, and the last logits are compared: those of one pass, and
+those of some decoding steps with transformers' key-value cache. The cost is a few short passes, for which weights are
+read from their files, the largest layer of the model in float32, and the start of a process.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
 from spkv_nas.model.plain_logits import float32, parts
 
-BEYOND = 64  # tokens that have keys outside the window
-TOLERANCE = 1e-5  # of the largest logit
-_STEPS = 8  # of these tokens are decoded one by one
+BEYOND = 64  # number of tokens with keys outside the window
+TOLERANCE = 1e-5  # relative to the largest logit
+_STEPS = 8  # number of these tokens to decode one by one
 _LEAST_SECONDS = 300.0
-_SLOWER = 20.0  # times what it took here is the longest that we wait
+_SLOWER = 20.0  # time limit, as a multiple of the time taken here
 _TEXT = "The 3 quick brown foxes' déjà-vu:\n\tfor i in range(10): x += 1.5e-3  # 你好, 🦊"
 
 
-class LogitMismatch(Exception):  # noqa: N818  # not a mistake: another form is written
-    """What plain transformers does otherwise, to end a sentence."""
+class LogitMismatch(Exception):  # noqa: N818  # handled: the export takes another form
+    """Different result in plain transformers; the message is a clause that says which."""
 
 
 @dataclass(frozen=True)
 class ReferenceLogits:
-    """What the hybrid in this process computes.
+    """Result of the hybrid in this process.
 
     Attributes:
-        tokens: T of them.
+        tokens: T input tokens.
         logits: float32 [keep, V], of the last tokens.
-        token_ids: of a text; None without a tokenizer.
-        seconds: that it took.
+        token_ids: tokens of a sample text; None without a tokenizer.
+        seconds: duration of the run.
     """
 
     tokens: list[int]
@@ -59,7 +59,13 @@ class ReferenceLogits:
 
 @dataclass(frozen=True)
 class SubprocessResult:
-    """What plain transformers said of a folder: logits float32 [keep, V] and token ids, or an error."""
+    """Result of plain transformers for a folder: logits and token ids, or an error.
+
+    Attributes:
+        error: message if the folder could not be loaded or run, else None.
+        logits: float32 [keep, V], of the last tokens.
+        token_ids: tokens of the sample text.
+    """
 
     error: str | None
     logits: Tensor | None = None
@@ -68,39 +74,44 @@ class SubprocessResult:
 
 @torch.no_grad()
 def expected(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, window: int) -> ReferenceLogits:
-    """Run a hooked model over random tokens that reach beyond the window, or as far as the model's positions do.
+    """Run a hooked model over random tokens that reach beyond the window, or as far as its positions allow.
 
     Raises:
-        UserError: the largest part of the model would not fit into memory in float32.
+        UserError: the largest layer of the model does not fit into memory in float32.
     """
+    # Check memory
     began = time.monotonic()
     num_bytes = 4 * max(sum(parameter.numel() for parameter in part.parameters()) for part in parts(model))
     require(
         num_bytes, "comparing the export with plain transformers in float32", "export on a machine with more memory"
     )
+    # Draw tokens
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
     length = max(2 * _STEPS, min(window + BEYOND, longest))
     tokens = torch.randint(vocabulary_size(model), (1, length), generator=torch.Generator().manual_seed(0))
+    # Run the model
     with float32(model), evaluation_mode(model):
-        given = tokens.to(model.device)
-        logits = model(input_ids=given, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
+        inputs = tokens.to(model.device)
+        logits = model(input_ids=inputs, use_cache=False, logits_to_keep=min(BEYOND, length)).logits[0].cpu()
     ids = None if tokenizer is None else tokenizer(_TEXT)["input_ids"]
     return ReferenceLogits(tokens[0].tolist(), logits, ids, time.monotonic() - began)
 
 
 def check(folder: Path, hybrid: ReferenceLogits) -> float:
-    """Compare a folder in a fresh process with the hybrid; the largest difference, as a share of the largest logit.
+    """Compare a folder in a subprocess with the hybrid, and return the largest difference of logits.
+
+    The difference is relative to the largest logit.
 
     Raises:
         LogitMismatch: plain transformers cannot load or run the folder, or computes something else.
-        UserError: the process ended without an answer or took too long.
+        UserError: the subprocess failed or took too long.
     """
     (answer,) = plain_answers({folder: hybrid})
     return compare(answer, hybrid)
 
 
 def compare(answer: SubprocessResult, hybrid: ReferenceLogits) -> float:
-    """As ``check``, of an answer that is there. Raises ``LogitMismatch``."""
+    """Compare a result of ``plain_answers`` with the hybrid, as ``check``. Raises ``LogitMismatch``."""
     if answer.error is not None or answer.logits is None:
         raise LogitMismatch(f"plain transformers does not run it: {answer.error}")
     difference = float((answer.logits - hybrid.logits).abs().max() / hybrid.logits.abs().max())
@@ -114,11 +125,11 @@ def compare(answer: SubprocessResult, hybrid: ReferenceLogits) -> float:
 
 
 def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult]:
-    """Have one fresh process load folders and run each over its hybrid's tokens. Raises ``UserError`` as ``check``."""
+    """Run every folder over its hybrid's tokens in one subprocess. Raises ``UserError`` as ``check``."""
     seconds = max(_LEAST_SECONDS, _SLOWER * sum(hybrid.seconds for hybrid in hybrids.values()))
     try:
-        with tempfile.TemporaryDirectory() as place:
-            return _ask(hybrids, Path(place), seconds)
+        with tempfile.TemporaryDirectory() as folder:
+            return _ask(hybrids, Path(folder), seconds)
     except OSError as error:
         raise UserError(
             f"the export could not be compared with plain transformers, so nothing was written: {first_line(error)}\n"
@@ -126,44 +137,56 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult
         ) from error
 
 
-def _ask(hybrids: dict[Path, ReferenceLogits], place: Path, seconds: float) -> list[SubprocessResult]:
-    """Requests and answers go through files in ``place``."""
-    requests, answers = place / "requests.json", place / "answers.json"
-    outputs = [place / f"{number}.safetensors" for number in range(len(hybrids))]
-    asked = [
+def _ask(hybrids: dict[Path, ReferenceLogits], folder: Path, seconds: float) -> list[SubprocessResult]:
+    """Write requests to ``folder``, run the program, and read its answers."""
+    # Write the requests
+    requests, answers = folder / "requests.json", folder / "answers.json"
+    outputs = [folder / f"{number}.safetensors" for number in range(len(hybrids))]
+    request_list = [
         {
-            "folder": str(folder.resolve()), "tokens": hybrid.tokens, "keep": len(hybrid.logits), "steps": _STEPS,
-            "text": "" if hybrid.token_ids is None else _TEXT, "logits": str(output),
+            "folder": str(model_folder.resolve()),
+            "tokens": hybrid.tokens,
+            "keep": len(hybrid.logits),
+            "steps": _STEPS,
+            "text": "" if hybrid.token_ids is None else _TEXT,
+            "logits": str(output),
         }
-        for (folder, hybrid), output in zip(hybrids.items(), outputs, strict=True)
-    ]  # fmt: skip
-    requests.write_text(json.dumps(asked))
-    _run_program([str(requests), str(answers)], place, seconds)
+        for (model_folder, hybrid), output in zip(hybrids.items(), outputs, strict=True)
+    ]
+    requests.write_text(json.dumps(request_list))
+    # Run them and read the answers
+    _run_program([str(requests), str(answers)], folder, seconds)
     return [
-        SubprocessResult(found["error"], load_file(output)["logits"], found["token_ids"])
-        if found["error"] is None
-        else SubprocessResult(found["error"])
-        for found, output in zip(json.loads(answers.read_text()), outputs, strict=True)
+        SubprocessResult(answer["error"], load_file(output)["logits"], answer["token_ids"])
+        if answer["error"] is None
+        else SubprocessResult(answer["error"])
+        for answer, output in zip(json.loads(answers.read_text()), outputs, strict=True)
     ]
 
 
-def _run_program(arguments: list[str], place: Path, seconds: float) -> None:
-    """Run ``plain_logits.py``, from a folder where nothing can be imported by accident."""
+def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
+    """Run ``plain_logits.py`` in ``folder``, where nothing can be imported by accident."""
     program = Path(__file__).with_name("plain_logits.py").read_text(encoding="utf-8")
-    quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments], cwd=place, env={**os.environ, **quiet},
-            capture_output=True, text=True, errors="replace", timeout=seconds, check=False,
-        )  # fmt: skip
+        process = subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            cwd=folder,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
     except subprocess.TimeoutExpired as error:
         raise UserError(
             f"the export was not compared with plain transformers within {seconds:.0f} s, so nothing was written\n"
             "try again when the machine has less to do"
         ) from error
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    if process.returncode != 0:
+        message = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
             f"the export could not be compared with plain transformers, so nothing was written: its process ended with "
-            f"{done.returncode} ({said})\nit needs memory for a layer in float32, and room for temporary files"
+            f"{process.returncode} ({message})\nit needs memory for a layer in float32, and room for temporary files"
         )

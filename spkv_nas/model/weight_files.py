@@ -1,7 +1,7 @@
-"""The files that a model's weights are in, and what they become in another folder.
+"""Find and check a model's weight files, and carry them over to another folder.
 
-A shard index may name files anywhere, which is an error here. Weights that stay what they are go into another folder
-as files: no tensor is read, and the shards are the same.
+A shard index may name files anywhere, which is refused here. Unchanged weights are carried over as files: no tensor is
+read, and the shards stay the same.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from spkv_nas.base.hashes import file_hashes, named_hash
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model.pt", "consolidated.00.pth", "model.pt")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}\.safetensors")
-_FICLONE = 0x40049409  # of Linux: <linux/fs.h>
+_FICLONE = 0x40049409  # <linux/fs.h>
 
 
 def check_files(folder: Path, explicit: str | None = None) -> list[Path]:
-    """The files that hold a model folder's weights, checked; links, as in the hub's cache, are files too.
+    """Return the weight files of a model folder after checking them; symbolic links, as in the hub cache, count.
 
     Args:
-        explicit: the file or index that the config names in place of the usual ones.
+        folder: model folder.
+        explicit: weight file or index that the config names instead of the usual ones.
 
     Raises:
-        UserError: there are none in safetensors, or the index of their shards is damaged, or names what is not a file
-            of the folder.
+        UserError: there are no safetensors files, or the index of shards is damaged or names anything but files of the
+            folder.
     """
     if (folder / "adapter_config.json").is_file():
         raise UserError(
@@ -49,7 +50,7 @@ def check_files(folder: Path, explicit: str | None = None) -> list[Path]:
 
 
 def index_names(index: Path) -> list[str]:
-    """The files that a shard index names, sorted. Raises ``UserError`` if it is damaged or names anything else."""
+    """Return the sorted files of a shard index. Raises ``UserError`` if it is damaged or names anything else."""
     where = f"index of weights {index}"
     content = read_json(index, "index of weights")
     shards, metadata = content.get("weight_map"), content.get("metadata")
@@ -64,16 +65,18 @@ def index_names(index: Path) -> list[str]:
 
 
 def is_index(name: object) -> bool:
-    """Whether a name is that of an index of shards."""
+    """Return whether a file name is that of a shard index."""
     return isinstance(name, str) and name.endswith(".safetensors.index.json") and "/" not in name
 
 
 def _check_plain(name: object, where: str) -> None:
+    """Raise ``UserError`` unless a name is that of a safetensors file without a folder."""
     if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
         raise UserError(f"{where} names {str(name)[:100]!r}, which is not a .safetensors file beside it")
 
 
 def _checked_file(folder: Path, name: str, where: str) -> Path:
+    """Return the path of a weight file in ``folder``. Raises ``UserError`` if it is missing or not allowed."""
     _check_plain(name, where)
     if not (folder / name).is_file():
         raise UserError(f"{where} names {name}, which is not there: the checkpoint is not complete")
@@ -81,6 +84,7 @@ def _checked_file(folder: Path, name: str, where: str) -> Path:
 
 
 def _no_weights(folder: Path) -> str:
+    """Build the error message for a folder without safetensors files."""
     pickled = next((name for name in _PICKLED if (folder / name).is_file()), None)
     if pickled is None:
         return f"cannot load model {folder}: it has no weights ({FILE}, or {INDEX} with shards)"
@@ -91,8 +95,8 @@ def _no_weights(folder: Path) -> str:
 
 
 def stored_names(files: Sequence[Path]) -> set[str]:
-    """The names of the tensors in safetensors files, whose headers alone are read."""
-    from safetensors import safe_open  # not in the base, which checks checkpoints too
+    """Return the names of the tensors in safetensors files, reading only the headers."""
+    from safetensors import safe_open  # an extra; the base install checks checkpoints too
 
     names: set[str] = set()
     for file in files:
@@ -102,25 +106,27 @@ def stored_names(files: Sequence[Path]) -> set[str]:
 
 
 def content_hashes(files: Sequence[Path]) -> dict[str, str]:
-    """SHA-256 of files by name; those of the hub's cache have it for a name, and are not read."""
-    named = {file.name: named_hash(file) for file in files}
-    rest = [file for file in files if named[file.name] is None]
-    found = dict(zip((file.name for file in rest), file_hashes(rest), strict=True))
-    return found | {name: value for name, value in named.items() if value is not None}
+    """Compute the SHA-256 of files by name; files of the hub cache are named by it and not read."""
+    hash_in_name = {file.name: named_hash(file) for file in files}
+    unnamed = [file for file in files if hash_in_name[file.name] is None]
+    computed = dict(zip((file.name for file in unnamed), file_hashes(unnamed), strict=True))
+    return computed | {name: value for name, value in hash_in_name.items() if value is not None}
 
 
 def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
-    """Give ``folder`` the same files under the same names; says in a word how: "cloned", "copied" or "linked".
+    """Clone, copy or link files to ``folder`` under the same names, and return "cloned", "copied" or "linked".
 
-    A clone shares the original's place on the disk until one of the two is written to, and takes no time; file systems
-    such as Btrfs and XFS have them. Elsewhere the bytes are copied.
+    A clone shares disk space with the original until either is written to, and takes no time; file systems such as
+    Btrfs and XFS support it. Elsewhere files are copied.
 
     Args:
-        link: make hard links, which take no room on any file system. But a link is the same file: a program that
-            writes into it changes the original too, so that they are made only where they are asked for.
+        files: files to carry over.
+        folder: target folder.
+        link: make hard links, which use no disk space on any file system. A program that writes to a link changes the
+            original too, so they are made only on request.
 
     Raises:
-        UserError: links are asked for where there are none, such as from one file system to another.
+        UserError: links are impossible, such as from one file system to another.
         OSError: ``folder`` cannot be written.
     """
     how = "linked" if link else "cloned"
@@ -138,7 +144,7 @@ def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
 
 
 def _clone(original: Path, new: Path) -> bool:
-    """Make ``new`` a clone of a file; False where the file system has none."""
+    """Clone a file to ``new``; return False where the file system does not support it."""
     if sys.platform != "linux":
         return False
     import fcntl

@@ -1,6 +1,7 @@
-"""What must hold before and after weights are read: that there are enough of them, and that none is invented.
+"""Check weights before and after loading: that the files are complete, and that no tensor is made up.
 
-``from_pretrained`` fills every tensor that the files lack with random numbers, and only logs it. Here it is an error.
+``from_pretrained`` fills every tensor that is missing in the files with random numbers, and only logs it. Here it is an
+error.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from transformers.utils import logging
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.units import format_bytes
 
-_SHOWN = 3  # names in an error
-_LARGE = 1 << 26  # parameters that are made in no time
+_SHOWN = 3  # number of names in an error message
+_LARGE = 1 << 26  # number of parameters that are created in no time
 _MASKS = re.compile(
     r"(\.|^)(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids|[kv]_scale)$"
-)  # constants of old files, and the scales of quantised caches
+)  # constants in old files, and scales of quantised caches
 
 
 def check_room(files: list[Path], num_parameters: int, what: str) -> None:
-    """Refuse a large model that its files cannot hold: what they lack would be made at random before it is missed.
+    """Refuse a large model whose files are too small, because missing weights would first be created at random.
 
     Raises:
-        UserError: the files have less than a byte for each parameter.
+        UserError: the files have less than a byte per parameter.
     """
     size = sum(file.stat().st_size for file in files)
     if num_parameters > max(size, _LARGE):
@@ -43,20 +44,22 @@ def check_room(files: list[Path], num_parameters: int, what: str) -> None:
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> None:
-    """Refuse a model that is not what its files say.
+    """Refuse a model that does not match its weight files.
 
     Args:
-        info: what ``from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True)`` returns beside it.
-            Tensors that the model shares (tied embeddings), and those that its class lists, are not among the missing.
-        what: begins the errors.
+        model: loaded model.
+        info: second result of ``from_pretrained(..., output_loading_info=True, ignore_mismatched_sizes=True)``. Shared
+            tensors (tied embeddings), and those that the class lists as optional, do not count as missing.
+        what: subject of the error message.
 
     Raises:
-        UserError: a tensor is missing, has another shape, lies in the decoder's layers and has no place in the model,
-            or holds a number that is not finite.
+        UserError: a tensor is missing, has another shape, belongs to a decoder layer but not to the model, or is not
+            finite.
 
     Warns:
-        UserWarning: there are other tensors that the model does not have, such as heads for another task.
+        UserWarning: other tensors are not in the model, such as heads for another task.
     """
+    # Missing tensors
     num_tensors = len(model.state_dict())
     missing = sorted(info["missing_keys"])
     if missing:
@@ -64,33 +67,35 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
             f"{what} lacks {len(missing)} of its {num_tensors} tensors: {_names(missing)}\n"
             "the folder is not complete, or its config is another model's: copy it anew"
         )
+    # Wrong shapes
     wrong = sorted(info["mismatched_keys"])
     if wrong:
-        name, found, expected = wrong[0]
+        name, stored, expected = wrong[0]
         raise UserError(
-            f"{what}: {len(wrong)} tensors have other shapes than its config says, such as {name}: {list(found)} in "
+            f"{what}: {len(wrong)} tensors have other shapes than its config says, such as {name}: {list(stored)} in "
             f"the file, {list(expected)} in the config\nthe weights and the config are not of one model: copy both anew"
         )
     if info["error_msgs"]:
         raise UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
+    # Tensors without a place, and values
     _check_unexpected(model, sorted(info["unexpected_keys"]), what)
     check_finite(model, what)
 
 
 def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> None:
-    """Tensors of a decoder layer decide what the layer does; what lies outside may be a head that is not wanted here.
+    """Refuse unexpected tensors of decoder layers, and warn of others, such as the head for another task.
 
-    So a config with fewer layers than the weights, without their biases, or without the section of their gates, is not
-    taken for a smaller model.
+    Tensors of a decoder layer determine its output, so a config with fewer layers than the weights, without their
+    biases, or without the section of their gates, must not pass for a smaller model.
     """
     lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     prefix = f"{model.base_model_prefix}."
     stacks = tuple({stack.removeprefix(prefix) for stack in lists})
-    own = [name for name in names if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)]
-    if own:
+    layer_names = [name for name in names if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)]
+    if layer_names:
         raise UserError(
-            f"{what}: {len(own)} tensors of its layers have no place in the model that its config describes: "
-            f"{_names(own)}\nits config is damaged or another model's: copy both anew"
+            f"{what}: {len(layer_names)} tensors of its layers have no place in the model that its config describes: "
+            f"{_names(layer_names)}\nits config is damaged or another model's: copy both anew"
         )
     others = [name for name in names if not _MASKS.search(name)]
     if others:
@@ -102,7 +107,7 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
 
 
 def check_finite(model: nn.Module, what: str) -> None:
-    """Raise ``UserError`` if a parameter holds NaN or an infinite number."""
+    """Raise ``UserError`` if a parameter is NaN or infinite."""
     wrong = [name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())]
     if wrong:
         raise UserError(
@@ -112,16 +117,16 @@ def check_finite(model: nn.Module, what: str) -> None:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether no number of a tensor is NaN or infinite; takes no memory for it. Of whole numbers always."""
+    """Return whether a tensor has no NaN or infinity, without a copy; always True for integers."""
     if not x.is_floating_point() or x.numel() == 0 or x.itemsize == 1:
         return True
-    low, high = torch.aminmax(x)  # both NaN if one number is; without a copy of x
+    low, high = torch.aminmax(x)  # both NaN if any element is; needs no copy of x
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 @contextmanager
 def quiet_report() -> Iterator[None]:
-    """Without transformers' table of missing tensors, which ``check_loaded`` says in a line."""
+    """Silence transformers' table of missing tensors, which ``check_loaded`` reports in one line."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -131,4 +136,5 @@ def quiet_report() -> Iterator[None]:
 
 
 def _names(names: list[str]) -> str:
+    """Format the first names of a list."""
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
