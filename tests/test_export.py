@@ -135,15 +135,21 @@ class TestFreshProcess:
     @pytest.mark.parametrize(
         ("answer", "message"),
         [
-            (verify_export.Answer("ValueError: no"), "plain transformers does not run it: ValueError: no"),
-            (verify_export.Answer(None, torch.tensor([[1.0, 2.0001]]), [1, 2]), "differ by 5e-05 of the largest"),
-            (verify_export.Answer(None, torch.tensor([[1.0, torch.nan]]), [1, 2]), "differ by nan"),
-            (verify_export.Answer(None, torch.tensor([[1.0, 2.0]]), [1, 3]), "other tokens of a text"),
+            (verify_export.SubprocessResult("ValueError: no"), "plain transformers does not run it: ValueError: no"),
+            (
+                verify_export.SubprocessResult(None, torch.tensor([[1.0, 2.0001]]), [1, 2]),
+                "differ by 5e-05 of the largest",
+            ),
+            (verify_export.SubprocessResult(None, torch.tensor([[1.0, torch.nan]]), [1, 2]), "differ by nan"),
+            (verify_export.SubprocessResult(None, torch.tensor([[1.0, 2.0]]), [1, 3]), "other tokens of a text"),
         ],
     )
-    def test_every_difference_counts(self, answer: verify_export.Answer, message: str) -> None:
-        hybrid = verify_export.Expected([0], torch.tensor([[1.0, 2.0]]), [1, 2], 1.0)
-        assert verify_export.compare(verify_export.Answer(None, torch.tensor([[1.0, 2.00001]]), [1, 2]), hybrid) > 0
+    def test_every_difference_counts(self, answer: verify_export.SubprocessResult, message: str) -> None:
+        hybrid = verify_export.ReferenceLogits([0], torch.tensor([[1.0, 2.0]]), [1, 2], 1.0)
+        assert (
+            verify_export.compare(verify_export.SubprocessResult(None, torch.tensor([[1.0, 2.00001]]), [1, 2]), hybrid)
+            > 0
+        )
         with pytest.raises(verify_export.LogitMismatch, match=message):
             verify_export.compare(answer, hybrid)
 

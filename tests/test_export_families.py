@@ -83,7 +83,7 @@ class Exported:
 
     folder: Path
     said: str
-    hybrid: verify_export.Expected
+    hybrid: verify_export.ReferenceLogits
     dense_difference: float
 
 
@@ -115,7 +115,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: PreTrained
 
 
 @pytest.fixture(scope="module")
-def answers(exports: dict[Key, Exported]) -> dict[Key, verify_export.Answer]:
+def answers(exports: dict[Key, Exported]) -> dict[Key, verify_export.SubprocessResult]:
     """What plain transformers makes of each, in one fresh process."""
     hybrids = {one.folder: one.hybrid for one in exports.values()}
     return dict(zip(exports, verify_export.plain_answers(hybrids), strict=True))
@@ -125,7 +125,7 @@ def answers(exports: dict[Key, Exported]) -> dict[Key, verify_export.Answer]:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_plain_transformers_runs_the_hybrid_or_refuses(
-    case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, verify_export.Answer]
+    case: str, split: str, types: str, exports: dict[Key, Exported], answers: dict[Key, verify_export.SubprocessResult]
 ) -> None:
     exported, answer = exports[case, split, types], answers[case, split, types]
     if case == "llama-bias" and split == "layers":  # here it is the check that refuses

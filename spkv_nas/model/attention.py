@@ -255,18 +255,7 @@ def _attention_function(
 ) -> tuple[Tensor, None]:
     """Compute attention under the gates and windows of the calling layer; registered as ``spkv``.
 
-    Args:
-        module: attention layer.
-        query: [B, Hq, T, D].
-        key: [B, Hkv, T, D].
-        value: [B, Hkv, T, D].
-        attention_mask: bool [B, T] from ``_mask_function``, False for padding; None: no padding.
-        scaling: scale of the scores; None: 1 / sqrt(D).
-        dropout: must be 0.
-        **kwargs: those of transformers, and those that ``_pre_hook`` adds.
-
-    Returns:
-        Attention output [B, T, Hq, D], and None in place of attention weights.
+    From q [B, Hq, T, D], k and v [B, Hkv, T, D] and a mask of non-padding tokens, bool [B, T], returns [B, T, Hq, D].
     """
     # Record and check the call
     if not torch.compiler.is_compiling() and (calls := _CALLS.get()) is not None:

@@ -103,11 +103,8 @@ def generate(
     gates = gate_config(model)
     if gates is None and tau is not None:
         raise UserError("this model has no gates, so a threshold means nothing to it: leave tau out")
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    inputs = _encode(model, tokenizer, prompt)
     num_prompt_tokens = inputs["input_ids"].shape[1]
-    if num_prompt_tokens == 0:
-        raise UserError("the prompt is empty: give some text to continue")
-    check_tokens(model, int(inputs["input_ids"].max()))
     # Generate with hard gates
     tau = gates.tau if gates and tau is None else tau
     config = generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
@@ -117,13 +114,9 @@ def generate(
         torch.manual_seed(seed)
         cache = fitting_cache(model)
         ids = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            generation_config=config,
-            past_key_values=cache,
-            streamer=streamer,
-            logits_processor=LogitsProcessorList([OnlyFinite()]),
-        )
+            input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], generation_config=config,
+            past_key_values=cache, streamer=streamer, logits_processor=LogitsProcessorList([OnlyFinite()]),
+        )  # fmt: skip
     # Collect text, times and cache sizes
     new_ids = ids[0, num_prompt_tokens:]
     cache_bytes, full_attention_bytes = _bytes(cache)
@@ -138,6 +131,15 @@ def generate(
         density=cache.density if isinstance(cache, SPKVCache) else None,
         tau=tau,
     )
+
+
+def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str) -> Any:
+    """Encode a prompt on the model's device. Raises ``UserError`` if it is empty or has unknown tokens."""
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs["input_ids"].shape[1] == 0:
+        raise UserError("the prompt is empty: give some text to continue")
+    check_tokens(model, int(inputs["input_ids"].max()))
+    return inputs
 
 
 def fitting_cache(model: PreTrainedModel) -> Cache:
