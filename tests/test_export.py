@@ -97,7 +97,7 @@ class TestFreshProcess:
         ("place", "name", "value", "message"),
         [
             (
-                "fresh",
+                "verify_export",
                 "_LEAST_SECONDS",
                 0.01,
                 r"was not compared with plain transformers within .* nothing was written",

@@ -1,7 +1,7 @@
-"""Attention and cache operators of SP-KV. Knows nothing of models; needs torch (and triton on GPUs) alone.
+"""Attention and cache operators of SP-KV, independent of any model; they need only torch (and triton on GPUs).
 
-The operators are imported on first use, so that ``import spkv_kernels`` needs no torch, and says how threads wait
-(``threads.py``) before torch is loaded.
+The operators are imported on first use, so that ``import spkv_kernels`` does not import torch, and sets how OpenMP
+threads wait (``threads.py``) before torch is loaded.
 """
 
 from importlib import import_module
@@ -22,10 +22,12 @@ spin_briefly()
 
 
 def __getattr__(name: str) -> Any:
+    """Import an operator on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:
+    """List the public names."""
     return __all__

@@ -1,9 +1,9 @@
-"""The one public module: validates, picks a backend, calls it.
+"""Public operators: validate arguments, choose a backend, and call it.
 
     s(t, s) = <q_t, k_s> * scale + bias(t, s),    bias = 0 where 0 <= t - s < w_h, else log u_s | 0 or -inf
     out_t   = sum_s softmax(s)(t, s) v_s          over s <= t
 
-SP-KV paper, section "Self-Pruned KV Mechanism". ``w`` counts the query's own key.
+SP-KV paper, section "Self-Pruned KV Mechanism". The window ``w`` counts the query's own key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spkv_kernels.paged_cache import PagedKVCache
 
-BACKENDS = ("reference", "cpu", "triton")  # of attention
+BACKENDS = ("reference", "cpu", "triton")  # of ``attention``
 DECODE_BACKENDS = ("reference", "torch", "triton")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,24 +34,25 @@ def attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal attention with a local window per KV head and a gate on the keys outside it.
+    """Compute causal attention with a local window per KV head and a gate on the keys outside it.
 
     Args:
         q: [B, Hq, T, D], float64, float32, bfloat16 or float16; 16-bit inputs are computed in float32.
-        k, v: [B, Hkv, T, D]; Hq is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv).
-        window: visible recent keys, the query's own included: an int, or an int tensor [Hkv]. T or more is global.
-            A tensor on the GPU is taken as it is, its values unchecked (below 1 counts as 1): reading it would wait
-            for the device, which a CUDA graph cannot.
-        log_utility: [B, Hkv, T], floating point, natural logarithm of the utility (at most 0; not checked): added to
-            the scores of keys outside the window. Differentiable.
-        keep: bool [B, Hkv, T]: outside the window only these keys are visible. Excludes ``log_utility``.
-        scale: of the scores; 1 / sqrt(D) by default.
+        k: [B, Hkv, T, D]; Hq is a multiple of Hkv, query head h reads KV head h // (Hq / Hkv).
+        v: [B, Hkv, T, D].
+        window: number of recent keys that are always visible, including the query's own: an int, or an int tensor
+            [Hkv]. T or more is global. The values of a tensor on the GPU are not checked (below 1 counts as 1), because
+            reading them would synchronise, which a CUDA graph cannot do.
+        log_utility: [B, Hkv, T], floating point, natural logarithm of the utility (at most 0; not checked), which is
+            added to the scores of keys outside the window. Differentiable.
+        keep: bool [B, Hkv, T]; outside the window only these keys are visible. Excludes ``log_utility``.
+        scale: scale of the scores; None: 1 / sqrt(D).
         backend: "auto" (cpu for tensors on the CPU, triton for CUDA tensors), "reference" (any device), "cpu" or
-            "triton" (not float64, D up to 256). One asked for by name never falls back to another.
+            "triton" (not float64, D up to 256). A backend requested by name never falls back to another.
 
     Returns:
-        [B, Hq, T, D] in the dtype of ``q``. Without a gate every key is visible to heads whose window is T or more,
-        and only the window to the others.
+        [B, Hq, T, D] in the dtype of ``q``. Without a gate, heads whose window is T or more see every key, and the
+        others only their window.
 
     Raises:
         ValueError: shapes, dtypes, devices or the backend do not fit; the message names the argument.
@@ -67,27 +68,29 @@ def attention(
 
 
 def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = None, backend: str = "auto") -> Tensor:
-    """Attention of the newest token of every sequence over what its cache holds. Not differentiable.
+    """Compute attention of the newest token of every sequence over its cache. Not differentiable.
 
     Args:
-        q: [B, Hq, D]; the token's own key has been appended.
-        cache: of the layer. A sequence must hold at least one token.
-        scale: of the scores; 1 / sqrt(D) by default.
+        q: [B, Hq, D]; the token's key must have been appended.
+        cache: cache of the layer. A sequence must hold at least one token.
+        scale: scale of the scores; None: 1 / sqrt(D).
         backend: "auto" (triton for CUDA tensors, torch otherwise), "torch" (torch operations, any device), "triton"
-            (not float64, D up to 256; never waits for the device, so it serves in CUDA graphs, and gives zeros for
+            (not float64, D up to 256; never synchronises, so it can be captured in CUDA graphs, and returns zeros for
             an empty sequence) or "reference" (a loop over sequences and heads).
 
     Returns:
         [B, Hq, D] in the dtype of ``q``, computed in float32 (float64 for float64).
 
     Raises:
-        ValueError: ``q`` does not fit the cache or the backend, or (but for triton) a sequence is empty.
+        ValueError: ``q`` does not fit the cache or the backend, or (except for triton) a sequence is empty.
     """
+    # Check the arguments
     _check_queries(q, (cache.batch_size, None, cache.head_dim), cache)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
         backend = "triton" if q.device.type == "cuda" else "torch"
     _check_name(backend, DECODE_BACKENDS)
+    # Call the backend
     if backend == "triton":
         _check_triton(q.device, torch.promote_types(q.dtype, cache.pool_k.dtype), q.shape[-1])
         from spkv_kernels.triton import decode_kernels as kernels
@@ -107,15 +110,18 @@ def decode_attention(q: Tensor, cache: PagedKVCache, *, scale: float | None = No
 def extend_attention(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor, cache: PagedKVCache, *, scale: float | None = None
 ) -> Tensor:
-    """Attention of T new tokens over the cache and each other; ``paged_cache.prefill`` takes them afterwards.
+    """Compute attention of T new tokens over the cache and each other, for chunked prompts and conversations.
 
-    For a prompt in chunks and for a conversation that goes on. A query at position t sees its window, and older keys
-    if they are kept. Not differentiable; torch operations, any device.
+    Store the tokens with ``PagedKVCache.prefill`` afterwards. A query at position t sees its window, and older keys if
+    they are kept. Not differentiable; uses torch operations on any device.
 
     Args:
         q: [B, Hq, T, D].
-        k, v: [B, Hkv, T, D].
+        k: [B, Hkv, T, D].
+        v: [B, Hkv, T, D].
         keep: bool [B, Hkv, T].
+        cache: cache of the layer.
+        scale: scale of the scores; None: 1 / sqrt(D).
 
     Returns:
         [B, Hq, T, D] in the dtype of ``q``.
@@ -134,16 +140,18 @@ def extend_attention(
 
 
 def _check_queries(q: Tensor, shape: tuple[int | None, ...], cache: PagedKVCache) -> None:
+    """Raise ``ValueError`` unless ``q`` has ``shape``; None stands for Hq, a multiple of the cache's heads."""
     fits = q.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, q.shape, strict=True))
     if not fits or q.shape[1] % cache.num_kv_heads:
-        wanted = ", ".join("Hq" if n is None else str(n) for n in shape)
+        expected_shape = ", ".join("Hq" if n is None else str(n) for n in shape)
         raise ValueError(
-            f"q: expected [{wanted}], Hq a multiple of the cache's {cache.num_kv_heads} heads; "
+            f"q: expected [{expected_shape}], Hq a multiple of the cache's {cache.num_kv_heads} heads; "
             f"found shape {tuple(q.shape)}"
         )
 
 
 def _backend(name: str, q: Tensor) -> str:
+    """Return the backend to use for ``q``. Raises ``ValueError`` if it does not support ``q``."""
     device = q.device
     if name == "auto":
         if device.type not in ("cpu", "cuda"):
@@ -161,11 +169,13 @@ def _backend(name: str, q: Tensor) -> str:
 
 
 def _check_name(name: str, backends: tuple[str, ...]) -> None:
+    """Raise ``ValueError`` for an unknown backend."""
     if name not in backends:
         raise ValueError(f"backend: expected 'auto', {', '.join(map(repr, backends))}; found {name!r}")
 
 
 def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """Raise ``ValueError`` if the triton backend does not support a device, dtype or head size."""
     interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not interpreted:
         raise ValueError(
@@ -179,7 +189,7 @@ def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:
 
 
 def _implementation(name: str) -> Callable[..., Tensor]:
-    """The backend's function; a backend is imported when it is first used."""
+    """Return the function of a backend, which is imported on first use."""
     if name == "reference":
         from spkv_kernels import reference
 
@@ -194,7 +204,8 @@ def _implementation(name: str) -> Callable[..., Tensor]:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Tensor | None) -> None:
-    """Raise for what does not fit."""
+    """Raise ``ValueError`` for shapes, dtypes or devices that do not fit each other."""
+    # Shapes of q, k and v
     if q.ndim != 4:
         raise ValueError(f"q: expected [B, Hq, T, D]; found shape {tuple(q.shape)}")
     if q.numel() == 0:
@@ -207,6 +218,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Te
     heads = k.shape[1]
     if heads == 0 or query_heads % heads:
         raise ValueError(f"q: expected a multiple of k's {heads} heads; found {query_heads}")
+    # Dtypes and gates
     if q.dtype not in _DTYPES:
         raise ValueError(f"q: expected a floating-point dtype; found {q.dtype}")
     if log_utility is not None and keep is not None:
@@ -218,16 +230,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Te
         )
     if keep is not None and (keep.shape != gate_shape or keep.dtype != torch.bool):
         raise ValueError(f"keep: expected bool {gate_shape}; found {keep.dtype} {tuple(keep.shape)}")
+    # Agreement with q
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name}: expected {q.dtype} as q; found {tensor.dtype}")
-    for name, given in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
-        if given is not None and given.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q; found {given.device}")
+    for name, optional in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
+        if optional is not None and optional.device != q.device:
+            raise ValueError(f"{name}: expected device {q.device} as q; found {optional.device}")
 
 
 def _windows(window: int | Tensor, heads: int, length: int, _: torch.device) -> tuple[int, ...]:
-    """The window of every KV head, at most T."""
+    """Return the window of every KV head, clamped to T."""
     if isinstance(window, Tensor):
         _check_window_tensor(window, heads)
         values = tuple(int(w) for w in window.tolist())
@@ -242,7 +255,7 @@ def _windows(window: int | Tensor, heads: int, length: int, _: torch.device) -> 
 
 
 def _window_tensor(window: int | Tensor, heads: int, length: int, device: torch.device) -> Tensor:
-    """The same as int32 [Hkv] on ``device``; one that is there already is never read back."""
+    """Return the windows as int32 [Hkv] on ``device``, without reading a tensor that is already there."""
     if isinstance(window, Tensor) and window.device == device and device.type == "cuda":
         _check_window_tensor(window, heads)
         return window.clamp(1, length).to(torch.int32)
@@ -253,5 +266,6 @@ def _window_tensor(window: int | Tensor, heads: int, length: int, device: torch.
 
 
 def _check_window_tensor(window: Tensor, heads: int) -> None:
+    """Raise ``ValueError`` unless ``window`` is an int tensor [Hkv]."""
     if window.shape != (heads,) or window.is_floating_point() or window.dtype == torch.bool:
         raise ValueError(f"window: expected an int tensor [{heads}]; found {window.dtype} {tuple(window.shape)}")

@@ -1,6 +1,6 @@
-"""The oracle: eager attention with the whole [T, T] mask, by the book. Slow, any device, differentiable.
+"""Reference implementation: eager attention with the full [T, T] mask, which is the oracle of the tests.
 
-Computes in float64 for float64 inputs and in float32 otherwise.
+Slow, differentiable, on any device. Computes in float64 for float64 inputs and in float32 otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def attention(
     keep: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """See ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T."""
+    """Compute ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     length, group = q.shape[2], q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
@@ -37,7 +37,7 @@ def _bias(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[B or 1, Hkv, T, T]: 0 in the window, the gate outside, -inf for the future."""
+    """Compute the bias of the scores [B or 1, Hkv, T, T]: 0 in the window, the gate outside, -inf for the future."""
     age = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
     limit = torch.tensor(windows, device=device)[None, :, None, None]
     outside = torch.full((), -torch.inf, dtype=dtype, device=device)
@@ -52,7 +52,7 @@ def _bias(
 
 
 def decode_attention(q: Tensor, cache: PagedState, scale: float) -> Tensor:
-    """See ``spkv_kernels.decode_attention``: one sequence and head after the other."""
+    """Compute ``spkv_kernels.decode_attention``, one sequence and head after the other."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = torch.empty_like(q)
     group = q.shape[1] // cache.num_kv_heads

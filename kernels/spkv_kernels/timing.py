@@ -1,4 +1,4 @@
-"""Fair timing of several candidates in one process, and the name of what they ran on."""
+"""Compare the run times of several functions in one process, and name the hardware."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Name = TypeVar("Name")
 
 
 def interleaved(candidates: Mapping[Name, Callable[[], object]], rounds: int, device: str = "cpu") -> dict[Name, float]:
-    """Median seconds per call. Every round runs all candidates once, odd rounds in reverse; one call each warms up.
+    """Return the median seconds per call of each candidate, after one warm-up call.
 
-    ``device`` ("cpu", "cuda", ...) is waited for before and after each call.
+    Every round calls all candidates once, odd rounds in reverse order. ``device`` ("cpu", "cuda", ...) is synchronised
+    before and after each call.
     """
     names = list(candidates)
     times: dict[Name, list[float]] = {name: [] for name in names}
@@ -34,7 +35,7 @@ def interleaved(candidates: Mapping[Name, Callable[[], object]], rounds: int, de
 
 
 def device_name(device: str = "cpu") -> str:
-    """The product name of a GPU or of this machine's processor."""
+    """Return the product name of a GPU, or of this machine's processor."""
     if _on_gpu(device):
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
@@ -44,10 +45,11 @@ def device_name(device: str = "cpu") -> str:
 
 
 def synchronise(device: str) -> None:
-    """Wait for what a GPU still does."""
+    """Wait until a GPU has finished; do nothing on the CPU."""
     if _on_gpu(device):
         torch.cuda.synchronize(device)
 
 
 def _on_gpu(device: str) -> bool:
+    """Return whether a device is a GPU."""
     return torch.device(device).type == "cuda"

@@ -96,8 +96,7 @@ def generate(
         stream: called with each piece of text as soon as its words are complete.
 
     Raises:
-        UserError: an empty prompt, one with tokens that the model does not have, a threshold outside [0, 1] or for a
-            model without gates, or logits that are not finite.
+        UserError: an empty prompt, unknown tokens, tau outside [0, 1] or without gates, or logits that are not finite.
     """
     # Check the arguments and encode the prompt
     gates = gate_config(model)

@@ -1,3 +1,3 @@
-"""CPU backend: PyTorch's flash kernel over chunks of the scores."""
+"""CPU backend, based on PyTorch's flash attention kernel."""
 
 from spkv_kernels.cpu.op import attention as attention

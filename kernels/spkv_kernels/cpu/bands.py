@@ -1,4 +1,4 @@
-"""The window alone: blocks of queries against the keys in their windows, all in one call of the library."""
+"""Sliding-window attention without a gate: blocks of queries over the keys in their windows, in a single call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from spkv_kernels.cpu.rows import Rows, band, flash, flash_backward
 
 
 def window_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [N, G, T, D], lse [N, G, T]) for w < T: the first w rows are causal, the others go as bands."""
+    """Compute out [N, G, T, D] and lse [N, G, T] for w < T: the first w rows causally, the others as bands."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
+    # First w rows
     first, first_lse = masked_forward(q[:, :, :window], k[:, :window], v[:, :window], None, 1, scale)
     out[:, :, :window], lse[:, :, :window] = first, first_lse
+    # Other rows
     bands = _Bands.of(q, k, window)
     band_out, band_lse = flash(
         bands.fold(q[:, :, window:]), bands.keys(k), bands.keys(v), attn_mask=bands.mask(q), scale=scale
@@ -27,9 +29,11 @@ def window_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -
 
 
 def window_backward(rows: Rows, k: Tensor, v: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq [N, G, T, D], dk, dv [N, T, D]) through the keys in the window; ``rows`` may know of others."""
+    """Compute dq [N, G, T, D] and dk, dv [N, T, D] through the keys in the window; lse may cover other keys."""
     dq = torch.empty_like(rows.q)
+    # First w rows
     first = causal_backward(rows.at(slice(window)), k[:, :window], v[:, :window], None, scale, False)
+    # Other rows
     bands = _Bands.of(rows.q, k, window)
     folded = [bands.fold(x[:, :, window:]) for x in rows]
     band_dq, band_dk, band_dv = flash_backward(
@@ -44,6 +48,7 @@ def window_backward(rows: Rows, k: Tensor, v: Tensor, window: int, scale: float)
         attn_mask=bands.mask(rows.q),
         scale=scale,
     )
+    # Sum over both
     dq[:, :, :window] = first[0]
     bands.unfold(band_dq, dq[:, :, window:])
     dk, dv = bands.add_up(band_dk), bands.add_up(band_dv)
@@ -53,10 +58,16 @@ def window_backward(rows: Rows, k: Tensor, v: Tensor, window: int, scale: float)
 
 
 class _Bands(NamedTuple):
-    """The rows t >= w in blocks of c, each with its G query heads folded in, against c + w keys.
+    """Rows t >= w in blocks of c, with their G query heads folded in, over c + w keys each.
 
-    Row r of block i is query t = w + i c + r; key j of it is s = i c + j; visible iff r < j <= r + w. Nobody sees the
-    first key: it makes whole vectors of the rows of scores, which the library works through 1.6 times as fast.
+    Row r of block i is query t = w + i c + r, and key j is s = i c + j; it is visible iff r < j <= r + w. No row sees
+    the first key: it pads the rows of scores to whole vectors, which the library processes 1.6 times as fast.
+
+    Attributes:
+        window: w.
+        length: T.
+        block: rows c per block.
+        number: number of blocks n.
     """
 
     window: int
@@ -66,14 +77,15 @@ class _Bands(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, window: int) -> _Bands:
+        """Choose the block size for k [N, T, D]."""
         length = k.shape[1]
         rows = length - window
-        # w / 2 wastes a third of the scores, less is no faster; from w / 8 down, gradients of shared keys fill memory
+        # w / 2 wastes a third of the scores, and less is no faster; below w / 8, overlapping gradients fill memory
         block = min(max(window // 2, 32), max(window // 8, 256), rows)
         return cls(window, length, block, -(-rows // block))
 
     def fold(self, x: Tensor) -> Tensor:
-        """[N, G, S, ...] to [N, n, G * c, ...], zeros in rows past the end."""
+        """Reshape [N, G, S, ...] to [N, n, G * c, ...], padding with zero rows."""
         missing = self.number * self.block - x.shape[2]
         if missing:
             x = F.pad(x, (0, 0) * (x.ndim - 3) + (0, missing))
@@ -81,29 +93,30 @@ class _Bands(NamedTuple):
         return x.transpose(1, 2).flatten(2, 3)
 
     def unfold(self, x: Tensor, out: Tensor) -> None:
-        """Copy [N, n, G * c, ...] to ``out`` [N, G, S, ...]."""
+        """Copy [N, n, G * c, ...] to ``out`` [N, G, S, ...], without padding."""
         tail = x.shape[3:]
         x = x.view(len(x), self.number, out.shape[1], self.block, *tail).transpose(1, 2)
-        whole, rest = divmod(out.shape[2], self.block)
-        rows = whole * self.block
-        out[:, :, :rows].view(*out.shape[:2], whole, self.block, *tail).copy_(x[:, :, :whole])
-        if rest:
-            out[:, :, rows:] = x[:, :, whole, :rest]
+        num_full, num_left = divmod(out.shape[2], self.block)
+        rows = num_full * self.block
+        out[:, :, :rows].view(*out.shape[:2], num_full, self.block, *tail).copy_(x[:, :, :num_full])
+        if num_left:
+            out[:, :, rows:] = x[:, :, num_full, :num_left]
 
     def keys(self, x: Tensor) -> Tensor:
-        """[N, T, D] as overlapping views [N, n, c + w, D]; copied only where the last block lacks rows."""
+        """Return [N, T, D] as overlapping views [N, n, c + w, D]; copy only if the last block needs padding."""
         missing = self.window + self.number * self.block - self.length
         if missing:
             x = F.pad(x, (0, 0, 0, missing))
         return x.unfold(1, self.block + self.window, self.block).transpose(2, 3)
 
     def mask(self, q: Tensor) -> Tensor:
+        """Return the mask of all blocks [N, n, G * c, c + w], expanded without a copy."""
         mask = F.pad(band(self.block, self.window, q.dtype), (1, 0), value=-torch.inf)
         mask = mask.expand(q.shape[1], -1, -1).reshape(self.block * q.shape[1], self.block + self.window)
         return mask.expand(q.shape[0], self.number, -1, -1)
 
     def add_up(self, bands: Tensor) -> Tensor:
-        """Sum of the overlapping gradients [N, n, c + w, D], band i starting at key i c: [N, T, D]."""
+        """Sum the overlapping gradients [N, n, c + w, D], where band i starts at key i c: [N, T, D]."""
         pieces = torch.split(bands, self.block, dim=2)
         blocks = self.number + len(pieces) - 1
         total = bands.new_zeros(len(bands), blocks * self.block, bands.shape[3])

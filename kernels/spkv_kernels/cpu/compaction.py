@@ -1,4 +1,4 @@
-"""Hard gates on long sequences: the kept keys of each head are gathered first, so that work shrinks with density."""
+"""Hard gates on long sequences: gather the kept keys of each head first, so that work scales with density."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from torch import Tensor
 from spkv_kernels.cpu.masked import rows_backward
 from spkv_kernels.cpu.rows import ROWS, Chunk, Rows, chunks, flash, gate_bias, per_query_head
 
-_COMPACT_FROM = 1 << 14  # elements of the keys outside the window, (T - w) D, from which gathering the kept ones pays
+_COMPACT_FROM = 1 << 14  # minimum size of the keys outside the window, (T - w) D, for which gathering pays
 
 
 def compacts(gate: Tensor, k: Tensor, window: int) -> bool:
-    """Whether gathering pays: hard gates, and enough of k [N, T, D] outside the window."""
+    """Return whether gathering pays: the gate is hard, and enough of k [N, T, D] lies outside the window."""
     return gate.dtype == torch.bool and (k.shape[1] - window) * k.shape[2] >= _COMPACT_FROM
 
 
 class _Compact(NamedTuple):
-    """The kept keys of one KV head in ascending position, and how many of them lie before each position."""
+    """Kept keys of one KV head.
+
+    Attributes:
+        position: positions in ascending order.
+        before: number of kept keys before each position, [T + 1].
+    """
 
     position: Tensor
     before: list[int]
 
     @classmethod
     def of(cls, keep: Tensor) -> _Compact:
+        """Find the kept keys by ``keep`` [T]."""
         return cls(keep.nonzero().flatten(), F.pad(keep.cumsum(0), (1, 0)).tolist())
 
 
 def _compact_masks(
     keep: Tensor, window: int, compact: _Compact, dtype: torch.dtype
 ) -> Iterator[tuple[Chunk, int, Tensor]]:
-    """Of each chunk: the number n of kept keys before its edge, and the mask [rows, n + stop - edge]."""
+    """Yield each chunk, the number n of kept keys before its edge, and its mask [rows, n + stop - edge].
+
+    The mask is a view of a buffer that is reused for the next chunk.
+    """
     length = keep.shape[0]
     bias = gate_bias(keep, dtype)
     mask = torch.zeros(ROWS, len(compact.position) + ROWS + window, dtype=dtype)
@@ -48,7 +57,10 @@ def _compact_masks(
 
 
 def compact_forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [N, G, T, D], lse [N, G, T]): kept keys before the chunk's edge need no mask, whatever the row."""
+    """Compute out [N, G, T, D] and lse [N, G, T].
+
+    Kept keys before a chunk's edge are visible to all of its rows and need no mask.
+    """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     for head in range(q.shape[0]):
         compact = _Compact.of(keep[head])
@@ -69,28 +81,31 @@ def compact_forward(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, window: int, 
 def compact_backward(
     rows: Rows, k: Tensor, v: Tensor, keep: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq [N, G, T, D], dk, dv [N, T, D])."""
+    """Compute dq [N, G, T, D] and dk, dv [N, T, D]."""
     dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
     for head in range(k.shape[0]):
+        # Gather the kept keys
         compact = _Compact.of(keep[head])
         keys, values = k[head, compact.position], v[head, compact.position]
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
-        mine = Rows(*(x[head : head + 1] for x in rows))
+        head_rows = Rows(*(x[head : head + 1] for x in rows))
+        # Accumulate gradients of kept and near keys by chunk
         for chunk, count, mask in _compact_masks(keep[head], window, compact, k.dtype):
-            some = mine.at(chunk.rows)
+            chunk_rows = head_rows.at(chunk.rows)
             near = slice(chunk.edge, chunk.stop)
             part = rows_backward(
-                some,
+                chunk_rows,
                 torch.cat((keys[:count], k[head, near]))[None],
                 torch.cat((values[:count], v[head, near]))[None],
-                mask.expand(1, some.q.shape[1], -1, -1),
+                mask.expand(1, chunk_rows.q.shape[1], -1, -1),
                 scale,
             )
             dq[head, :, chunk.rows] = part[0][0]
-            for total, far, piece in ((dk, dkeys, part[1]), (dv, dvalues, part[2])):
-                summed = piece[0].sum(0)
-                far[:count] += summed[:count]
+            for total, gathered, gradient in ((dk, dkeys, part[1]), (dv, dvalues, part[2])):
+                summed = gradient[0].sum(0)
+                gathered[:count] += summed[:count]
                 total[head, near] += summed[count:]
+        # Scatter gradients of kept keys
         dk[head].index_add_(0, compact.position, dkeys)
         dv[head].index_add_(0, compact.position, dvalues)
     return dq, dk, dv

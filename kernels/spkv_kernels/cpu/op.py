@@ -1,15 +1,17 @@
 """CPU backend: PyTorch's flash kernel over chunks of the scores. Exact, O(T) memory, differentiable.
 
-The kernel takes an additive mask and returns the log-sum-exp of each row. Queries go in chunks of rows; a chunk's mask
-is the gate, one bias per key, but for its last c + w - 1 keys, where window and future show. Window-only heads take
-their bands of blocks, all in one call; long sequences with hard gates gather the kept keys first.
+The kernel takes an additive mask and returns the log-sum-exp of each row. Queries are processed in chunks of rows; a
+chunk's mask is the gate, one bias per key, except for its last c + w - 1 keys, where it depends on window and future.
+Heads with a window only are computed as bands of blocks, all in one call; long sequences with hard gates gather the
+kept keys first.
 
-The soft gate's gradient needs the scores outside the window apart from those inside. So its backward pass runs the
-library's over two sets of keys: the bands, and plain causal attention of ``q[w:]`` against ``k[:T - w]``. With the
-log-sum-exp of the whole row given to each, the partial gradients add up to the exact ones; ``d log u`` is a column sum
-of dS, read off one extra head-dim column (ones beside q, zeros beside k). kernels/README.md derives it.
+The soft gate's gradient needs the scores outside the window separately from those inside. So the backward pass calls
+the library's over two sets of keys: the bands, and plain causal attention of ``q[w:]`` over ``k[:T - w]``. With the
+log-sum-exp of the whole row passed to each, the partial gradients add up to the exact ones; ``d log u`` is a column sum
+of dS, read from one extra channel (ones beside q, zeros beside k). kernels/README.md derives it.
 
-Inside, N = B * Hkv, and the G = Hq / Hkv query heads that share a KV head stay beside it: q [N, G, T, D], k [N, T, D].
+Here N = B * Hkv, and the G = Hq / Hkv query heads that share a KV head are a separate dimension: q [N, G, T, D],
+k [N, T, D].
 """
 
 from __future__ import annotations
@@ -36,15 +38,17 @@ def attention(
     keep: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """See ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T.
+    """Compute ``spkv_kernels.attention``; ``windows`` is one int per KV head, at most T.
 
-    16-bit inputs are computed in float32: faster here below some 1,000 tokens, and the gradients stay exact.
+    16-bit inputs are computed in float32: faster here below about 1,000 tokens, and the gradients stay exact.
     """
+    # Split query heads by KV head: [B, Hkv, G, T, D]
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads = k.shape[1]
     gate = log_utility.to(dtype) if log_utility is not None else keep
     queries = q.to(dtype).reshape(q.shape[0], heads, -1, *q.shape[2:])
     inputs = [queries, k.to(dtype), v.to(dtype)] + ([gate] if gate is not None else [])
+    # Compute heads with the same window together
     if len(set(windows)) == 1:
         return _one_window(inputs, windows[0], scale).flatten(1, 2).to(q.dtype)
     by_head = [x.unbind(1) for x in inputs]
@@ -57,17 +61,18 @@ def attention(
 
 
 def _one_window(inputs: list[Tensor], window: int, scale: float) -> Tensor:
-    """q [B, H, G, T, D], k, v [B, H, T, D] and the gate [B, H, T], if any, to [B, H, G, T, D]."""
+    """Attend from q [B, H, G, T, D] over k, v [B, H, T, D] with an optional gate [B, H, T]: [B, H, G, T, D]."""
     q, k, v, *gate = (x.flatten(0, 1).contiguous() for x in inputs)
     out: Tensor = _Attention.apply(q, k, v, gate[0] if gate else None, window, scale)  # type: ignore[no-untyped-call]
     return out.view(inputs[0].shape)
 
 
 class _Attention(torch.autograd.Function):
-    """q [N, G, T, D], k, v [N, T, D], gate [N, T] (log u, or bool: kept) or None to [N, G, T, D]."""
+    """Attention of heads with the same window."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, window: int, scale: float) -> Tensor:
+        """Compute [N, G, T, D] from q [N, G, T, D], k, v [N, T, D] and a gate [N, T] (log u, or bool) or None."""
         length = q.shape[2]
         if window >= length:
             out, lse = masked_forward(q, k, v, None, 1, scale)
@@ -84,24 +89,29 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute dq, dk, dv, and the gradient of a soft gate."""
         q, k, v, gate, out, lse = ctx.saved_tensors
-        window, scale, wanted = ctx.window, ctx.scale, ctx.needs_input_grad[3]
+        window, scale, needs_dgate = ctx.window, ctx.scale, ctx.needs_input_grad[3]
         rows = Rows(grad.contiguous(), q, out, lse)
+        # Causal attention
         if window >= q.shape[2]:
             dq, dk, dv, _ = causal_backward(rows, k, v, None, scale, False)
-            return dq, dk, dv, torch.zeros_like(gate) if wanted else None, None, None
+            return dq, dk, dv, torch.zeros_like(gate) if needs_dgate else None, None, None
+        # Hard gates over gathered keys
         if gate is not None and compacts(gate, k, window):
             return *compact_backward(rows, k, v, gate, window, scale), None, None, None
+        # Keys in the window
         dq, dk, dv = window_backward(rows, k, v, window, scale)
+        # Keys outside it, for the rows that have any
         dgate = None
         if gate is not None:
-            rest = q.shape[2] - window
-            bias = gate_bias(gate[:, :rest], q.dtype)
+            num_far = q.shape[2] - window
+            bias = gate_bias(gate[:, :num_far], q.dtype)
             far_dq, far_dk, far_dv, dgate = causal_backward(
-                rows.at(slice(window, None)), k[:, :rest], v[:, :rest], bias, scale, wanted
+                rows.at(slice(window, None)), k[:, :num_far], v[:, :num_far], bias, scale, needs_dgate
             )
             dq[:, :, window:] += far_dq
-            dk[:, :rest] += far_dk
-            dv[:, :rest] += far_dv
+            dk[:, :num_far] += far_dk
+            dv[:, :num_far] += far_dv
             dgate = F.pad(dgate, (0, window)) if dgate is not None else None
         return dq, dk, dv, dgate, None, None

@@ -1,12 +1,12 @@
-"""Backward kernels: dq (which also leaves delta = <dout, out>), dk, dv and d log u, without atomics.
+"""Backward kernels: dq (which also stores delta = <dout, out>), dk, dv and d log u, without atomics.
 
     p = exp2(s - lse),   dS = p * (<dout, v> - delta),   dv = sum_t p dout,   dk = scale * sum_t dS q,
     dq = scale * sum_s dS k,   d log u_s = sum over t outside the window, and over the query heads, of dS
 
-The kernel of dq walks the keys as the forward kernel does. That of dk and dv walks the queries of a block of keys, and
-the G query heads that share them, so that it sums over all of them by itself; it works on scores transposed, keys
-by queries, and never transposes dS. Kept keys of hard gates get their part from the far queries in a kernel over the
-gathered keys, which leaves it in float32 at the keys' own positions, where the kernel of the window picks it up.
+The kernel of dq loops over keys as the forward kernel does. That of dk and dv loops over the queries of a block of keys
+and over the G query heads that share them, so it sums over all of them itself; it computes scores transposed, keys by
+queries, and never transposes dS. For hard gates, the contribution of far queries to kept keys comes from a kernel over
+the gathered keys, which stores it in float32 at the keys' positions, from where the kernel of the window continues.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ def _visit_keys(
     low, high, jump, gap, stop, window, scale,
     MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq over tiles of keys; the arguments are those of the forward kernel's ``_visit``."""
+    """Accumulate dq over tiles of keys; the arguments are those of ``_visit`` in the forward kernel."""
     CUT: tl.constexpr = (PHASE == MIXED) | (PHASE == STAIR)
     for tile in range(low, high, BLOCK_N):
         start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_N)
         o_s = start + tl.arange(0, BLOCK_N)
+        # Scores [BLOCK_M, BLOCK_N]
         b_k = load_rows(p_k, start, stride_k, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         b_v = load_rows(p_v, start, stride_v, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
@@ -54,6 +55,7 @@ def _visit_keys(
         scores = add_bias(
             scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
         )
+        # dS and dq
         p = tl.exp2(scores - b_lse[:, None])
         dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
         ds = p * (dp - b_delta[:, None])
@@ -70,7 +72,8 @@ def attention_bwd_dq_kernel(
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """dq, laid out as out, and delta [B, Hq, T], float32. Grid and layouts as in the forward kernel."""
+    """Compute dq, laid out as out, and delta [B, Hq, T], float32. Grid and layouts as in the forward kernel."""
+    # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
     row = tl.program_id(0) // blocks
     first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
@@ -90,6 +93,7 @@ def attention_bwd_dq_kernel(
     o_out = batch * length * width + query_head * SIZE
     p_q += batch * stride_qb + query_head * stride_qh
     p_grad += batch * stride_gb + query_head * stride_gh
+    # Load the queries, and compute delta
     b_q = load_rows(p_q, first, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, True)
     b_grad = load_rows(p_grad, first, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, True)
     b_out = load_rows(p_out + o_out, first, width, length, SIZE, BLOCK_M, BLOCK_D, True)
@@ -99,6 +103,7 @@ def attention_bwd_dq_kernel(
     b_lse = tl.load(p_lse + o_row, mask=o_t < length, other=float("inf"))
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    # Visit the keys by phase
     edge, inside, diagonal = key_ranges(first, last, window, MODE, BLOCK_N)
     b_dq = _visit_keys(
         b_dq, b_q, b_grad, b_lse, b_delta, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
@@ -135,32 +140,36 @@ def _visit_queries(
     GROUP: tl.constexpr, MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dk (without its scale), dv and d log u of keys at positions ``o_s``, over the query heads of their group.
+    """Accumulate dk (without its scale), dv and d log u of keys at positions ``o_s`` over their query heads.
 
     Visits tiles of queries from ``low`` up to ``high``; from ``jump`` on, ``gap`` further. Queries past the end have an
-    infinite lse, so that p = 0. One loop goes through all heads: with one nested in another, registers spill.
+    infinite lse, so that p = 0. A single loop covers all heads, because nested loops spill registers.
     """
     tiles = tl.cdiv(tl.maximum(high - low, 0), BLOCK_M)
     o_left = o_s + window
     for index in range(GROUP * tiles):
+        # Load a tile of queries of one head
         member = (index // tiles).to(tl.int64)
         tile = low + index % tiles * BLOCK_M
         start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_M)
         o_t = start + tl.arange(0, BLOCK_M)
         b_q = load_rows(p_q + member * stride_qh, start, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
         b_lse = load_values(p_lse + member * length + o_t, o_t < length, float("inf"), EVEN)
+        # Transposed scores [BLOCK_N, BLOCK_M]
         scores = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * scale
         gate = b_gate
         if PHASE == PLAIN:
             gate = tl.where(tile < jump, 0.0, b_gate)
         scores = add_bias(scores, o_t[None, :], o_s[:, None], o_left[:, None], gate[:, None], MODE, PHASE)
         p = tl.exp2(scores - b_lse[None, :])
+        # dv, dS and dk
         b_grad = load_rows(p_grad + member * stride_gh, start, stride_gt, length, SIZE, BLOCK_M, BLOCK_D, not EVEN)
         b_dv = tl.dot(p.to(b_grad.dtype), b_grad, b_dv, input_precision="ieee")
         b_delta = load_values(p_delta + member * length + o_t, o_t < length, 0.0, EVEN)
         dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
         ds = p * (dp - b_delta[None, :])
         b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+        # d log u: dS of queries outside the window
         if MODE == SOFT:
             if PHASE == PLAIN:
                 b_dgate += tl.where(tile < jump, 0.0, tl.sum(ds, 1))
@@ -178,13 +187,15 @@ def attention_bwd_dkdv_kernel(
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [B, T, Hkv, D], and (soft) d log u [B * Hkv, T], float32. Grid: blocks of keys * B * Hkv.
+    """Compute dk and dv [B, T, Hkv, D], and with soft gates d log u [B * Hkv, T], float32.
 
-    Hard gates: of the keys inside the window only, plus what ``attention_bwd_far_dkdv_kernel`` left for kept keys.
+    Grid: blocks of keys * B * Hkv. With hard gates it covers the keys inside the window, and adds the results of
+    ``attention_bwd_far_dkdv_kernel`` for kept keys.
     """
+    # Locate and load the keys
     blocks = tl.cdiv(length, BLOCK_N)
     kv_row = tl.program_id(0) // blocks
-    first = tl.program_id(0) % blocks * BLOCK_N  # keys with the most queries first
+    first = tl.program_id(0) % blocks * BLOCK_N  # keys with most queries start first
     last = tl.minimum(first + BLOCK_N, length)
     batch = (kv_row // heads).to(tl.int64)
     head = (kv_row % heads).to(tl.int64)
@@ -201,6 +212,7 @@ def attention_bwd_dkdv_kernel(
     b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     b_dgate = tl.zeros([BLOCK_N], tl.float32)
+    # Start from the contribution of far queries
     if MODE == HARD:
         kept = tl.load(p_keep + o_gate + o_s, mask=o_s < length, other=0) != 0
         o_far = (o_gate + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]
@@ -208,13 +220,14 @@ def attention_bwd_dkdv_kernel(
         b_dk = tl.load(p_far_dk + o_far, mask=m_far, other=0.0)
         b_dv = tl.load(p_far_dv + o_far, mask=m_far, other=0.0)
 
-    # in whole tiles of queries: from ``inside`` to ``edge`` all have all keys inside their window, from ``far`` on none
+    # Phases in whole tiles of queries: from ``inside`` to ``edge`` all keys are in all windows, from ``far`` on in none
     diagonal = first // BLOCK_M * BLOCK_M
     inside = tl.cdiv(last - 1, BLOCK_M) * BLOCK_M
     far = tl.cdiv(tl.minimum(last - 1 + window, length), BLOCK_M) * BLOCK_M
     edge = tl.minimum(tl.maximum((first + window) // BLOCK_M * BLOCK_M, inside), far)
     if MODE == HARD:
         edge = inside
+    # Visit the queries by phase
     query_head = head * GROUP
     p_q += batch * stride_qb + query_head * stride_qh
     p_grad += batch * stride_gb + query_head * stride_gh
@@ -232,6 +245,7 @@ def attention_bwd_dkdv_kernel(
             inside, length - (far - edge) if MODE == SOFT else edge, edge, far - edge, length, window, scale,
             GROUP, MODE, PLAIN, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
+    # Store the gradients
     width = heads * SIZE
     o_out = batch * length * width + head * SIZE
     store_rows(p_dk + o_out, first, width, length, b_dk * (scale / LOG2E), SIZE, BLOCK_N, BLOCK_D)
@@ -248,11 +262,12 @@ def attention_bwd_far_dkdv_kernel(
     GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """dk (without its scale) and dv of kept keys from the queries whose window they left.
+    """Compute dk (without its scale) and dv of kept keys from the queries whose window they left.
 
-    far_dk and far_dv [B * Hkv, T, D], float32, at the keys' own positions; other positions stay unwritten. Grid: blocks
-    of gathered keys * B * Hkv; blocks past a head's count return at once.
+    far_dk and far_dv [B * Hkv, T, D], float32, are stored at the keys' positions; other positions stay unwritten. Grid:
+    blocks of gathered keys * B * Hkv; blocks past a head's count return at once.
     """
+    # Locate and load the gathered keys
     blocks = tl.cdiv(length, BLOCK_N)
     kv_row = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK_N
@@ -271,9 +286,11 @@ def attention_bwd_far_dkdv_kernel(
         b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_dgate = tl.zeros([BLOCK_N], tl.float32)
-        stair = (tl.load(p_positions + first) + window) // BLOCK_M * BLOCK_M  # the first query that sees any of them
+        # Find the first query that sees any of them, and the first tile in which all see all of them
+        stair = (tl.load(p_positions + first) + window) // BLOCK_M * BLOCK_M
         newest = tl.load(p_positions + tl.minimum(first + BLOCK_N, count) - 1)
-        far = tl.cdiv(tl.minimum(newest + window, length), BLOCK_M) * BLOCK_M  # from here on all see all of them
+        far = tl.cdiv(tl.minimum(newest + window, length), BLOCK_M) * BLOCK_M
+        # Visit the queries
         query_head = head * GROUP
         p_q += batch * stride_qb + query_head * stride_qh
         p_grad += batch * stride_gb + query_head * stride_gh
@@ -288,6 +305,7 @@ def attention_bwd_far_dkdv_kernel(
             p_q, stride_qh, stride_qt, p_grad, stride_gh, stride_gt, p_lse + o_row, p_delta + o_row,
             far, length, length, 0, length, window, scale, GROUP, MODE, KEPT, SIZE, BLOCK_M, BLOCK_D, EVEN,
         )  # fmt: skip
+        # Store at the positions of the keys
         o_far = (o_gate + o_s)[:, None] * SIZE + tl.arange(0, BLOCK_D)[None, :]
         m_far = (o_kept < count)[:, None] & (tl.arange(0, BLOCK_D) < SIZE)[None, :]
         tl.store(p_far_dk + o_far, b_dk, mask=m_far)

@@ -1,6 +1,7 @@
-"""What forward and backward kernels share: gate modes, phases of the inner loop, the bias of a tile of scores.
+"""Parts that forward and backward kernels share: gate modes, phases of the inner loop, and the bias of a score tile.
 
-Scores are in base 2 inside the kernels: the scale and ``log u`` are multiplied by log2(e), exponentials are ``exp2``.
+Scores are in base 2 inside the kernels: the scale and ``log u`` are multiplied by log2(e), and exponentials are
+``exp2``.
 """
 
 from __future__ import annotations
@@ -8,16 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# gate modes
+# Gate modes
 NONE = tl.constexpr(0)
 SOFT = tl.constexpr(1)
 HARD = tl.constexpr(2)
 
-# phases: which tiles of scores a loop visits
-PLAIN = tl.constexpr(0)  # wholly inside the window of every query, or wholly outside (soft gates): no mask
-MIXED = tl.constexpr(1)  # the future, the window and beyond, told apart by position
-KEPT = tl.constexpr(2)  # gathered keys that have left the window of every query: no mask
-STAIR = tl.constexpr(3)  # gathered keys that have left the window of some queries
+# Phases: the score tiles that a loop visits
+PLAIN = tl.constexpr(0)  # inside the window of every query, or outside of all (soft gates): no mask
+MIXED = tl.constexpr(1)  # future, window and older keys, distinguished by position
+KEPT = tl.constexpr(2)  # gathered keys outside the window of every query: no mask
+STAIR = tl.constexpr(3)  # gathered keys outside the window of some queries
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEVER = tl.constexpr(1 << 30)  # position of a key that no query sees
@@ -25,10 +26,10 @@ NEVER = tl.constexpr(1 << 30)  # position of a key that no query sees
 
 @triton.jit
 def add_bias(scores, query, key, left, gate, MODE: tl.constexpr, PHASE: tl.constexpr):
-    """Scores of a tile with the operator's bias.
+    """Add the operator's bias to a tile of scores.
 
-    ``query`` and ``key`` are positions, ``left`` = key + window is the first query whose window the key has left,
-    ``gate`` is log u, zero in a PLAIN tile inside the window; all broadcast to the tile.
+    ``query`` and ``key`` are positions, ``left`` = key + window is the first query whose window the key has left, and
+    ``gate`` is log u, or zero in a PLAIN tile inside the window; all broadcast to the tile.
     """
     if PHASE == MIXED:
         if MODE == SOFT:
@@ -45,12 +46,19 @@ def add_bias(scores, query, key, left, gate, MODE: tl.constexpr, PHASE: tl.const
 
 @triton.jit
 def load_rows(
-    base, start, stride, stop,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK, BLOCK_D]: rows from ``start`` of a [*, SIZE] matrix; zeros beyond SIZE and, with ROWS, from ``stop`` on.
+    base,
+    start,
+    stride,
+    stop,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Load rows from ``start`` of a [*, SIZE] matrix as [BLOCK, BLOCK_D].
 
-    The offset of the tile is 64 bits wide, those within it need 32.
+    Channels beyond SIZE are zero, and with ROWS also rows from ``stop`` on. The offset of the tile is 64 bits wide,
+    those within it need 32.
     """
     o_row = tl.arange(0, BLOCK)
     o_d = tl.arange(0, BLOCK_D)
@@ -64,7 +72,7 @@ def load_rows(
 
 @triton.jit
 def load_values(pointers, mask, other, EVEN: tl.constexpr):
-    """A load with a mask, or with EVEN (all tiles are full) without: fewer registers."""
+    """Load with a mask, or without one if EVEN (all tiles are full), which needs fewer registers."""
     if EVEN:
         return tl.load(pointers)
     return tl.load(pointers, mask=mask, other=other)
@@ -72,7 +80,7 @@ def load_values(pointers, mask, other, EVEN: tl.constexpr):
 
 @triton.jit
 def store_rows(base, start, stride, stop, tile, SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write rows from ``start`` up to ``stop``, in the dtype of ``base``."""
+    """Store rows from ``start`` up to ``stop``, in the dtype of ``base``."""
     o_row = tl.arange(0, BLOCK)
     o_d = tl.arange(0, BLOCK_D)
     p_tile = base + start.to(tl.int64) * stride + (o_row[:, None] * stride + o_d[None, :])
@@ -82,10 +90,11 @@ def store_rows(base, start, stride, stop, tile, SIZE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def key_ranges(first, last, window, MODE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the keys of queries ``first`` to ``last - 1`` change phase, in whole tiles: (edge, inside, diagonal).
+    """Return where the keys of queries ``first`` to ``last - 1`` change phase, in whole tiles: edge, inside, diagonal.
 
-    Up to ``edge`` the keys are outside every window, from ``inside`` to ``diagonal`` inside every one; in between and
-    from ``diagonal`` on, MIXED. With hard gates, whose windows are short, everything from ``edge`` on is.
+    Keys before ``edge`` are outside every window, those from ``inside`` to ``diagonal`` inside every one. Tiles between
+    ``edge`` and ``inside``, and from ``diagonal`` on, are MIXED. With hard gates, whose windows are short, all tiles
+    from ``edge`` on are.
     """
     diagonal = first // BLOCK_N * BLOCK_N
     edge = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -97,7 +106,10 @@ def key_ranges(first, last, window, MODE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def kept_ranges(p_rank, first, last, window, BLOCK_N: tl.constexpr):
-    """How many gathered keys queries ``first`` to ``last - 1`` see: (all of them, in whole tiles; the last of them)."""
+    """Return how many gathered keys queries ``first`` to ``last - 1`` see.
+
+    The first number is seen by all of them, rounded down to whole tiles; the second is seen by the last one.
+    """
     seen_by_all = tl.load(p_rank + first - window, mask=first >= window, other=0)
     seen_by_last = tl.load(p_rank + last - 1 - window, mask=last - 1 >= window, other=0)
     return seen_by_all // BLOCK_N * BLOCK_N, seen_by_last
@@ -105,7 +117,7 @@ def kept_ranges(p_rank, first, last, window, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def load_gate(p_gate, o_s, stop, far, MODE: tl.constexpr, PHASE: tl.constexpr):
-    """log2 u of keys ``o_s``; zeros for tiles that have no gate: without soft gates, or PLAIN and not ``far``."""
+    """Load log2 u of keys ``o_s``; zeros without soft gates, and in PLAIN tiles that are not ``far``."""
     gate = tl.zeros(o_s.shape, tl.float32)
     if MODE == SOFT:
         gate = tl.load(p_gate + o_s, mask=o_s < stop, other=0.0) * LOG2E
@@ -116,7 +128,7 @@ def load_gate(p_gate, o_s, stop, far, MODE: tl.constexpr, PHASE: tl.constexpr):
 
 @triton.jit
 def load_positions(p_positions, o_s, stop, PHASE: tl.constexpr):
-    """Positions of the keys at ``o_s``: these themselves, but for gathered keys."""
+    """Return the positions of the keys at ``o_s``, which differ from ``o_s`` for gathered keys."""
     position = o_s
     if PHASE == STAIR:
         position = tl.load(p_positions + o_s, mask=o_s < stop, other=NEVER)

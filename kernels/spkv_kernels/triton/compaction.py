@@ -1,4 +1,4 @@
-"""Compaction: the kept keys and values of each (batch, KV head), gathered in ascending position, on the device."""
+"""Compaction: gather the kept keys and values of each (batch, KV head), in ascending position, on the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _BLOCK = 64  # tokens per program
 
 
 class Kept(NamedTuple):
-    """Room for all T tokens, because the host does not know how many are kept; what lies past the count is unwritten.
+    """Gathered keys, in buffers for all T tokens, because the host does not know the counts; the rest is unwritten.
 
     Attributes:
-        k, v: [B * Hkv, T, D], the kept rows first.
+        k: keys [B * Hkv, T, D], the kept rows first.
+        v: values [B * Hkv, T, D], likewise.
         positions: int32 [B * Hkv, T], ascending.
-        rank: int32 [B * Hkv, T], how many keys up to and including each position are kept.
+        rank: int32 [B * Hkv, T], number of kept keys up to and including each position.
     """
 
     k: Tensor
@@ -31,12 +32,27 @@ class Kept(NamedTuple):
 
 @triton.jit
 def compact_kernel(
-    p_k, p_v, p_keep, p_rank, p_far_k, p_far_v, p_positions,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    length, heads,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Grid: blocks of tokens * B * Hkv."""
+    p_k,
+    p_v,
+    p_keep,
+    p_rank,
+    p_far_k,
+    p_far_v,
+    p_positions,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    length,
+    heads,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Copy the kept rows of a block of tokens to their slots. Grid: blocks of tokens * B * Hkv."""
+    # Locate the tokens
     blocks = tl.cdiv(length, BLOCK)
     kv_row = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * BLOCK
@@ -45,9 +61,11 @@ def compact_kernel(
     o_gate = kv_row.to(tl.int64) * length
     o_s = first + tl.arange(0, BLOCK)
     o_d = tl.arange(0, BLOCK_D)
+    # Find the slots of kept tokens
     kept = tl.load(p_keep + o_gate + o_s, mask=o_s < length, other=0) != 0
     slot = tl.load(p_rank + o_gate + o_s, mask=kept, other=1) - 1
     tl.store(p_positions + o_gate + slot, o_s, mask=kept)
+    # Copy their keys and values
     o_far = (o_gate + slot)[:, None] * SIZE + o_d[None, :]
     m_far = kept[:, None] & (o_d < SIZE)[None, :]
     b_k = load_rows(p_k + batch * stride_kb + head * stride_kh, first, stride_kt, length, SIZE, BLOCK, BLOCK_D, True)
@@ -57,7 +75,7 @@ def compact_kernel(
 
 
 def compact(k: Tensor, v: Tensor, keep: Tensor) -> Kept:
-    """Gather the kept rows of k, v [B, Hkv, T, D] by ``keep`` bool [B, Hkv, T]. No host synchronisation."""
+    """Gather the kept rows of k, v [B, Hkv, T, D] by ``keep`` bool [B, Hkv, T], without synchronising."""
     batch, heads, length, size = k.shape
     keep = keep.contiguous()
     rank = keep.flatten(0, 1).cumsum(-1, dtype=torch.int32)
@@ -65,8 +83,19 @@ def compact(k: Tensor, v: Tensor, keep: Tensor) -> Kept:
     positions = torch.empty_like(rank)
     grid = (triton.cdiv(length, _BLOCK) * batch * heads,)
     compact_kernel[grid](
-        k, v, keep.view(torch.uint8), rank, far_k, far_v, positions,
-        *k.stride()[:3], *v.stride()[:3], length, heads,
-        SIZE=size, BLOCK=_BLOCK, BLOCK_D=max(16, triton.next_power_of_2(size)),
-    )  # fmt: skip
+        k,
+        v,
+        keep.view(torch.uint8),
+        rank,
+        far_k,
+        far_v,
+        positions,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        length,
+        heads,
+        SIZE=size,
+        BLOCK=_BLOCK,
+        BLOCK_D=max(16, triton.next_power_of_2(size)),
+    )
     return Kept(far_k, far_v, positions, rank)

@@ -1,7 +1,7 @@
-"""Tile sizes: fixed defaults for each kernel, head size and dtype; autotuning on request.
+"""Tile sizes of the kernels: fixed defaults by kernel, head size and dtype, or autotuning on request.
 
-``SPKV_AUTOTUNE=1`` (read when the backend is first used) times the candidates of ``_NEARBY`` once for every new
-(head size, dtype, gate mode, GQA group); Triton keeps the winners in its cache folder, ``TRITON_CACHE_DIR``.
+``SPKV_AUTOTUNE=1`` (read when the backend is first used) times the candidate configurations once for every new (head
+size, dtype, gate mode, GQA group); Triton stores the winners in its cache folder, ``TRITON_CACHE_DIR``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ import triton
 AUTOTUNE = os.environ.get("SPKV_AUTOTUNE", "0") not in ("", "0")
 
 
-LARGEST_BLOCK = 128  # queries or keys: a length that this divides has full tiles only
+LARGEST_BLOCK = 128  # queries or keys; lengths divisible by it have full tiles only
 
 
 class Config(NamedTuple):
-    """Queries and keys per tile, and Triton's launch options."""
+    """Tile size and launch options of a kernel.
+
+    Attributes:
+        block_m: queries per tile.
+        block_n: keys per tile.
+        num_warps: warps per program.
+        num_stages: stages of the software pipeline.
+    """
 
     block_m: int
     block_n: int
@@ -27,7 +34,7 @@ class Config(NamedTuple):
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """As keywords of a kernel launch."""
+        """Return the keyword arguments of a kernel launch."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -36,9 +43,9 @@ class Config(NamedTuple):
         }
 
 
-# By kernel: (16-bit, float32), each by the largest padded head size it serves. Chosen without a GPU, as the largest
-# tiles that spill no register on sm_90 (kernels/benchmarks/resources.py); 128 rows need two warp groups, hence 8 warps.
-# float32 runs without tensor cores, its operands in registers: small tiles.
+# kernel -> (16-bit, float32), each by the largest padded head size that it serves. Chosen without a GPU as the largest
+# tiles without register spills on sm_90 (kernels/benchmarks/resources.py); 128 rows need two warp groups, so 8 warps.
+# float32 runs without tensor cores, with operands in registers, hence small tiles.
 _DEFAULTS: dict[str, tuple[dict[int, Config], dict[int, Config]]] = {
     "fwd": (
         {64: Config(128, 128, 8, 2), 128: Config(128, 64, 8, 3), 256: Config(64, 32, 8, 2)},
@@ -52,7 +59,7 @@ _DEFAULTS: dict[str, tuple[dict[int, Config], dict[int, Config]]] = {
         {64: Config(64, 128, 8, 2), 128: Config(32, 128, 8, 2), 256: Config(32, 32, 8, 1)},
         {64: Config(32, 32, 8, 1), 128: Config(16, 16, 8, 1), 256: Config(16, 16, 8, 1)},
     ),
-    "decode": (  # block_m: query heads of a group; two programs share a multiprocessor
+    "decode": (  # block_m: query heads of a group; two programs per multiprocessor
         {64: Config(16, 128, 8, 3), 128: Config(16, 64, 8, 3), 256: Config(16, 32, 8, 3)},
         {64: Config(16, 64, 4, 3), 128: Config(16, 32, 4, 3), 256: Config(16, 16, 4, 3)},
     ),
@@ -60,13 +67,13 @@ _DEFAULTS: dict[str, tuple[dict[int, Config], dict[int, Config]]] = {
 
 
 def default(kernel: str, size: int, dtype: torch.dtype) -> Config:
-    """The configuration of ``kernel``, a key of ``_DEFAULTS``, for heads of ``size``."""
+    """Return the configuration of ``kernel``, a key of ``_DEFAULTS``, for heads of ``size`` channels."""
     table = _DEFAULTS[kernel][dtype == torch.float32]
     return table[min(limit for limit in table if limit >= size)]
 
 
 def tunable(name: str, kernel: Any) -> Any:
-    """``kernel``, or with autotuning on its tuner over the configurations of all 16-bit and 32-bit defaults."""
+    """Return ``kernel``, or with autotuning its tuner over the default configurations of all dtypes."""
     if not AUTOTUNE:
         return kernel
     candidates = {config for table in _DEFAULTS[name] for config in table.values()}
@@ -78,5 +85,5 @@ def tunable(name: str, kernel: Any) -> Any:
 
 
 def launch_options(kernel: str, size: int, dtype: torch.dtype) -> dict[str, int]:
-    """What to pass at a launch: nothing with autotuning on, the tuner does."""
+    """Return the keyword arguments to pass at a launch; none with autotuning, where the tuner passes them."""
     return {} if AUTOTUNE else default(kernel, size, dtype).options()

@@ -1,13 +1,13 @@
 """Forward kernel: flash attention with a window per KV head and a gate on the keys outside it.
 
-A program computes BLOCK_M queries of one query head. It visits its keys in up to three loops, so that only tiles that
-need a mask pay for one (kernels/README.md draws them):
+A program computes BLOCK_M queries of one query head. It visits their keys in up to three loops, so that only tiles that
+need a mask pay for one (kernels/README.md has a diagram):
 
     MIXED        the diagonal, and the tiles that the far edge of some query's window crosses
-    PLAIN        tiles inside the window of all BLOCK_M queries, and with soft gates those outside of it
+    PLAIN        tiles inside the window of all BLOCK_M queries, and with soft gates those outside of all
     KEPT, STAIR  hard gates: the gathered kept keys, and the last of them, where queries differ in what they see
 
-MIXED comes first: it holds each query's own key, so the running maximum is finite from then on.
+MIXED comes first: it includes each query's own key, so the running maximum is finite from then on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,31 @@ from spkv_kernels.triton.common import (
 
 @triton.jit
 def _visit(
-    acc, total, largest, b_q, o_t,
-    p_k, stride_k, p_v, stride_v, p_gate, p_positions,
-    low, high, jump, gap, stop, window, scale,
-    MODE: tl.constexpr, PHASE: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over tiles of keys from ``low`` up to ``high``, those from ``jump`` on ``gap`` further.
+    acc,
+    total,
+    largest,
+    b_q,
+    o_t,
+    p_k,
+    stride_k,
+    p_v,
+    stride_v,
+    p_gate,
+    p_positions,
+    low,
+    high,
+    jump,
+    gap,
+    stop,
+    window,
+    scale,
+    MODE: tl.constexpr,
+    PHASE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Run the online softmax over tiles of keys from ``low`` up to ``high``; from ``jump`` on, ``gap`` further.
 
     Keys from ``stop`` on do not exist.
     """
@@ -47,6 +66,7 @@ def _visit(
     for tile in range(low, high, BLOCK_N):
         start = tl.multiple_of(tl.where(tile < jump, tile, tile + gap), BLOCK_N)
         o_s = start + tl.arange(0, BLOCK_N)
+        # Scores [BLOCK_M, BLOCK_N]
         b_k = load_rows(p_k, start, stride_k, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         gate = load_gate(p_gate, o_s, stop, tile < jump, MODE, PHASE)
@@ -54,32 +74,59 @@ def _visit(
         scores = add_bias(
             scores, o_t[:, None], position[None, :], (position + window)[None, :], gate[None, :], MODE, PHASE
         )
-        new = tl.maximum(largest, tl.max(scores, 1))
-        reference = new
-        if PHASE == MIXED:  # a query may not have met its own key yet
-            reference = tl.where(new == -float("inf"), 0.0, new)
+        # Update the running softmax
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        reference = new_largest
+        if PHASE == MIXED:  # a query may not have seen its own key yet
+            reference = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         p = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(largest - reference)
         total = total * shrink + tl.sum(p, 1)
         b_v = load_rows(p_v, start, stride_v, stop, SIZE, BLOCK_N, BLOCK_D, CUT)
         acc = tl.dot(p.to(b_v.dtype), b_v, acc * shrink[:, None], input_precision="ieee")
-        largest = new
+        largest = new_largest
     return acc, total, largest
 
 
 @triton.jit
 def attention_fwd_kernel(
-    p_q, p_k, p_v, p_gate, p_far_k, p_far_v, p_positions, p_rank, p_windows, p_out, p_lse,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    scale, length, heads,
-    GROUP: tl.constexpr, MODE: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """out [B, Hq, T, D] and the base-2 log-sum-exp [B, Hq, T], float32. Grid: blocks of queries * B * Hq.
+    p_q,
+    p_k,
+    p_v,
+    p_gate,
+    p_far_k,
+    p_far_v,
+    p_positions,
+    p_rank,
+    p_windows,
+    p_out,
+    p_lse,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    scale,
+    length,
+    heads,
+    GROUP: tl.constexpr,
+    MODE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Compute out [B, Hq, T, D] and the base-2 log-sum-exp [B, Hq, T], float32.
 
-    gate, rank and positions [B * Hkv, T], far_k and far_v [B * Hkv, T, D] are contiguous, out lies as [B, T, Hq, D];
-    of q, k and v only D has to be contiguous. ``rank`` counts the kept keys up to and including each position.
+    Grid: blocks of queries * B * Hq. gate, rank and positions [B * Hkv, T], far_k and far_v [B * Hkv, T, D] are
+    contiguous, and out has the memory layout [B, T, Hq, D]; of q, k and v only D must be contiguous. ``rank`` counts
+    the kept keys up to and including each position.
     """
+    # Locate the queries and their KV head
     blocks = tl.cdiv(length, BLOCK_M)
     row = tl.program_id(0) // blocks  # b * Hq + query head
     first = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M  # the longest rows of a head start first
@@ -94,6 +141,7 @@ def attention_fwd_kernel(
     p_v += batch * stride_vb + head * stride_vh
     if MODE == SOFT:
         p_gate += o_gate
+    # Load the queries
     o_t = first + tl.arange(0, BLOCK_M)
     p_q += batch * stride_qb + query_head * stride_qh
     b_q = load_rows(p_q, first, stride_qt, length, SIZE, BLOCK_M, BLOCK_D, True)
@@ -101,32 +149,116 @@ def attention_fwd_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
+    # Visit the keys by phase
     edge, inside, diagonal = key_ranges(first, last, window, MODE, BLOCK_N)
     acc, total, largest = _visit(
-        acc, total, largest, b_q, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
-        edge, last - (diagonal - inside), inside, diagonal - inside, length,
-        window, scale, MODE, MIXED, SIZE, BLOCK_N, BLOCK_D,
-    )  # fmt: skip
+        acc,
+        total,
+        largest,
+        b_q,
+        o_t,
+        p_k,
+        stride_kt,
+        p_v,
+        stride_vt,
+        p_gate,
+        p_positions,
+        edge,
+        last - (diagonal - inside),
+        inside,
+        diagonal - inside,
+        length,
+        window,
+        scale,
+        MODE,
+        MIXED,
+        SIZE,
+        BLOCK_N,
+        BLOCK_D,
+    )
     if MODE == HARD:
         p_far_k += o_gate * SIZE
         p_far_v += o_gate * SIZE
         p_positions += o_gate
         stair, kept = kept_ranges(p_rank + o_gate, first, last, window, BLOCK_N)
         acc, total, largest = _visit(
-            acc, total, largest, b_q, o_t, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
-            0, stair, kept, 0, kept, window, scale, MODE, KEPT, SIZE, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+            acc,
+            total,
+            largest,
+            b_q,
+            o_t,
+            p_far_k,
+            SIZE,
+            p_far_v,
+            SIZE,
+            p_gate,
+            p_positions,
+            0,
+            stair,
+            kept,
+            0,
+            kept,
+            window,
+            scale,
+            MODE,
+            KEPT,
+            SIZE,
+            BLOCK_N,
+            BLOCK_D,
+        )
         acc, total, largest = _visit(
-            acc, total, largest, b_q, o_t, p_far_k, SIZE, p_far_v, SIZE, p_gate, p_positions,
-            stair, kept, kept, 0, kept, window, scale, MODE, STAIR, SIZE, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+            acc,
+            total,
+            largest,
+            b_q,
+            o_t,
+            p_far_k,
+            SIZE,
+            p_far_v,
+            SIZE,
+            p_gate,
+            p_positions,
+            stair,
+            kept,
+            kept,
+            0,
+            kept,
+            window,
+            scale,
+            MODE,
+            STAIR,
+            SIZE,
+            BLOCK_N,
+            BLOCK_D,
+        )
     else:
         acc, total, largest = _visit(
-            acc, total, largest, b_q, o_t, p_k, stride_kt, p_v, stride_vt, p_gate, p_positions,
-            0 if MODE == SOFT else edge, edge + (diagonal - inside), edge, inside - edge, length,
-            window, scale, MODE, PLAIN, SIZE, BLOCK_N, BLOCK_D,
-        )  # fmt: skip
+            acc,
+            total,
+            largest,
+            b_q,
+            o_t,
+            p_k,
+            stride_kt,
+            p_v,
+            stride_vt,
+            p_gate,
+            p_positions,
+            0 if MODE == SOFT else edge,
+            edge + (diagonal - inside),
+            edge,
+            inside - edge,
+            length,
+            window,
+            scale,
+            MODE,
+            PLAIN,
+            SIZE,
+            BLOCK_N,
+            BLOCK_D,
+        )
 
+    # Store the output
     total = tl.where(o_t < length, total, 1.0)  # queries past the end may have seen nothing
     width = heads * GROUP * SIZE
     p_out += batch * length * width + query_head * SIZE

@@ -1,7 +1,7 @@
-"""The kernels as two torch operators, ``spkv::attention`` and ``spkv::attention_backward``.
+"""Torch operators ``spkv::attention`` and ``spkv::attention_backward``, which launch the kernels.
 
-Registered with torch.library, so that ``torch.compile(fullgraph=True)`` and activation checkpointing see one opaque
-operator with known shapes, and autograd knows its backward pass. Nothing here waits for the device.
+They are registered with torch.library, so that ``torch.compile(fullgraph=True)`` and activation checkpointing see one
+opaque operator with known shapes, and autograd knows its backward pass. Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
@@ -31,19 +31,30 @@ _bwd_far_dkdv = tunable("bwd_dkdv", backward.attention_bwd_far_dkdv_kernel)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, windows: Tensor, log_utility: Tensor | None, keep: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out as q, base-2 log-sum-exp [B, Hq, T] in float32)."""
+    """Compute the output, shaped as q, and the base-2 log-sum-exp [B, Hq, T] in float32."""
     q, k, v = (_dense_rows(x) for x in (q, k, v))
     out = _tokens_first(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     shape = _Shape(q, k, log_utility, keep)
-    # Triton starts kernels on the current device, which autograd sees to in a backward pass
+    # Triton launches on the current device, which autograd sets in a backward pass
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         far = compact(k, v, keep) if keep is not None else _NO_KEPT
         _fwd[shape.grid("BLOCK_M", len(q) * q.shape[1])](
-            q, k, v, _contiguous(log_utility), *far, windows, out, lse,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            scale * _LOG2E, **shape.arguments, **launch_options("fwd", shape.size, q.dtype),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            _contiguous(log_utility),
+            *far,
+            windows,
+            out,
+            lse,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            scale * _LOG2E,
+            **shape.arguments,
+            **launch_options("fwd", shape.size, q.dtype),
+        )
     return out, lse
 
 
@@ -67,7 +78,8 @@ def _backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, d log u [B, Hkv, T] in float32, empty without soft gates)."""
+    """Compute dq, dk, dv, and d log u [B, Hkv, T] in float32, which is empty without soft gates."""
+    # Allocate outputs
     q, k, v, grad = (_dense_rows(x) for x in (q, k, v, grad))
     dq, dk, dv = (_tokens_first(x) for x in (q, k, v))
     delta = torch.empty_like(lse)
@@ -76,25 +88,69 @@ def _backward(
     far = compact(k, v, keep) if keep is not None else None
     shape = _Shape(q, k, log_utility, keep)
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
+    # dq, and delta = <dout, out>
     _bwd_dq[shape.grid("BLOCK_M", len(q) * q.shape[1])](
-        q, k, v, gate, *(far or _NO_KEPT), windows, out, lse, grad, delta, dq,
-        *strides, *grad.stride()[:3],
-        scale * _LOG2E, **shape.arguments, **launch_options("bwd_dq", shape.size, q.dtype),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        gate,
+        *(far or _NO_KEPT),
+        windows,
+        out,
+        lse,
+        grad,
+        delta,
+        dq,
+        *strides,
+        *grad.stride()[:3],
+        scale * _LOG2E,
+        **shape.arguments,
+        **launch_options("bwd_dq", shape.size, q.dtype),
+    )
+    # dk and dv of gathered keys, from queries outside the window
     far_dk = far_dv = kept = None
     if keep is not None and far is not None:
         kept = keep.contiguous().view(torch.uint8)
         far_dk, far_dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (far.k, far.v))
         _bwd_far_dkdv[shape.grid("BLOCK_N", len(k) * k.shape[1])](
-            q, *far, windows, lse, grad, delta, far_dk, far_dv,
-            *q.stride()[:3], *grad.stride()[:3],
-            scale * _LOG2E, **shape.arguments, EVEN=shape.even, **launch_options("bwd_dkdv", shape.size, q.dtype),
-        )  # fmt: skip
+            q,
+            *far,
+            windows,
+            lse,
+            grad,
+            delta,
+            far_dk,
+            far_dv,
+            *q.stride()[:3],
+            *grad.stride()[:3],
+            scale * _LOG2E,
+            **shape.arguments,
+            EVEN=shape.even,
+            **launch_options("bwd_dkdv", shape.size, q.dtype),
+        )
+    # dk, dv and d log u
     _bwd_dkdv[shape.grid("BLOCK_N", len(k) * k.shape[1])](
-        q, k, v, gate, kept, far_dk, far_dv, windows, lse, grad, delta, dk, dv, dgate,
-        *strides, *grad.stride()[:3],
-        scale * _LOG2E, **shape.arguments, EVEN=shape.even, **launch_options("bwd_dkdv", shape.size, q.dtype),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        gate,
+        kept,
+        far_dk,
+        far_dv,
+        windows,
+        lse,
+        grad,
+        delta,
+        dk,
+        dv,
+        dgate,
+        *strides,
+        *grad.stride()[:3],
+        scale * _LOG2E,
+        **shape.arguments,
+        EVEN=shape.even,
+        **launch_options("bwd_dkdv", shape.size, q.dtype),
+    )
     return dq, dk, dv, dgate
 
 
@@ -116,12 +172,14 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the tensors that the backward pass needs."""
     *tensors, scale = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.scale = scale
 
 
 def _autograd(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of all inputs."""
     q, k, v, windows, log_utility, keep, out, lse = ctx.saved_tensors
     dq, dk, dv, dgate = _backward(grad, q, k, v, windows, log_utility, keep, out, lse, ctx.scale)
     return dq, dk, dv, None, dgate.to(log_utility.dtype) if log_utility is not None else None, None, None
@@ -131,7 +189,7 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
 class _Shape:
-    """What all launches of one call have in common."""
+    """Arguments that all launches of one call share."""
 
     def __init__(self, q: Tensor, k: Tensor, log_utility: Tensor | None, keep: Tensor | None) -> None:
         self.size = q.shape[3]
@@ -148,22 +206,23 @@ class _Shape:
         }
 
     def grid(self, block: str, rows: int) -> Any:
-        """Tiles of ``block`` tokens times ``rows`` heads."""
+        """Return the launch grid: tiles of ``block`` tokens times ``rows`` heads."""
         return lambda meta: (triton.cdiv(self.length, meta[block]) * rows,)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """``x``, copied if D is not contiguous."""
+    """Return ``x``, copied unless D is contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def _tokens_first(x: Tensor) -> Tensor:
-    """An empty tensor [B, H, T, D] that lies in memory as [B, T, H, D], which is what comes before and after."""
+    """Make an empty tensor [B, H, T, D] with the memory layout [B, T, H, D], which its neighbours in a model use."""
     batch, heads, length, size = x.shape
     return x.new_empty(batch, length, heads, size).transpose(1, 2)
 
 
 def _contiguous(log_utility: Tensor | None) -> Tensor | None:
+    """Convert log u to contiguous float32."""
     return None if log_utility is None else log_utility.to(torch.float32).contiguous()
 
 
@@ -176,6 +235,6 @@ def attention(
     keep: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """See ``spkv_kernels.attention``; ``windows`` is int32 [Hkv] on the device of ``q``."""
+    """Compute ``spkv_kernels.attention``; ``windows`` is int32 [Hkv] on the device of ``q``."""
     out: Tensor = _forward(q, k, v, windows, log_utility, keep, scale)[0]
     return out
