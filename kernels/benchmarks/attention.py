@@ -37,7 +37,7 @@ Call = Callable[[], None]
 
 
 def gate(kind: str, heads: int, length: int, density: float) -> Tensor:
-    """bool [1, heads, length]: independent tokens, runs of 64, or a mix of dead and full heads of the same mean."""
+    """Draw a gate, bool [1, heads, length]: independent tokens, runs of 64, or dead and full heads of the same mean."""
     generator = torch.Generator().manual_seed(0)
     if kind == "independent":
         return torch.rand(1, heads, length, generator=generator) < density
@@ -54,70 +54,84 @@ def gate(kind: str, heads: int, length: int, density: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. ``shape`` is (B, Hq, Hkv, T, D); ``must`` a ratio, and ``against`` whom."""
+    """Row of the table.
+
+    Attributes:
+        name: shown in the table.
+        shape: (B, Hq, Hkv, T, D).
+        window: window of all heads, or of each.
+        kind: None (no gate), "soft", or a gate set.
+        density: share of the keys that a gate set keeps.
+        backward: include the backward pass.
+        must: required ratio of the time of ``against`` to ours.
+        against: name of that candidate.
+    """
 
     name: str
     shape: tuple[int, int, int, int, int]
     window: int | tuple[int, ...] = 128
-    kind: str | None = None  # None (no gate), "soft", or a gate set
+    kind: str | None = None
     density: float = 1.0
     backward: bool = True
     must: float | None = None
     against: str = "SDPA"
 
     def inputs(self, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """q, k, v and the gate; leaves, if there is a backward pass."""
+        """Make q, k, v and the gate; they require gradients if there is a backward pass."""
         batch, query_heads, heads, length, size = self.shape
         generator = torch.Generator().manual_seed(0)
 
         def normal(*dims: int) -> Tensor:
             return torch.randn(*dims, generator=generator, dtype=torch.float32)
 
-        given = {
+        # Tensors
+        inputs = {
             "q": normal(batch, query_heads, length, size).to(device, dtype),
             "k": normal(batch, heads, length, size).to(device, dtype),
             "v": normal(batch, heads, length, size).to(device, dtype),
         }
+        # Gate
         if self.kind == "soft":
             precise = torch.promote_types(dtype, torch.float32)
-            given["log_utility"] = F.logsigmoid(normal(batch, heads, length)).to(device, precise)
+            inputs["log_utility"] = F.logsigmoid(normal(batch, heads, length)).to(device, precise)
         elif self.kind is not None:
-            given["keep"] = gate(self.kind, heads, length, self.density).expand(batch, -1, -1).to(device).contiguous()
+            inputs["keep"] = gate(self.kind, heads, length, self.density).expand(batch, -1, -1).to(device).contiguous()
         if self.backward:
-            for tensor in given.values():
+            for tensor in inputs.values():
                 if tensor.is_floating_point():
                     tensor.requires_grad_()
-        return given
+        return inputs
 
     def windows(self, device: str) -> int | Tensor:
-        """The operator's ``window``; on the GPU already there, as a model keeps it."""
+        """Return the operator's ``window``, on the device as in a model."""
         return self.window if isinstance(self.window, int) else torch.tensor(self.window, device=device)
 
     def check(self, device: str, dtype: torch.dtype) -> None:
         """Compare the output with the oracle's at no more than 1,400 tokens. Raises ``AssertionError``.
 
-        The bar for 16-bit inputs is twice the error of the eager formula in the same dtype.
+        The limit for 16-bit inputs is twice the error of the eager formula in the same dtype.
         """
         _, *heads, length, size = self.shape
         short = replace(self, shape=(1, *heads, min(length, 1400), size), backward=False)
-        given = short.inputs(device, dtype)
+        inputs = short.inputs(device, dtype)
         window = short.windows(device)
-        exact = {name: x.double() if x.is_floating_point() else x for name, x in given.items()}
+        exact = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
         expected = attention(**exact, window=window, backend="reference")
         limit = 2e-5
         if dtype != torch.float32:
-            eager = attention(**given, window=window, backend="reference")
+            eager = attention(**inputs, window=window, backend="reference")
             limit = 2 * float((eager.double() - expected).abs().max() / expected.abs().max())
-        found = attention(**given, window=window)
-        error = float((found.double() - expected).abs().max() / expected.abs().max())
+        actual = attention(**inputs, window=window)
+        error = float((actual.double() - expected).abs().max() / expected.abs().max())
         assert error <= limit, f"{self.name}: output is off by {error:.1e} (bar {limit:.1e}); no speed is printed"
 
     def candidates(self, device: str, dtype: torch.dtype) -> dict[str, Call]:
-        """Ours first, then what it is compared with."""
-        given = self.inputs(device, dtype)
+        """Return the functions to time: ours first, then those it is compared with."""
+        # Ours, and full attention
+        inputs = self.inputs(device, dtype)
         window = self.windows(device)
-        found = {"ours": self._call(lambda: attention(**given, window=window), given)}
-        q, k, v = given["q"], given["k"], given["v"]
+        calls = {"ours": self._call(lambda: attention(**inputs, window=window), inputs)}
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
 
         def sdpa() -> Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -126,34 +140,37 @@ class Case:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 return sdpa()
 
-        found["SDPA"] = self._call(sdpa, given)
+        calls["SDPA"] = self._call(sdpa, inputs)
+        # Other kernels on the GPU
         if device == "cuda":
-            found["cuDNN"] = self._call(cudnn, given)
-            ungated = {name: given[name] for name in ("q", "k", "v")}
-            found["ours, no gate"] = self._call(lambda: attention(**ungated, window=1 << 30), ungated)
+            calls["cuDNN"] = self._call(cudnn, inputs)
+            ungated = {name: inputs[name] for name in ("q", "k", "v")}
+            calls["ours, no gate"] = self._call(lambda: attention(**ungated, window=1 << 30), ungated)
             if not isinstance(self.window, int):
-                found["two calls"] = self._two_calls(given)
+                calls["two calls"] = self._two_calls(inputs)
             elif self.kind is not None:
-                found["Flex"] = self._call(self._flex(given), given)
-        return found
+                calls["Flex"] = self._call(self._flex(inputs), inputs)
+        return calls
 
-    def _flex(self, given: dict[str, Tensor]) -> Callable[[], Tensor]:
-        """FlexAttention: the soft gate as a captured tensor with gradient, hard gates as a block mask."""
+    def _flex(self, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
+        """Build FlexAttention: the soft gate as a captured tensor with gradient, hard gates as a block mask."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         flex = torch.compile(flex_attention, dynamic=False)
-        q, k, v = given["q"], given["k"], given["v"]
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
         group, window = q.shape[1] // k.shape[1], self.window
 
+        # Soft gate
         if self.kind == "soft":
-            log_utility = given["log_utility"]
+            log_utility = inputs["log_utility"]
             causal = create_block_mask(lambda b, h, t, s: t >= s, None, None, q.shape[2], q.shape[2], device=q.device)
 
             def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, j: Tensor) -> Tensor:
                 return torch.where(t - j < window, s, s + log_utility[b, h // group, j])
 
             return lambda: flex(q, k, v, score_mod=score, block_mask=causal, enable_gqa=True)
-        keep = given["keep"]
+        # Hard gate
+        keep = inputs["keep"]
 
         def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
             return (t >= s) & ((t - s < window) | keep[b, h // group, s])
@@ -161,15 +178,15 @@ class Case:
         mask = create_block_mask(visible, len(q), q.shape[1], q.shape[2], q.shape[2], device=q.device)
         return lambda: flex(q, k, v, block_mask=mask, enable_gqa=True)
 
-    def _two_calls(self, given: dict[str, Tensor]) -> Call:
-        """Global heads by cuDNN, local heads by our window: how one would run a hybrid layer without this operator."""
+    def _two_calls(self, inputs: dict[str, Tensor]) -> Call:
+        """Build global heads by cuDNN and local heads by our window: a hybrid layer without this operator."""
         assert isinstance(self.window, tuple)
         length, group = self.shape[3], self.shape[1] // self.shape[2]
         heads = [[h for h, w in enumerate(self.window) if (w >= length) == is_global] for is_global in (True, False)]
         parts = []
-        for members in heads:
-            queries = [h * group + i for h in members for i in range(group)]
-            parts.append([given["q"][:, queries], given["k"][:, members], given["v"][:, members]])
+        for head_indices in heads:
+            queries = [h * group + i for h in head_indices for i in range(group)]
+            parts.append([inputs["q"][:, queries], inputs["k"][:, head_indices], inputs["v"][:, head_indices]])
         parts = [[x.detach().requires_grad_() for x in part] for part in parts]
         (q, k, v), local = parts
 
@@ -180,7 +197,9 @@ class Case:
 
         return self._call(forward, {str(i): x for i, x in enumerate([q, k, v, *local])})
 
-    def _call(self, forward: Callable[[], Tensor], given: dict[str, Tensor]) -> Call:
+    def _call(self, forward: Callable[[], Tensor], inputs: dict[str, Tensor]) -> Call:
+        """Wrap a forward pass with its backward pass, if the case has one."""
+
         def call() -> None:
             if not self.backward:
                 with torch.no_grad():
@@ -188,20 +207,20 @@ class Case:
                 return
             out = forward()
             out.backward(torch.ones_like(out))
-            for tensor in given.values():
+            for tensor in inputs.values():
                 tensor.grad = None
 
         return call
 
     @property
     def flops(self) -> float:
-        """Of causal attention over all keys."""
+        """Return the operations of causal attention over all keys."""
         batch, query_heads, _, length, size = self.shape
         return (3.5 if self.backward else 1.0) * 4 * batch * query_heads * size * length**2 / 2
 
 
 def cpu_cases() -> Iterator[Case]:
-    """The CPU goals, then the sizes of the embedded reference (21 layers of Hq 6, Hkv 3, D 16, T 512, w 32)."""
+    """Yield the CPU goals, then the sizes of the embedded reference (21 layers of Hq 6, Hkv 3, D 16, T 512, w 32)."""
     yield Case("soft fwd+bwd, T=4096", (1, 8, 2, 4096, 64), kind="soft", must=0.75)
     for kind in GATE_SETS:
         for density, must in ((0.25, 1.3), (0.11, 2.2)):
@@ -214,7 +233,7 @@ def cpu_cases() -> Iterator[Case]:
 
 
 def cuda_cases() -> Iterator[Case]:
-    """16k tokens a call (one sequence from there on), head shapes of Llama-3-8B and of the paper's levels 13 and 8."""
+    """Yield cases of 16k tokens (or one longer sequence), with heads of Llama-3-8B and the paper's levels 13 and 8."""
     hard = {8192: {0.25: 1.4, 0.11: 2.3}, 32768: {0.25: 1.7, 0.11: 3.3}}
     for query_heads, heads in ((32, 8), (30, 5), (15, 3)):
         for length in (2048, 8192, 32768):
@@ -226,7 +245,7 @@ def cuda_cases() -> Iterator[Case]:
                 for density in DENSITIES:
                     name, must = f"hard fwd+bwd, {where}, {density:.2f}, {kind}", hard.get(length, {}).get(density)
                     yield Case(name, shape, kind=kind, density=density, must=must, against="cuDNN")
-    # 18 of 63 heads global, as a layout has them: a layer with 1 of 3 costs about a third
+    # 18 of 63 heads global, as in a layout: a layer with 1 of 3 costs about a third
     yield Case(
         "windows fwd+bwd, 1 of 3 global", (2, 15, 3, 8192, 128), (1 << 30, 128, 128), must=0.85, against="two calls"
     )
@@ -240,21 +259,23 @@ def cuda_cases() -> Iterator[Case]:
 
 
 def memory() -> None:
-    """Peak resident memory of a soft forward and backward at T = 32,768, Hq 8, Hkv 2, D 64 (goal: below 2 GB)."""
+    """Print the peak resident memory of a soft forward and backward pass at T = 32,768 (goal: below 2 GB)."""
     Case("memory", (1, 8, 2, 32768, 64), kind="soft").candidates("cpu", torch.float32)["ours"]()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(f"T=32768 Hq=8 Hkv=2 D=64 soft forward+backward: peak resident memory {peak:.2f} GB")
 
 
 def work(rows: int = 128, keys: int = 64, heads: int = 8, window: int = 128) -> None:
-    """Share of full attention's tiles that hard gates leave: kept keys gathered, or blocks without one skipped."""
+    """Print the share of full attention's tiles that hard gates leave: keys gathered, or empty blocks skipped."""
     print(f"{'T':>6} {'density':>8} {'gate set':12} {'gathered':>9} {'blocks skipped':>15}")
     for length, kind, density in itertools.product((8192, 32768), GATE_SETS, DENSITIES):
+        # Count tiles of full attention, and those in the window
         keep = gate(kind, heads, length, density)[0]
         last = torch.arange(rows, length + 1, rows)  # one past the last query of each row of tiles
         full = (last / keys).ceil().sum() * heads
         near = ((torch.minimum(last, torch.tensor(window + rows)) / keys).ceil()).sum() * heads
         left = (last - window).clamp_min(0)  # keys before this have left the last query's window
+        # Count tiles of gathered keys, and blocks that are not empty
         rank = F.pad(keep.cumsum(-1), (1, 0))
         gathered = (rank[:, left] / keys).ceil().sum()
         blocks = F.pad(keep.unflatten(-1, (-1, keys)).any(-1).cumsum(-1), (1, 0))
@@ -263,7 +284,7 @@ def work(rows: int = 128, keys: int = 64, heads: int = 8, window: int = 128) -> 
 
 
 def matmul_peak() -> float:
-    """Measured bfloat16 TFLOP/s of a large matrix product on the GPU: the roof of all rows."""
+    """Measure the bfloat16 TFLOP/s of a large matrix product on the GPU, the roofline of all rows."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / interleaved({"matmul": lambda: a @ b}, 20, "cuda")["matmul"] / 1e12
 
@@ -278,6 +299,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory at T = 32,768 instead")
     parser.add_argument("--work", action="store_true", help="tiles that hard gates leave, counted, instead")
     options = parser.parse_args()
+    # Other measurements
     if options.work:
         work()
         return
@@ -286,6 +308,7 @@ def main() -> None:
     if options.memory:
         memory()
         return
+    # Time every case
     on_gpu = options.device == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     peak = matmul_peak() if on_gpu else None

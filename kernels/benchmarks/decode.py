@@ -41,14 +41,24 @@ from torch import Tensor
 CONTEXTS = (4096, 16384, 32768, 65536, 131072)
 DENSITIES = (1.0, 0.25, 0.11, 0.05)
 WINDOW = 128
-LAYER_BYTES = 1 << 28  # as many layers as have so many bytes of dense keys and values, at most 4
+LAYER_BYTES = 1 << 28  # of dense keys and values: as many layers as fit, at most 4
 MUST = {1.0: 0.7, 0.25: 2.5, 0.11: 5.0}  # on the CPU, at 32k
 MUST_CUDA = {0.25: 2.8, 0.11: 5.0}  # at 32k and B = 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: B sequences of ``context`` tokens, Hq query and Hkv KV heads of size D."""
+    """Row of the table: B sequences of ``context`` tokens, Hq query and Hkv KV heads of size D.
+
+    Attributes:
+        batch: B.
+        context: tokens per sequence.
+        density: mean share of the keys beyond the window that are kept.
+        lengths: "uniform" or "lognormal", distribution of the heads' densities.
+        heads: (Hq, Hkv, D).
+        dtype: dtype of queries, keys and values.
+        device: "cpu" or "cuda".
+    """
 
     batch: int
     context: int
@@ -59,25 +69,25 @@ class Case:
     device: str
 
     def head_densities(self) -> Tensor:
-        """Share of the keys beyond the window that each head keeps, [B, Hkv]."""
+        """Return the share of the keys beyond the window that each head keeps, [B, Hkv]."""
         shape = (self.batch, self.heads[1])
         if self.lengths == "uniform" or self.density == 1:
             return torch.full(shape, self.density)
         draws = torch.randn(shape, generator=torch.Generator().manual_seed(0)).exp()
         low, high = 0.0, 1.0 / float(draws.min())
-        for _ in range(50):  # scaled until the mean, capped at 1, is the density
+        for _ in range(50):  # bisect the scale until the mean of the clamped densities fits
             scale = (low + high) / 2
             low, high = (scale, high) if (draws * scale).clamp(max=1).mean() < self.density else (low, scale)
         return (draws * high).clamp(max=1)
 
     @property
     def layers(self) -> int:
-        """Caches that a call goes through."""
+        """Return the number of caches that a call passes through."""
         dense = 2 * self.batch * self.heads[1] * self.context * self.heads[2] * self.dtype.itemsize
         return max(1, min(4, LAYER_BYTES // dense))
 
     def tensors(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, Hq, D], and dense k, v [B, Hkv, T, D]."""
+        """Make q [B, Hq, D], and dense k, v [B, Hkv, T, D]."""
         query_heads, heads, size = self.heads
         torch.manual_seed(layer)
         shape = (self.batch, heads, self.context, size)
@@ -85,7 +95,7 @@ class Case:
         return torch.randn(self.batch, query_heads, size, dtype=self.dtype, device=self.device), k, v
 
     def cache(self, k: Tensor, v: Tensor) -> PagedKVCache:
-        """The pruned cache of the same tokens."""
+        """Build the pruned cache of the same tokens."""
         cache = PagedKVCache(self.batch, k.shape[1], k.shape[3], window=WINDOW, dtype=self.dtype, device=self.device)
         generator = torch.Generator().manual_seed(1)
         keep = torch.rand(k.shape[:3], generator=generator) < self.head_densities()[..., None]
@@ -94,7 +104,7 @@ class Case:
 
 
 def entry_bytes(cache: PagedKVCache, *, whole_pages: bool = False) -> int:
-    """Bytes of the keys and values that a query sees; with ``whole_pages`` also the empty places of last pages."""
+    """Return the bytes of keys and values that a query sees; ``whole_pages`` adds the unused rest of last pages."""
     page = cache.page_size
     lengths = -(-cache.lengths // page) * page if whole_pages else cache.lengths
     near = int(cache.seq_lens.clamp(max=cache.window).sum()) * cache.num_kv_heads
@@ -104,7 +114,7 @@ def entry_bytes(cache: PagedKVCache, *, whole_pages: bool = False) -> int:
 def check(q: Tensor, cache: PagedKVCache) -> None:
     """Compare with the eager oracle. Raises ``AssertionError``.
 
-    The bar for 16-bit caches is the rounding of the result, which both compute in float32.
+    The limit for 16-bit caches is the rounding of the result, which both compute in float32.
     """
     expected = decode_attention(q, cache, backend="reference").double()
     error = float((decode_attention(q, cache).double() - expected).abs().max() / expected.abs().max())
@@ -113,10 +123,10 @@ def check(q: Tensor, cache: PagedKVCache) -> None:
 
 
 def dense_candidates(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], object]]:
-    """Full attention of one query over all keys, each as one would call it."""
+    """Return ways to compute full attention of one query over all keys, each as a user would call it."""
     batch, heads, _, size = k.shape
     single, rows = q[:, :, None], q.view(batch, heads, -1, size)
-    found: dict[str, Callable[[], object]] = {
+    candidates: dict[str, Callable[[], object]] = {
         "SDPA": lambda: F.scaled_dot_product_attention(single, k, v, enable_gqa=True),
         "rows": lambda: F.scaled_dot_product_attention(rows, k, v),
     }
@@ -124,19 +134,19 @@ def dense_candidates(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], 
         from torch.nn.attention.flex_attention import flex_attention
 
         flex = torch.compile(flex_attention, dynamic=False)
-        found["Flex"] = lambda: flex(single, k, v, enable_gqa=True)
+        candidates["Flex"] = lambda: flex(single, k, v, enable_gqa=True)
         try:
             from flash_attn import flash_attn_with_kvcache
         except ImportError:
             pass
         else:
             flash = (q[:, None], k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous())
-            found["FlashAttention"] = lambda: flash_attn_with_kvcache(*flash)
-    return found
+            candidates["FlashAttention"] = lambda: flash_attn_with_kvcache(*flash)
+    return candidates
 
 
 def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
-    """``call`` several times, so that a short kernel outlasts the clock; on a GPU as one graph, free of the host."""
+    """Repeat ``call``, so that a short kernel outlasts the clock; on a GPU as one graph, without the host."""
 
     def run() -> None:
         for _ in range(times):
@@ -156,7 +166,7 @@ def repeated(call: Callable[[], object], times: int) -> Callable[[], object]:
 
 
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read and written, of copying 1 GiB (CPU) or 4 GiB (CUDA)."""
+    """Measure the bytes per second, read and written, of copying 1 GiB (CPU) or 4 GiB (CUDA)."""
     source = torch.ones((4 if device == "cuda" else 1) << 28, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     seconds = interleaved({"copy": lambda: target.copy_(source)}, 9, device)["copy"]
@@ -164,7 +174,8 @@ def copy_bandwidth(device: str) -> float:
 
 
 def time_case(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
-    """One row; times and bytes are those of one layer."""
+    """Measure one row; times and bytes are those of one layer."""
+    # Build caches for several layers
     layers = []
     for layer in range(case.layers):
         q, k, v = case.tensors(layer)
@@ -183,32 +194,41 @@ def time_case(case: Case, rounds: int, bandwidth: float) -> dict[str, Any]:
 
         return call
 
+    # Time all candidates in turn
     times = 20 if case.device == "cuda" else 1
     calls = {"ours": ours, **{name: theirs(name) for name in dense}}
     seconds = interleaved({name: repeated(call, times) for name, call in calls.items()}, rounds, case.device)
     seconds = {name: value / times / len(layers) for name, value in seconds.items()}
     time_of_ours = seconds.pop("ours")
+    # Relate times and bytes
     dense_bytes = 2 * k.numel() * k.element_size()
     num_bytes, share = cache.num_bytes, entry_bytes(cache) / time_of_ours / bandwidth
     over_entries = num_bytes / entry_bytes(cache, whole_pages=True)
-    new = (k[:, :, 0], v[:, :, 0], torch.zeros(k.shape[:2], dtype=torch.bool, device=case.device))
-    append = interleaved({"append": lambda: cache.append(*new)}, 25, case.device)["append"]
+    new_token = (k[:, :, 0], v[:, :, 0], torch.zeros(k.shape[:2], dtype=torch.bool, device=case.device))
+    append = interleaved({"append": lambda: cache.append(*new_token)}, 25, case.device)["append"]
     return {
-        "batch": case.batch, "context": case.context, "density": case.density, "lengths": case.lengths,
-        "ours_us": 1e6 * time_of_ours, "append_us": 1e6 * append,
+        "batch": case.batch,
+        "context": case.context,
+        "density": case.density,
+        "lengths": case.lengths,
+        "ours_us": 1e6 * time_of_ours,
+        "append_us": 1e6 * append,
         "best_dense": min(seconds, key=lambda name: seconds[name]),
         "ratios": {name: round(value / time_of_ours, 2) for name, value in seconds.items()},
-        "bandwidth_share": share, "bytes": num_bytes, "bytes_over_dense": num_bytes / dense_bytes,
+        "bandwidth_share": share,
+        "bytes": num_bytes,
+        "bytes_over_dense": num_bytes / dense_bytes,
         "bytes_over_entries": over_entries,
-    }  # fmt: skip
+    }
 
 
 def growth(heads: tuple[int, int, int], dtype: torch.dtype, device: str, total: int = 100_000) -> None:
-    """Append ``total`` tokens one by one at density 0.1, decoding after each; print the time per token as it goes.
+    """Append ``total`` tokens one by one at density 0.1, decoding after each, and print the time per token.
 
-    The last tenth is compared, by turns of 100 tokens, with a cache of the same mean lengths that was filled in one
-    call: what the retained length predicts.
+    The last tenth is compared, in turns of 100 tokens, with a cache of the same mean lengths that was filled in one
+    call, which is the time that the retained length predicts.
     """
+    # Make the tokens, and a cache that is filled at once
     query_heads, num_heads, size = heads
     torch.manual_seed(0)
     k, v = (torch.randn(1, num_heads, total, size, dtype=dtype, device=device) for _ in range(2))
@@ -227,6 +247,7 @@ def growth(heads: tuple[int, int, int], dtype: torch.dtype, device: str, total: 
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
+    # Append and compare
     tenth, times, compared = total // 10, [], []
     print(f"{'tokens':>8} {'kept a head':>12} {'us a token':>11} {'us per 1,000 entries':>21} {'of entries':>11}")
     for token in range(total):
@@ -265,12 +286,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    # Choose the sizes
     on_gpu = options.device == "cuda"
     heads = tuple(options.heads or ((32, 8, 128) if on_gpu else (8, 2, 64)))
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if options.growth:
         growth(heads, dtype, options.device)
         return
+    # Time every case
     bandwidth = copy_bandwidth(options.device)
     print(f"Hq={heads[0]} Hkv={heads[1]} D={heads[2]} {dtype}, window {WINDOW}; copy {bandwidth / 1e9:.1f} GB/s")
     print(

@@ -35,18 +35,29 @@ KERNELS = {
     "decode_combine": (decode_kernels.decode_combine_kernel, "decode"),
     "append": (decode_kernels.cache_append_kernel, "decode"),
 }
-_ONLY = {"bwd_far_dkdv": "hard", "decode": "none", "decode_combine": "none", "append": "none"}  # mode of a kernel
-_UNCONFIGURED = {"decode_combine", "append"}  # launched with Triton's own warps and stages
+_ONLY = {
+    "bwd_far_dkdv": "hard",
+    "decode": "none",
+    "decode_combine": "none",
+    "append": "none",
+}  # the only mode of a kernel
+_UNCONFIGURED = {"decode_combine", "append"}  # launched with Triton's default warps and stages
 MODES = {"none": common.NONE.value, "soft": common.SOFT.value, "hard": common.HARD.value}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes per block, CUDA C++ programming guide, "compute capabilities"
 _POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 _FLOAT32 = {"gate", "lse", "delta", "dgate", "far_dk", "far_dv", "part"}
 _OTHER_TYPES = {
-    "windows": "*i32", "positions": "*i32", "rank": "*i32", "keep": "*u8",
-    "ring_keep": "*u8", "table": "*i64", "lengths": "*i64", "seq_lens": "*i64",
-}  # fmt: skip
-_ABSENT = {  # arguments that are None in a mode
+    "windows": "*i32",
+    "positions": "*i32",
+    "rank": "*i32",
+    "keep": "*u8",
+    "ring_keep": "*u8",
+    "table": "*i64",
+    "lengths": "*i64",
+    "seq_lens": "*i64",
+}
+_ABSENT = {  # arguments that are None, by mode
     "none": {"gate", "far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
     "soft": {"far_k", "far_v", "positions", "rank", "keep", "far_dk", "far_dv"},
     "hard": {"gate"},
@@ -54,7 +65,13 @@ _ABSENT = {  # arguments that are None in a mode
 
 
 class Resources(NamedTuple):
-    """What one compiled kernel uses: per thread (registers, bytes spilled) and per block (bytes of shared memory)."""
+    """Resources of a compiled kernel.
+
+    Attributes:
+        registers: registers per thread.
+        spilled: bytes spilled per thread.
+        shared: bytes of shared memory per block.
+    """
 
     registers: int
     spilled: int
@@ -64,15 +81,24 @@ class Resources(NamedTuple):
 def compile_kernel(
     kernel: str, mode: str, dtype: str, size: int, arch: int, config: Config | None = None, group: int = 4
 ) -> Resources:
-    """Compile for ``sm_<arch>`` with the launch's own specialisation: pointers and strides divisible by 16."""
+    """Compile a kernel for ``sm_<arch>`` with the specialisation of a launch: pointers and strides divisible by 16."""
+    # Choose the launch options and constants
     fn, configured = KERNELS[kernel]
     config = config or default(configured, size, DTYPES[dtype])
     options = {} if kernel in _UNCONFIGURED else {"num_warps": config.num_warps, "num_stages": config.num_stages}
     constants = {
-        "GROUP": group, "MODE": MODES[mode], "PAGE": 16, "SIZE": size, "BLOCK_D": max(16, triton.next_power_of_2(size)),
-        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "STAGES": config.num_stages, "EVEN": True,
-    }  # fmt: skip
+        "GROUP": group,
+        "MODE": MODES[mode],
+        "PAGE": 16,
+        "SIZE": size,
+        "BLOCK_D": max(16, triton.next_power_of_2(size)),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "STAGES": config.num_stages,
+        "EVEN": True,
+    }
     constants = {name: value for name, value in constants.items() if name in fn.arg_names}
+    # Describe the arguments by their names
     absent = _ABSENT[mode] if "MODE" in constants else set()
     signature, attributes = {}, {}
     for index, name in enumerate(fn.arg_names):
@@ -87,10 +113,11 @@ def compile_kernel(
             signature[name] = "fp32" if name == "scale" else "i32"
         if name.startswith(("p_", "stride_")) and signature[name] != "constexpr":
             attributes[(index,)] = [["tt.divisibility", 16]]
+    # Compile, and parse the report of ptxas
     source = ASTSource(fn, signature, {(fn.arg_names.index(k),): v for k, v in constants.items()}, attributes)
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), contextlib.redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = True  # printed when it compiles, so never taken from the cache
+        triton.knobs.nvidia.dump_ptxas_log = True  # printed only when it compiles, so bypass the cache
         triton.knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers = re.search(r"Used (\d+) registers", log.getvalue())
@@ -100,7 +127,7 @@ def compile_kernel(
 
 
 def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
-    """(kernel, mode) pairs that exist."""
+    """Yield the (kernel, mode) pairs that exist."""
     for kernel, mode in itertools.product(kernels, modes):
         if _ONLY.get(kernel, mode) == mode:
             yield kernel, mode

@@ -1,4 +1,4 @@
-"""What the benchmarks share beside ``spkv_kernels.timing``: a record of what made the numbers."""
+"""Hardware, versions and commit to record with the results of benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spkv_kernels.timing import device_name
 
 
 def hardware(device: str = "cpu") -> dict[str, str]:
-    """Device, versions and commit."""
+    """Return the device, versions and commit."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
