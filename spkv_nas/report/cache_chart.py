@@ -15,7 +15,7 @@ from spkv_nas.report.evidence import COMPARISON, Evidence
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
-from spkv_nas.report.words import BASELINES, change, short, signed
+from spkv_nas.report.words import DELTA_AXES, change, short, signed
 
 _WIDE = 10.0  # ratio of the largest change to the smallest from which on the axis is logarithmic
 
@@ -54,7 +54,7 @@ def cache_nll_chart(inputs: Inputs, verdict: Verdict) -> Chart | None:
         "NLL against KV cache",
         f"Share of full attention's KV cache, and NLL increase: {'; '.join(words)}.",
         round_axis(across, 0.0, scale, padded=True),
-        _change_axis([*layouts, *references], f"NLL increase over {BASELINES[evidence.baseline]}, %", is_log=is_log),
+        _change_axis([*layouts, *references], DELTA_AXES[evidence.baseline], is_log=is_log),
         (
             Rule(scale, f"full: {scale:,.0f} {unit}", tone="muted", dash="dotted"),
             *(
