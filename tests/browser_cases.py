@@ -52,10 +52,12 @@ def open_file(browser: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The committed example, a second probe of its model, and the report of both."""
+    """The committed example and its search, a second probe of its model, and the report of all."""
     folder = tmp_path_factory.mktemp("workspace")
     for part in ("probes", "layouts", "reports"):
         shutil.copytree(ROOT / part / "stdlib-21x3", folder / part / "stdlib-21x3")
+    for part in ("layouts", "reports"):
+        shutil.copytree(ROOT / part / "stdlib-21x3-search", folder / part / "stdlib-21x3", dirs_exist_ok=True)
     table = HeadScores.read(folder / "probes/stdlib-21x3")
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
     metadata = {"signal": "duo", "model": table.metadata["model"]}

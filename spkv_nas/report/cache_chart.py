@@ -12,7 +12,7 @@ from spkv_nas.report.axes import round_axis, spread_axis
 from spkv_nas.report.cache_size import CONTEXT, cache_share, full_bytes
 from spkv_nas.report.chart import Axis, Chart, Points, Rule, numbers
 from spkv_nas.report.evidence import COMPARISON, Evidence
-from spkv_nas.report.formatting import BASELINES, change, short, signed
+from spkv_nas.report.formatting import DELTA_AXES, change, short, signed
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
@@ -56,7 +56,7 @@ def cache_nll_chart(inputs: Inputs, verdict: Verdict) -> Chart | None:
         "NLL against KV cache",
         f"Share of full attention's KV cache, and NLL increase: {'; '.join(words)}.",
         round_axis(cache_title, 0.0, scale, padded=True),
-        _change_axis([*layouts, *references], f"NLL increase over {BASELINES[evidence.baseline]}, %", is_log=is_log),
+        _change_axis([*layouts, *references], DELTA_AXES[evidence.baseline], is_log=is_log),
         (
             Rule(scale, f"full: {scale:,.0f} {unit}", tone="muted", dash="dotted"),
             *(

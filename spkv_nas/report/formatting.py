@@ -12,6 +12,7 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
 from spkv_nas.base.statistics import share_interval, share_text
 
 BASELINES = {DENSE: "the dense model as it is", FULL_ATTENTION: "the control"}
+DELTA_AXES = {DENSE: "ΔNLL from dense, %", FULL_ATTENTION: "ΔNLL from the control, %"}
 
 
 def signed(value: float, digits: int = 3) -> str:

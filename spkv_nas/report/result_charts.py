@@ -10,7 +10,7 @@ from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, SP_KV, counted_
 from spkv_nas.artifacts.score_kind import DENSITY
 from spkv_nas.report.axes import percent_axis, round_axis
 from spkv_nas.report.chart import Chart, Line, Points, Shape, Tone, numbers
-from spkv_nas.report.formatting import BASELINES, change, short, signed, versus
+from spkv_nas.report.formatting import DELTA_AXES, change, short, signed, versus
 
 SHAPES: dict[str, tuple[Shape, Tone, str]] = {
     SP_KV: ("diamond", "ink", "SP-KV"),
@@ -61,9 +61,7 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
         "Does coverage predict the NLL?",
         "Coverage and NLL increase: " + "; ".join(words) + ".",
         percent_axis(f"Coverage, % of all heads' {noun}"),
-        round_axis(
-            f"NLL increase over {BASELINES[counted_from(comparison)]}, %", min(low, 0.0), max(high, 0.0), padded=True
-        ),
+        round_axis(DELTA_AXES[counted_from(comparison)], min(low, 0.0), max(high, 0.0), padded=True),
         tuple(marks),
         note=NOTE,
     )
