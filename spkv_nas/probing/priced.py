@@ -165,7 +165,7 @@ class _Learning:
         self._optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=_BETAS, fused=True)
         self._rates = [learning_rate * _cosine(step, steps) for step in range(steps)]
         self._price = None if config.target_density is None else Price(config.target_density)
-        self._watch = DensityTracker(model)
+        self._tracker = DensityTracker(model)
         self.density = self.last_price = math.nan
 
     def step(self, number: int, tokens: Tensor, num_blocks: int, micro_batch: AdaptiveBatchSize) -> None:
@@ -193,7 +193,7 @@ class _Learning:
             )
         sum_gradients(self._parameters.values())
         # Adjust the price toward the target density
-        measured = self._watch.stop()
+        measured = self._tracker.stop()
         assert measured is not None
         self.density = float(np.nanmean(measured))
         if price is not None:
@@ -218,7 +218,7 @@ class _Learning:
         measures = self._price is not None and not self._price.is_measured
         benefits = KeyBenefitEstimator(self._model) if measures else None
         self._optimizer.zero_grad()
-        self._watch.start()
+        self._tracker.start()
         total = torch.zeros((), device=self._model.device)
         try:
             for tokens in filter(len, parts):  # this rank may have none

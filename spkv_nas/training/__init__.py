@@ -1,1 +1,1 @@
-"""Recipes and their runs: the dense checkpoint, its branches, comparisons of them."""
+"""Recipes and training runs: the dense checkpoint, its branches, and comparisons between branches."""

@@ -1,7 +1,7 @@
-"""Ablations: a list of overrides on one recipe, trained from one dense checkpoint, as the paper's table shows them.
+"""Ablation runs: train a list of overrides of one recipe from one dense checkpoint and tabulate the results.
 
-SP-KV paper, table "Ablation Results" (appendix "Ablating design choices"): density, NLL, and their relative change from
-a baseline, which is the first row.
+The table follows the SP-KV paper's "Ablation Results" (appendix "Ablating design choices"): density, NLL, and their
+relative change from the first row, the baseline.
 """
 
 from __future__ import annotations
@@ -46,35 +46,41 @@ def ablate(
     dtype: str | None = None,
     reporter: Reporter = SILENT,
 ) -> tuple[str, pd.DataFrame]:
-    """Train every row of a file of ablations; write ``reports/<name>/ablations.csv`` after each.
+    """Train every row of an ablations file, and write ``reports/<name>/ablations.csv`` after each.
 
-    All rows are checked before the first is trained. A finished row is not trained again.
+    All rows are validated before the first is trained. Finished rows are reused.
 
     Args:
-        dtype: precision in place of the rows' own.
-        reporter: told what starts, one line each, and shows how far it is.
+        path: ablations file.
+        workspace: workspace for runs and reports.
+        device: device to train on; chosen automatically by default.
+        dtype: precision that overrides that of the rows.
+        reporter: receives a line for each run that starts, and its progress.
 
     Returns:
-        The name, and the table (columns ``COLUMNS``).
+        (name of the ablations, table with columns ``COLUMNS``).
 
     Raises:
-        UserError: naming the row and the key that is wrong.
+        UserError: a row is invalid; the message names the row and the key.
     """
+    # Validate all rows
     workspace.check_writable()
     plan = AblationPlan.read(path, dtype)
     recipes, variants = plan.recipes, plan.variants
     for recipe in recipes.values():
         join_processes(recipe, device)
+
+    # Train the rows, and write the table after each
     runs = workspace.run_dir(plan.name)
     finished: dict[str, Branch] = {}
     num_reused = 0
     for number, (name, recipe) in enumerate(recipes.items(), 1):
-        trunk = BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
-        if trunk.is_trained(variants[name]):
+        context = BranchContext.prepare(recipe, plan.base, runs, device=device, reporter=reporter)
+        if context.is_trained(variants[name]):
             num_reused += 1
         else:
             reporter.announce(f"{name} ({number} of {len(recipes)})")
-        finished[name], recipes[name] = trunk.train(variants[name]), trunk.recipe
+        finished[name], recipes[name] = context.train(variants[name]), context.recipe
         rows = _table(finished, variants)
         on_main(partial(_write, workspace.report_dir(plan.name), rows, recipes))
     reporter.reused(num_reused, len(recipes), "runs")
@@ -82,7 +88,7 @@ def ablate(
 
 
 def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> pd.DataFrame:
-    """The rows that have finished, against the first."""
+    """Tabulate the finished rows and their changes from the first."""
     rows: list[dict[str, Any]] = []
     first = next(iter(finished.values()))
     for name, branch in finished.items():
@@ -104,6 +110,7 @@ def _table(finished: Mapping[str, Branch], variants: Mapping[str, Variant]) -> p
 
 
 def _write(folder: Path, rows: pd.DataFrame, recipes: Mapping[str, Recipe]) -> None:
+    """Write ``ablations.csv``, and ``ablations.yaml`` with the recipes and versions."""
     content = {
         "recipes": {name: recipe.model_dump(mode="json") for name, recipe in recipes.items()},
         "environment": environment(),

@@ -1,4 +1,4 @@
-"""Read a file of ablations: a list of overrides on one recipe, each row checked. Needs no torch."""
+"""Schema and parser of an ablations file, a list of overrides of one recipe. Does not import torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,14 @@ class Row(BaseModel):
         return variant
 
     def read_variant(self, folder: Path) -> Variant:
-        """The variant that the row asks for; a layout's file is looked up from ``folder``. Raises ``UserError``."""
+        """Return the variant to train for this row.
+
+        Args:
+            folder: folder that the path of a layout file starts from.
+
+        Raises:
+            UserError: the layout file cannot be read, or has a reserved name.
+        """
         if self.layout is not None:
             layout = Layout.read(folder / self.layout)
             check_layout_names([layout.strategy])
@@ -53,7 +60,14 @@ class Ablations(BaseModel):
 
 @dataclass(frozen=True)
 class AblationPlan:
-    """A checked file of ablations: its name, the folder that relative paths start from, and by row what is trained."""
+    """Validated ablations file.
+
+    Attributes:
+        name: name of the ablations.
+        base: folder that relative paths in the recipes start from.
+        recipes: recipe to train by row.
+        variants: variant to train by row.
+    """
 
     name: str
     base: Path
@@ -62,11 +76,16 @@ class AblationPlan:
 
     @classmethod
     def read(cls, path: Path, dtype: str | None = None) -> AblationPlan:
-        """Read a file; ``dtype`` is a precision in place of the rows' own.
+        """Read and validate an ablations file.
+
+        Args:
+            path: the file.
+            dtype: precision that overrides that of the rows.
 
         Raises:
-            UserError: naming the row and the key that is wrong.
+            UserError: a row is invalid; the message names the row and the key.
         """
+        # Base recipe, inline or from a file
         file = validate(Ablations, read_yaml(path, "ablations"), f"ablations {path}")
         base = path.parent
         if isinstance(file.recipe, str):
@@ -74,6 +93,7 @@ class AblationPlan:
             common = read_yaml(path.parent / file.recipe, "recipe")
         else:
             common = file.recipe
+        # Recipe of each row
         recipes = {
             name: Recipe.parse(
                 merged(common, row.model_extra or {}), base, f"ablations {path}, row '{name}'"

@@ -1,4 +1,4 @@
-"""What ``transformers.Trainer`` is told of a recipe's phase."""
+"""Conversion of a recipe's training phase to ``transformers.TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -22,27 +22,32 @@ def training_arguments(
     device: str | None = None,
     seed: int | None = None,
 ) -> TrainingArguments:
-    """The arguments of one run.
+    """Build the ``TrainingArguments`` of one run.
 
     Args:
-        folder: of the run's checkpoints and logs.
-        seed: of the data order; the recipe's by default.
+        recipe: the recipe.
+        phase: the recipe's dense or branch phase.
+        folder: folder for checkpoints and logs.
+        device: device to train on; chosen automatically by default.
+        seed: seed of the data order; defaults to the recipe's.
 
     Raises:
-        UserError: there is no such device, or the processes cannot share a batch evenly, in its longest blocks.
+        UserError: there is no such device, or a batch cannot be divided evenly among ranks, in its longest blocks.
     """
     sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
     on_gpu = device.startswith("cuda")
-    least = recipe.least_blocks(phase)
-    own = blocks_per_process(phase.batch_size, least)
-    most = min(own, recipe.micro_batch_size or own)
-    micro_batch_size = max(n for n in range(least, max(most, least) + 1, least) if own % n == 0)
+    min_blocks = recipe.least_blocks(phase)
+    rank_blocks = blocks_per_process(phase.batch_size, min_blocks)
+    max_blocks = min(rank_blocks, recipe.micro_batch_size or rank_blocks)
+    micro_batch_size = max(
+        n for n in range(min_blocks, max(max_blocks, min_blocks) + 1, min_blocks) if rank_blocks % n == 0
+    )
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=phase.steps,
         per_device_train_batch_size=micro_batch_size,
-        gradient_accumulation_steps=own // micro_batch_size,
+        gradient_accumulation_steps=rank_blocks // micro_batch_size,
         learning_rate=phase.learning_rate,
         weight_decay=phase.weight_decay,
         max_grad_norm=phase.max_grad_norm,
@@ -60,17 +65,17 @@ def training_arguments(
         dataloader_pin_memory=on_gpu,
         bf16=recipe.settled(device).precision == "bfloat16",
         report_to=list(recipe.report_to),
-        run_name=f"{recipe.name}-{folder.name}",  # of a tracker
+        run_name=f"{recipe.name}-{folder.name}",  # shown by experiment trackers
         project=recipe.name,
-        disable_tqdm=True,  # of the library's own bar; ours is a callback
-        ddp_find_unused_parameters=False,  # a frozen predictor stays linked to the loss
+        disable_tqdm=True,  # replaced by TokenProgressCallback
+        ddp_find_unused_parameters=False,  # compute_loss keeps frozen predictors connected to the loss
         fsdp=sharded or None,
         fsdp_config=fsdp_config(recipe.sharding) if sharded else None,
     )
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # a process has one GPU; on several, DataParallel would widen the batch
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # one GPU per rank; with several, DataParallel would enlarge the batch
     return arguments
 
 
 def _has_order(recipe: Recipe, phase: DenseConfig | BranchConfig) -> bool:
-    """Whether the blocks come in an order of their own: with samples among them, or where they grow longer."""
+    """Return True if the dataset fixes the order of the blocks: with mixed-in samples, or with longer blocks."""
     return recipe.data.mix is not None or (isinstance(phase, BranchConfig) and phase.extend is not None)

@@ -1,4 +1,4 @@
-"""What a branch trains, and how: its model, dressed with a layout or with gates, and its schedules."""
+"""Setup of a branch: its model with a layout or gates applied, and its training schedules."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from spkv_nas.training.variants import Kind, Variant
 
 @dataclass(frozen=True)
 class BranchSetup:
-    """What a branch trains, and how.
+    """Model and schedules of a branch.
 
     Attributes:
-        phase: steps, batch size and rates.
+        model: model to train, with the variant applied.
+        phase: steps, batch size and learning rates.
+        schedule: learning rate by step.
         gates: gate phases by step; None without gates.
-        optimizer_state: of the dense run, to go on with; None where there is none.
-        extension: from when on blocks are longer, if they ever are.
+        optimizer_state: file with the dense run's optimizer state to start from; None if there is none.
+        extension: longer blocks from some step on; None without them.
     """
 
     model: PreTrainedModel
@@ -45,16 +47,16 @@ class BranchSetup:
 
 
 def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, seed: int) -> BranchSetup:
-    """The setup of a variant; ``seed`` is that of new predictors.
+    """Set up the branch of a variant; ``seed`` initializes new predictors.
 
     Raises:
-        UserError: the layout or the gates are for another model, or the model has no RoPE to extend.
+        UserError: the layout or the gates do not fit the model, or it has no RoPE to extend.
     """
     phase, gates = recipe.branch, recipe.gates
     if variant.kind is Kind.SP_KV and gates.training == "from-scratch":
         return _from_scratch(recipe, corpus, seed)
     model = dense_model(recipe, dense, variant)
-    state = Path(dense) / OPTIMIZER_STATE  # of weights that adapters leave as they are
+    state = Path(dense) / OPTIMIZER_STATE  # not used with adapters, which leave these weights frozen
     setup = BranchSetup(
         model=model,
         phase=phase,
@@ -67,17 +69,17 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
     dress(model, recipe, variant, seed)
     if variant.kind is not Kind.SP_KV:
         return setup
-    soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # with hard gates nothing would be left to learn
+    soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # hard gates would leave nothing to train
     return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
 
 
 def dress(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -> None:
-    """Give a dense model the attention of a variant: a layout's windows, or gates with new predictors.
+    """Apply a variant to a dense model: a layout's windows, or gates with new predictors.
 
-    What does not learn is frozen, and adapters that do are put on.
+    Weights that are not trained are frozen, and LoRA adapters are added if the recipe has them.
 
     Raises:
-        UserError: the layout, the gates or the adapters are for another model.
+        UserError: the layout, the gates or the adapters do not fit the model.
     """
     if variant.layout is not None:
         apply_layout(model, variant.layout)
@@ -85,12 +87,12 @@ def dress(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -
         model.requires_grad_(False)
     elif recipe.lora is not None:
         add_adapters(model, recipe.lora, seed)
-    if variant.kind is Kind.SP_KV:  # after the adapters, which predictors do without
+    if variant.kind is Kind.SP_KV:  # after the adapters, so that predictors get none
         _attach(model, recipe, seed)
 
 
 def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrainedModel:
-    """The dense checkpoint in the dtype that a variant takes it in, by a recipe whose precision is settled."""
+    """Load the dense checkpoint in the dtype that a variant needs; the recipe's precision must be resolved."""
     learns = recipe.lora is None and not _is_frozen(recipe, variant)
     bfloat16 = not learns and recipe.precision == "bfloat16"
     model, _ = load(dense, dtype=frozen_dtype(dense, bfloat16=bfloat16))
@@ -98,19 +100,21 @@ def dense_model(recipe: Recipe, dense: Path | str, variant: Variant) -> PreTrain
 
 
 def frozen_dtype(dense: Path | str, *, bfloat16: bool) -> torch.dtype:
-    """Of a dense checkpoint's weights where they do not learn: bfloat16 if they have it and the run computes in it.
+    """Return the dtype for a dense checkpoint's frozen weights.
 
-    What learns, and all weights otherwise, are float32.
+    That is bfloat16 if they are stored in it and ``bfloat16`` says that the run computes in it, otherwise float32.
+    Trained weights are always float32.
     """
     return torch.bfloat16 if bfloat16 and saved_dtype(dense) == torch.bfloat16 else torch.float32
 
 
 def _is_frozen(recipe: Recipe, variant: Variant) -> bool:
+    """Return True if only gates are trained."""
     return variant.kind is Kind.SP_KV and recipe.gates.training == "frozen-model"
 
 
 def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
-    """Gates from the first step (paper, "Training from scratch"): the dense phase and the branch are one run."""
+    """Set up gates from the first step: the dense phase and the branch are one run (paper, "Training from scratch")."""
     assert recipe.dense is not None
     gates, decay = recipe.gates, recipe.branch.steps
     steps = recipe.dense.steps + decay
@@ -126,7 +130,10 @@ def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
 
 
 def _extension(recipe: Recipe, model: PreTrainedModel, before: int = 0) -> Extension | None:
-    """That of the branch, once it is known that the model can have it; ``before`` it the run has so many steps."""
+    """Return the branch's extension to longer blocks, or None, after checking that the model supports it.
+
+    ``before`` is the number of steps of the same run before the branch.
+    """
     extension = Extension.of(recipe.branch.extend, recipe.branch.steps, before)
     if extension is not None:
         extended_config(model.config, extension.block_size, extension.rope)
@@ -134,12 +141,14 @@ def _extension(recipe: Recipe, model: PreTrainedModel, before: int = 0) -> Exten
 
 
 def _attach(model: PreTrainedModel, recipe: Recipe, seed: int) -> None:
+    """Attach the recipe's gates, with new predictors or those of ``gates.start_from``."""
     attach_gates(model, recipe.gates.of_model(config_shape(model.config).grid), seed=seed)
     if recipe.gates.start_from is not None:
         _copy_predictors(recipe.gates.start_from, model)
 
 
 def _copy_predictors(source: str, model: PreTrainedModel) -> None:
+    """Copy the predictors of the checkpoint ``source`` to ``model``."""
     reference, _ = load(source, dtype=torch.float32)
     trained = predictors(reference)
     try:

@@ -1,7 +1,7 @@
-"""The branches of a dense checkpoint: trained, evaluated, and recognised by the names of their folders.
+"""Branches of a dense checkpoint: train and evaluate them, and find finished ones by the names of their folders.
 
-SP-KV paper, "Overall protocol": branches differ in attention alone and share data order, number of steps, learning
-rates and optimizer state.
+SP-KV paper, "Overall protocol": branches differ only in attention, and share the data order, the number of steps, the
+learning rates and the optimizer state.
 """
 
 from __future__ import annotations
@@ -62,23 +62,34 @@ _NLL, _EXTENDED_NLL = "heldout-nll.npz", "heldout-nll-extended.npz"
 
 @dataclass(frozen=True)
 class Branch:
-    """A finished branch: its checkpoint, and its held-out NLL by document.
+    """Finished branch: its checkpoint and its held-out NLL.
 
-    ``extended`` is that in the longer blocks of ``branch.extend``; None without.
+    Attributes:
+        checkpoint: folder of the checkpoint.
+        nll: held-out NLL by document.
+        density: mean over heads and held-out tokens at the recipe's tau; None without gates.
+        steps: number of training steps.
+        extended: held-out NLL in the longer blocks of ``branch.extend``; None without them.
     """
 
     checkpoint: Path
     nll: DocumentNLL
-    density: float | None  # mean over heads and held-out tokens at the recipe's tau; None without gates
+    density: float | None
     steps: int
     extended: DocumentNLL | None = None
 
 
 @dataclass(frozen=True)
 class BranchContext:
-    """What the branches of a recipe share: its text, and the dense checkpoint that they start from.
+    """Context shared by the branches of a recipe.
 
-    ``runs`` is the folder of checkpoints and caches.
+    Attributes:
+        recipe: the recipe, with its precision resolved.
+        corpus: the recipe's text.
+        dense: the dense checkpoint that branches start from.
+        runs: folder of checkpoints and caches.
+        device: device to train on; chosen automatically by default.
+        reporter: receives messages and progress.
     """
 
     recipe: Recipe
@@ -92,12 +103,14 @@ class BranchContext:
     def prepare(
         cls, recipe: Recipe, base: Path, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
     ) -> BranchContext:
-        """Tokenise the text and train the dense model, unless that is done; ``join_processes`` comes before.
-
-        The recipe's precision is settled for the device, that of process 0.
+        """Tokenize the text and train the dense model, or reuse earlier results; call ``join_processes`` first.
 
         Args:
+            recipe: the recipe; ``precision: auto`` is resolved for the device of rank 0.
             base: folder that the recipe's relative paths start from.
+            runs: folder of checkpoints and caches.
+            device: device to train on; chosen automatically by default.
+            reporter: receives messages and progress.
         """
         recipe = on_main(lambda: recipe.settled(choose_device(device)))
         corpus = load_corpus(recipe, base, runs, reporter=reporter)
@@ -105,7 +118,7 @@ class BranchContext:
         return cls(recipe, corpus, dense, runs, device, reporter)
 
     def folder(self, variant: Variant, seed: int | None = None) -> Path:
-        """Of a branch, trained or not; ``seed`` is the recipe's by default."""
+        """Return the folder of a branch, trained or not; ``seed`` defaults to the recipe's."""
         return branch_folder(self.recipe, self.dense, self.runs, variant, self._seed(seed), origin=self._origin)
 
     @cached_property
@@ -113,24 +126,30 @@ class BranchContext:
         return checkpoint_hash(self.dense)
 
     def load_dense(self) -> PreTrainedModel:
-        """The dense checkpoint, to be scored on the device in the recipe's precision, at most its own."""
+        """Load the dense checkpoint on the device for evaluation, in float32 if the recipe trains in it."""
         dtype = "float32" if self.recipe.precision == "float32" else None
         model, _ = load_on(self.dense, choose_device(self.device), dtype)
         return model
 
     def is_trained(self, variant: Variant, seed: int | None = None) -> bool:
-        """Whether a branch was finished before; ``seed`` is the recipe's by default."""
-        final = self.folder(variant, seed) / "final"
-        return on_main(lambda: is_finished(final))
+        """Return True if a branch has finished; ``seed`` defaults to the recipe's."""
+        final_folder = self.folder(variant, seed) / "final"
+        return on_main(lambda: is_finished(final_folder))
 
     def train(self, variant: Variant, seed: int | None = None) -> Branch:
-        """Train a branch, or read it if it has been trained; ``seed`` is the recipe's by default."""
+        """Train a branch, or read it if it has finished; ``seed`` defaults to the recipe's."""
         folder = self.folder(variant, seed)
         self.reporter.detail(f"{variant.name}: {folder}")
         return train_branch(
-            self.recipe, self.corpus, self.dense, folder, variant,
-            seed=self._seed(seed), device=self.device, reporter=self.reporter,
-        )  # fmt: skip
+            self.recipe,
+            self.corpus,
+            self.dense,
+            folder,
+            variant,
+            seed=self._seed(seed),
+            device=self.device,
+            reporter=self.reporter,
+        )
 
     def _seed(self, seed: int | None) -> int:
         return self.recipe.seed if seed is None else seed
@@ -139,17 +158,17 @@ class BranchContext:
 def branch_folder(
     recipe: Recipe, dense: Path, runs: Path, variant: Variant, seed: int, *, origin: str | None = None
 ) -> Path:
-    """Name the folder of a branch below ``runs``, trained or not.
+    """Return the folder of a branch below ``runs``, trained or not.
 
-    ``origin`` is ``checkpoint_hash(dense)``, which takes a while for weights without a manifest.
+    Pass ``origin``, the ``checkpoint_hash(dense)``, if it is known: hashing weights without a manifest takes a while.
     """
     return runs / "branches" / branch_key(recipe, origin or checkpoint_hash(dense), variant, seed)
 
 
 def branch_key(recipe: Recipe, origin: str, variant: Variant, seed: int) -> str:
-    """Name of a branch's folder: the variant, and a hash of all that decides the result, the held-out text included.
+    """Return the name of a branch's folder: the variant, and a hash of everything that determines the result.
 
-    ``origin`` is the identity of the dense checkpoint's weights.
+    ``origin`` identifies the weights of the dense checkpoint.
     """
     sections = ["branch", "data", "evaluation", "precision", "lora", "optimizer"]
     if variant.kind is Kind.SP_KV:
@@ -169,11 +188,20 @@ def train_branch(
     device: str | None = None,
     reporter: Reporter = SILENT,
 ) -> Branch:
-    """Train one branch of the dense checkpoint and evaluate it. Resumes, or returns the finished run.
+    """Train and evaluate one branch of the dense checkpoint; an interrupted run resumes, a finished one is read.
 
     Args:
-        seed: of the data order (and of new predictors); the recipe's by default.
-        reporter: shows the steps, and is told if another process trains it already, for which this one waits.
+        recipe: the recipe, with its precision resolved.
+        corpus: the recipe's text.
+        dense: the dense checkpoint.
+        folder: folder of the run.
+        variant: attention of the branch.
+        seed: seed of the data order and of new predictors; defaults to the recipe's.
+        device: device to train on; chosen automatically by default.
+        reporter: shows progress, and announces waiting for another process that trains the same run.
+
+    Raises:
+        UserError: the run was begun on another text, cannot be set up, or cannot be written.
     """
     final = folder / "final"
     on_main(lambda: check_text(folder, corpus.text))
@@ -186,7 +214,7 @@ def train_branch(
 
 
 def is_finished(final: Path) -> bool:
-    """Whether a branch was trained and evaluated to the end."""
+    """Return True if the branch in ``final`` was trained and evaluated to the end."""
     return is_complete(final, (RUN_RECORD, _NLL))
 
 
@@ -200,7 +228,8 @@ def _train(
     device: str | None,
     reporter: Reporter,
 ) -> None:
-    """Train, evaluate, and write ``folder``'s ``final``."""
+    """Train and evaluate a branch, and write the subfolder ``final`` of ``folder``."""
+    # Train
     longer = longer_heldout(recipe, corpus)
 
     def begin(recipe: Recipe) -> SPKVTrainer:
@@ -211,6 +240,7 @@ def _train(
     trained_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if recipe.lora is not None:
         merge_adapters(trainer.model)
+    # Evaluate on held-out text, in longer blocks too if the branch extends them
     with reporter.bar(f"{variant.name}, held-out text") as progress:
         measured = _evaluate(trainer.model, recipe, corpus.heldout, variant, progress)
     record = _record(variant, trainer.args.max_steps, measured, recipe, seed, trained_parameters)
@@ -218,6 +248,7 @@ def _train(
         with reporter.bar(f"{variant.name}, held-out text in blocks of {longer.block_size}") as progress:
             extended = _evaluate(trainer.model, recipe, longer, variant, progress)
         record["extended"] = {"block_size": longer.block_size, **_heldout(extended)}
+    # Write the checkpoint, the results and the logs
     weights = whole_weights(trainer.model)
 
     def finish() -> None:
@@ -244,6 +275,7 @@ def _trainer(
     device: str | None,
     reporter: Reporter,
 ) -> SPKVTrainer:
+    """Build the trainer of a branch, with its callbacks."""
     trainer = SPKVTrainer(
         model=setup.model,
         args=training_arguments(recipe, setup.phase, folder, device=device, seed=seed + 1),
@@ -266,7 +298,11 @@ def _trainer(
 
 
 def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:
-    """The held-out text in the longer blocks of ``branch.extend``; None without. Raises ``UserError``: it has none."""
+    """Cut the held-out text into the longer blocks of ``branch.extend``; return None without it.
+
+    Raises:
+        UserError: the text is shorter than one block.
+    """
     extend = recipe.branch.extend
     if extend is None:
         return None
@@ -282,7 +318,7 @@ def longer_heldout(recipe: Recipe, corpus: Corpus) -> TokenBlocks | None:
 def _evaluate(
     model: PreTrainedModel, recipe: Recipe, blocks: TokenBlocks, variant: Variant, progress: Progress
 ) -> Evaluation:
-    """On held-out blocks, at the recipe's tau where there are gates; collective."""
+    """Evaluate a model on held-out blocks, at the recipe's tau with gates; must be called on all ranks."""
     tau = recipe.gates.tau if variant.kind is Kind.SP_KV else None
     size = recipe.evaluation.batch_size
     spare_passes(model, blocks, size)
@@ -292,7 +328,7 @@ def _evaluate(
 def _record(
     variant: Variant, steps: int, measured: Evaluation, recipe: Recipe, seed: int, trained_parameters: int
 ) -> dict[str, Any]:
-    """What ``run.json`` says of a branch."""
+    """Return the content of a branch's ``run.json``."""
     commit = None if recipe.model.path is None else commit_of(recipe.model.path)
     return {
         "variant": variant.name,
@@ -308,6 +344,7 @@ def _record(
 
 
 def _heldout(measured: Evaluation) -> dict[str, Any]:
+    """Return the held-out results for ``run.json``."""
     return {
         "heldout_nll": measured.nll.mean,
         "heldout_tokens": int(measured.nll.num_tokens.sum()),
@@ -316,7 +353,11 @@ def _heldout(measured: Evaluation) -> dict[str, Any]:
 
 
 def read_branch(final: Path) -> Branch:
-    """A finished branch from its folder, whose weights are not read. Raises ``UserError``: anything else is damaged."""
+    """Read a finished branch from its folder, without its weights.
+
+    Raises:
+        UserError: a file other than the weights is damaged.
+    """
     check_manifest(final, [name for name in read_manifest(final) if not name.endswith(WEIGHT_ENDINGS)])
     record = read_json(final / RUN_RECORD, "run record")
     longer = final / _EXTENDED_NLL

@@ -1,4 +1,4 @@
-"""A recipe's text as token blocks, and the processes of torchrun that train on it together."""
+"""Loading of a recipe's text as token blocks, and connection of the torchrun ranks that train on it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A recipe's text as token blocks, the tokenizer that made them, and essays that samples hide needles in."""
+    """Text of a recipe as token blocks.
+
+    Attributes:
+        tokenizer: tokenizer of the blocks.
+        train: training text.
+        heldout: held-out text.
+        essays: haystacks for RULER samples in the mixture; None without them.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     train: TokenBlocks
@@ -40,12 +47,12 @@ class Corpus:
 
     @cached_property
     def training_text(self) -> str:
-        """Hash what is learned from: 16 digits that change with any document, the number of tokens, and the essays."""
+        """Hash the training text and the essays: 16 hexadecimal digits."""
         return self._training_hash.hexdigest()[:16]
 
     @cached_property
     def text(self) -> str:
-        """Hash the training text and the held-out text, as ``training_text`` does the first."""
+        """Hash the training text, the essays and the held-out text: 16 hexadecimal digits."""
         key = self._training_hash.copy()
         self.heldout.feed(key)
         return key.hexdigest()[:16]
@@ -60,11 +67,11 @@ class Corpus:
 
 
 def join_processes(recipe: Recipe, device: str | None = None) -> None:
-    """Join the processes of torchrun, before anything is read or trained.
+    """Check the recipe's requirements and connect the ranks of torchrun; call before reading or training anything.
 
     Raises:
-        UserError: there is no such device, a library that the recipe asks for is missing, or the processes cannot share
-            its batches evenly.
+        UserError: there is no such device, a library that the recipe needs is missing, or batches cannot be divided
+            evenly among ranks.
     """
     choose_device(device)
     check_trackers(recipe.report_to)
@@ -78,11 +85,15 @@ def join_processes(recipe: Recipe, device: str | None = None) -> None:
 
 
 def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter = SILENT) -> Corpus:
-    """The recipe's text as blocks, tokenised once under ``folder``; a BPE is trained there if the recipe asks for it.
+    """Load the recipe's text as token blocks, tokenized once and cached under ``folder``.
+
+    A BPE tokenizer is trained and cached there too, if the recipe asks for one.
 
     Args:
+        recipe: the recipe.
         base: folder that the recipe's relative paths start from.
-        reporter: shows how far it is, and is told if another process is at it, for which this one waits.
+        folder: folder of the caches.
+        reporter: shows progress, and announces waiting for another process that tokenizes the same text.
     """
     stretch = recipe.heldout_stretch
 
@@ -98,18 +109,22 @@ def load_corpus(recipe: Recipe, base: Path, folder: Path, *, reporter: Reporter 
 
 
 def read_essays(recipe: Recipe, base: Path) -> Essays | None:
-    """What the samples of a recipe's mixture hide needles in; None for RULER's noise. Raises ``UserError``."""
+    """Read the essays that RULER samples of the recipe's mixture hide needles in; None if they use noise.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
     haystack = recipe.data.mix.ruler.haystack if recipe.data.mix is not None else []
     return Essays.read([str(base / file) for file in haystack], "data.mix.ruler.haystack") if haystack else None
 
 
 def tokenizer_folder(recipe: Recipe, folder: Path) -> Path:
-    """Where under ``folder`` a recipe's BPE is."""
+    """Return the subfolder of ``folder`` for a recipe's BPE tokenizer."""
     return folder / f"tokenizer-{recipe.content_hash('tokenizer', 'data')}"
 
 
 def _own_tokenizer(recipe: Recipe, base: Path, folder: Path, reporter: Reporter) -> Path:
-    """The folder of the recipe's BPE, trained if it is not there yet."""
+    """Return the folder of the recipe's BPE tokenizer, after training it if needed."""
     assert recipe.tokenizer is not None
     assert recipe.tokenizer.vocab_size is not None
     final = tokenizer_folder(recipe, folder)

@@ -1,4 +1,4 @@
-"""What the trainer takes its batches from: the text's blocks as it shuffles them, or a run's in their order."""
+"""Training datasets: blocks of text that the trainer shuffles, or all blocks of a run in a fixed order."""
 
 from __future__ import annotations
 
@@ -27,32 +27,46 @@ Item = dict[str, Tensor]  # "input_ids" and "labels", both int64 [T]
 
 
 class BlockDataset(Dataset[Item]):
-    """Blocks of text, to be shuffled."""
+    """Dataset of text blocks, to be shuffled by the trainer."""
 
     def __init__(self, blocks: TokenBlocks) -> None:
+        """Wrap ``blocks``."""
         self._tokens = blocks.tokens
 
     def __len__(self) -> int:
+        """Return the number of blocks."""
         return int(self._tokens.shape[0])
 
     def __getitem__(self, index: int) -> Item:
+        """Return block ``index``, with all tokens as labels."""
         tokens = torch.from_numpy(self._tokens[index].astype(np.int64))
         return {"input_ids": tokens, "labels": tokens}
 
 
 class OrderedDataset(Dataset[Item]):
-    """All ``length`` blocks of a run in their order, samples among the text where there are any."""
+    """Dataset of all blocks of a run in training order, with synthetic samples mixed into the text."""
 
     def __init__(
         self, text: TokenBlocks, order: BlockOrder, mixture: Mixture, samples: RulerBlocks | None, length: int
     ) -> None:
+        """Combine blocks of ``text`` in ``order`` with ``samples`` where ``mixture`` places them.
+
+        Args:
+            text: training text.
+            order: order of the text blocks.
+            mixture: positions of the samples.
+            samples: sample blocks; None without samples.
+            length: number of blocks in the run.
+        """
         self._text, self._order, self._mixture, self._samples = BlockDataset(text), order, mixture, samples
         self._length = length
 
     def __len__(self) -> int:
+        """Return the number of blocks in the run."""
         return self._length
 
     def __getitem__(self, index: int) -> Item:
+        """Return the block at position ``index``; in samples, only answer tokens may be labels."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         is_sample, number = self._mixture.at(index)
@@ -64,36 +78,37 @@ class OrderedDataset(Dataset[Item]):
 
 
 class ExtendedDataset(Dataset[Item]):
-    """A run whose blocks are ``ratio`` times as long from the place ``start`` on.
+    """Dataset of a run that switches from short blocks to blocks ``ratio`` times as long.
 
-    Places are those of short blocks throughout, ``ratio`` of them one long block; so a batch has as many tokens as
-    before, and the trainer, which asks for so many places, gets fewer and longer blocks.
+    Indices count short blocks throughout, and ``ratio`` consecutive indices make one long block. The trainer therefore
+    asks for the same number of indices per batch, and gets fewer and longer blocks with the same number of tokens.
     """
 
     def __init__(self, short: OrderedDataset, long: OrderedDataset, ratio: int) -> None:
+        """Concatenate ``short`` and ``long`` blocks."""
         self._short, self._long, self._ratio = short, long, ratio
 
     def __len__(self) -> int:
+        """Return the length of the run in short blocks."""
         return len(self._short) + self._ratio * len(self._long)
 
     def __getitem__(self, index: int) -> Item:
+        """Return short block ``index``, or the corresponding part of a long block."""
         if index < len(self._short):
             return self._short[index]
         number, part = divmod(index - len(self._short), self._ratio)
-        return {
-            key: tokens.view(self._ratio, -1)[part] for key, tokens in self._long[number].items()
-        }  # of a long block
+        return {key: tokens.view(self._ratio, -1)[part] for key, tokens in self._long[number].items()}
 
-    def __getitems__(self, places: Sequence[int]) -> list[Item]:
-        """The blocks of a batch of consecutive places, as torch's loader asks for them."""
-        first = places[0] - len(self._short)
+    def __getitems__(self, indices: Sequence[int]) -> list[Item]:
+        """Return the blocks for a batch of consecutive indices; called by torch's ``DataLoader``."""
+        first = indices[0] - len(self._short)
         if first < 0:
-            return [self._short[place] for place in places]
+            return [self._short[index] for index in indices]
         number, part = divmod(first, self._ratio)
-        count, rest = divmod(len(places), self._ratio)
+        count, remainder = divmod(len(indices), self._ratio)
         assert not part
-        assert not rest
-        return [self._long[number + one] for one in range(count)]
+        assert not remainder
+        return [self._long[number + offset] for offset in range(count)]
 
 
 def training_data(
@@ -103,14 +118,16 @@ def training_data(
     seed: int,
     extension: Extension | None = None,
 ) -> Dataset[Item]:
-    """The blocks of a phase of a recipe, whose order ``seed`` decides.
+    """Build the dataset of a phase of a recipe, in the order drawn by ``seed``.
 
     Raises:
-        UserError: a task of the mixture has no room in a block, or the text no batch of longer blocks.
+        UserError: a task of the mixture does not fit in a block, or the text has less than a batch of longer blocks.
     """
+    # Plain text, which the trainer shuffles
     text, batch = corpus.train, phase.batch_size
     if recipe.data.mix is None and extension is None:
         return BlockDataset(text)
+    # Order of the text blocks, and positions of the samples
     number = text.num_blocks
     if recipe.data.mix is None:
         order = BlockOrder(library_order, number, seed, number // batch * batch)
@@ -118,12 +135,14 @@ def training_data(
     else:
         order = BlockOrder(mixed_order, number, seed, number)
         mixture = Mixture.drawn(recipe.data.mix.ruler.share, number, seed)
+    # Blocks up to the extension, or all
     start = batch * (phase.steps if extension is None else extension.step)
     short = OrderedDataset(
         text, order, mixture, ruler_blocks(recipe, corpus.tokenizer, corpus.essays, text.block_size, seed), start
     )
     if extension is None:
         return short
+    # Longer blocks from the extension on
     size, ratio = extension.block_size, extension.block_size // text.block_size
     longer = text.cut(size)
     if longer.num_blocks < batch // ratio:
@@ -131,26 +150,24 @@ def training_data(
             f"branch.extend: the training text gives {longer.num_blocks} blocks of {size} tokens, fewer than one batch "
             f"of {batch // ratio}\ngive more text, or a smaller branch.extend.block_size"
         )
-    order, places = order.longer(ratio, start - mixture.synthetic(start)), batch * phase.steps - start
+    order, num_indices = order.longer(ratio, start - mixture.synthetic(start)), batch * phase.steps - start
     samples = ruler_blocks(recipe, corpus.tokenizer, corpus.essays, size, seed)
-    long = OrderedDataset(longer, order, mixture.longer(ratio, start), samples, places // ratio)
+    long = OrderedDataset(longer, order, mixture.longer(ratio, start), samples, num_indices // ratio)
     return ExtendedDataset(short, long, ratio)
 
 
 def ruler_blocks(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, essays: Essays | None, size: int, seed: int
 ) -> RulerBlocks | None:
-    """The samples that a recipe mixes into its text, in blocks of ``size`` tokens; None without a mixture.
+    """Return the samples that a recipe mixes into its text, in blocks of ``size`` tokens; None without a mixture.
 
     Raises:
-        UserError: a task has no room in them.
+        UserError: a task does not fit in a block.
     """
     if recipe.data.mix is None:
         return None
     mix = recipe.data.mix.ruler
-    samples = RulerBlocks(
-        tokenizer, size, tuple(mix.tasks_of(available(NO_MATERIAL))), tuple(mix.lengths or [size]),
-        mix.loss == "all", seed, Material(essays),
-    )  # fmt: skip
+    tasks, lengths = tuple(mix.tasks_of(available(NO_MATERIAL))), tuple(mix.lengths or [size])
+    samples = RulerBlocks(tokenizer, size, tasks, lengths, mix.loss == "all", seed, Material(essays))
     samples.check()
     return samples

@@ -1,4 +1,4 @@
-"""The dense checkpoint that branches start from: a model of the recipe's own, trained up to the decay, or one given.
+"""The dense checkpoint that branches start from: an existing model, or a new one trained up to the decay.
 
 SP-KV paper, "Overall protocol": the stable phase, shared by all branches.
 """
@@ -48,7 +48,7 @@ from spkv_nas.training.trainer import SPKVTrainer
 def dense_checkpoint(
     recipe: Recipe, corpus: Corpus, runs: Path, *, device: str | None = None, reporter: Reporter = SILENT
 ) -> Path:
-    """The checkpoint that branches start from: the recipe's ``model.path``, or its dense run (trained if needed)."""
+    """Return the folder of the checkpoint that branches start from, after training it if needed."""
     folder = dense_run(recipe, runs)
     if folder is None:
         return resolve(str(recipe.model.path))
@@ -56,23 +56,30 @@ def dense_checkpoint(
 
 
 def dense_run(recipe: Recipe, runs: Path) -> Path | None:
-    """The folder of the recipe's dense run; None if it names a model that is there."""
+    """Return the folder of the recipe's dense run; None if the recipe names an existing model."""
     key = recipe.content_hash("model", "tokenizer", "data", "dense", "seed", "precision", "optimizer")
     return runs / f"dense-{key}" if recipe.model.path is None else None
 
 
 def is_dense_trained(folder: Path) -> bool:
-    """Whether a dense run was trained to the end."""
+    """Return True if a dense run has finished."""
     return on_main(lambda: is_complete(folder / "final", (OPTIMIZER_STATE,)))
 
 
 def train_dense(
     recipe: Recipe, corpus: Corpus, folder: Path, *, device: str | None = None, reporter: Reporter = SILENT
 ) -> Path:
-    """Train the recipe's dense model up to the decay; the finished checkpoint's folder. Resumes, or returns at once.
+    """Train the recipe's dense model up to the decay; an interrupted run resumes, a finished one is reused.
 
     Args:
-        reporter: shows the steps, and is told if another process trains it already, for which this one waits.
+        recipe: the recipe, with its precision resolved.
+        corpus: the recipe's text.
+        folder: folder of the run.
+        device: device to train on; chosen automatically by default.
+        reporter: shows progress, and announces waiting for another process that trains the same run.
+
+    Returns:
+        Folder of the finished checkpoint.
     """
     tokenizer = tokenizer_folder(recipe, folder.parent)
     on_main(lambda: check_text(folder, corpus.training_text, tokenizer, key="training_text"))
@@ -84,7 +91,7 @@ def train_dense(
 
 
 def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, reporter: Reporter) -> None:
-    """Train and write ``folder``'s ``final``."""
+    """Train the dense model and write the subfolder ``final`` of ``folder``."""
     assert recipe.dense is not None
     phase = recipe.dense
 
@@ -100,6 +107,7 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
             reporter=reporter,
         )
 
+    # Train, then gather weights and moments on rank 0
     trainer = train_in_fitting_passes(recipe, begin)
     weights, moments = whole_weights(trainer.model), optimizer_tensors(trainer.optimizer, trainer.model)
 
@@ -113,11 +121,11 @@ def _train(recipe: Recipe, corpus: Corpus, folder: Path, device: str | None, rep
 
 
 def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
-    """The config of the recipe's new model (``model.config``), its vocabulary taken from the tokenizer."""
+    """Build the config of the recipe's new model (``model.config``), with the tokenizer's vocabulary size."""
     options: dict[str, Any] = {"vocab_size": len(tokenizer), "max_position_embeddings": recipe.data.block_size}
     options |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
     options |= dict(recipe.model.config or {})
-    check_counts(options, _about(recipe))  # first, because lists are made as long as it says
+    check_counts(options, _about(recipe))  # before AutoConfig, which allocates lists of these lengths
     with _as_user_error(recipe):
         config: PreTrainedConfig = AutoConfig.for_model(**options)
     check_keys(config, recipe.model.config or {}, _about(recipe))
@@ -125,23 +133,30 @@ def new_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 
 def new_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The recipe's model with fresh weights."""
+    """Initialize the recipe's new model with random weights.
+
+    Raises:
+        UserError: the model cannot be built, or is too large for memory.
+    """
     config = new_config(recipe, tokenizer)
     with _as_user_error(recipe):
-        bytes_here = 4 if torch.cuda.is_available() else 16  # AdamW's part lies where the model trains
-        check_size(config, bytes_here, _about(recipe))
+        bytes_per_parameter = (
+            4 if torch.cuda.is_available() else 16
+        )  # per parameter; with a GPU, AdamW's state is there
+        check_size(config, bytes_per_parameter, _about(recipe))
         set_seed(recipe.seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 
 def _about(recipe: Recipe) -> str:
+    """Return the beginning of error messages about the recipe's model."""
     return f"recipe {recipe.name}: model.config"
 
 
 @contextmanager
 def _as_user_error(recipe: Recipe) -> Iterator[None]:
-    """Say in one line that a model cannot be built as the recipe has it."""
+    """Convert errors of transformers while building the model to a one-line ``UserError``."""
     try:
         yield
     except UserError:

@@ -1,7 +1,7 @@
-"""A branch whose blocks grow longer on the way: ``branch.extend`` of a recipe.
+"""Context extension during a branch: the section ``branch.extend`` of a recipe.
 
-SP-KV paper, "Overall protocol": the context is extended, and RoPE's base with it, during the decay. Both segments are
-one run: the optimizer's state, schedules, steps and tokens per step go on as without it.
+SP-KV paper, "Overall protocol": the context length, and RoPE's base with it, are extended during the decay. Both
+segments are one run: optimizer state, schedules, steps and tokens per step are unaffected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spkv_nas.base.limits import MOST_BLOCK_SIZE, MOST_WHOLE
 from spkv_nas.base.schema import Section
 
 MOST_THETA = 1e12
-_OF_YARN = ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+_YARN_KEYS = ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
 
 
 class RopeConfig(Section):
@@ -37,16 +37,16 @@ class RopeConfig(Section):
 
     @model_validator(mode="after")
     def _of_the_type(self) -> RopeConfig:
-        given = self.parameters
-        if self.rope_type != "yarn" and (others := [key for key in _OF_YARN if key in given]):
-            raise ValueError(f"'{others[0]}' belongs to rope_type: yarn")
+        parameters = self.parameters
+        if self.rope_type != "yarn" and (yarn_keys := [key for key in _YARN_KEYS if key in parameters]):
+            raise ValueError(f"'{yarn_keys[0]}' belongs to rope_type: yarn")
         if self.rope_type not in ("linear", "yarn") and self.factor is not None:
             raise ValueError("'factor' belongs to rope_type: linear or yarn")
         return self
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """What is given."""
+        """Return the parameters that are set."""
         return self.model_dump(exclude_none=True)
 
 
@@ -60,7 +60,13 @@ class ExtendConfig(Section):
 
 @dataclass(frozen=True)
 class Extension:
-    """The longer blocks of a run: from which step on, of how many tokens, and what changes of RoPE by then."""
+    """Extension of a run to longer blocks.
+
+    Attributes:
+        step: first step with longer blocks.
+        block_size: tokens per longer block.
+        rope: RoPE parameters that change with it.
+    """
 
     step: int
     block_size: int
@@ -68,7 +74,7 @@ class Extension:
 
     @classmethod
     def of(cls, config: ExtendConfig | None, steps: int, before: int = 0) -> Extension | None:
-        """That of a branch of ``steps`` steps which begins after ``before`` others of the same run."""
+        """Return the extension of a branch of ``steps`` steps, after ``before`` other steps of the run, or None."""
         if config is None:
             return None
         return cls(before + min(round(config.at * steps), steps - 1), config.block_size, config.rope.parameters)

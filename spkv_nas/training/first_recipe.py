@@ -1,16 +1,18 @@
-"""A first recipe for a model and a text: sizes that fit both and the machine, and rates at which gates can close.
+"""Starter recipe for a model and a text: sizes that fit both and the machine, and working learning rates.
 
-The rules, and where they come from:
+The rules and their sources:
 
-- Steps and batches are those at which the embedded model's gates told its heads apart: 160 steps of 2,048 tokens, soft
-  for 80 % of them (a GPU takes eight times the tokens per step).
-- The window is a sixteenth of a block, as the embedded model has it, at most the paper's 128: with windows of 128 in
-  blocks of 512 that model misses nothing, so its layouts cannot be told apart (``reports/LOG.md``).
-- The model's rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4, after a tenth of the
-  steps of warm-up. A finished model is harmed by more: on the embedded one, 40 steps change full attention by -.69 % of
-  NLL at 3e-4 with warm-up, -.62 % at 1e-4, -.48 % at 5e-4, and +1.15 % at 1e-3 without warm-up (``reports/LOG.md``).
-- The predictors are new. They learn at the paper's 5 times that peak, at most at 9e-3, which the embedded model took.
-- A target density, the paper's share of global heads, gives every key a price. Priced gates start at their threshold.
+- Steps and batch size are those at which the embedded model's gates separate its heads: 160 steps of 2,048 tokens, with
+  soft gates for 80 % of them (a GPU uses eight times the tokens per step).
+- The window is a sixteenth of a block, as in the embedded model, and at most the paper's 128. With windows of 128 in
+  blocks of 512, that model loses nothing, so layouts cannot be distinguished (``reports/LOG.md``).
+- The model's learning rate is a twentieth of the paper's peak for its size (``cost.ladder``), at most 3e-4, after a
+  warm-up of a tenth of the steps. Higher rates harm a finished model: on the embedded one, 40 steps change the NLL of
+  full attention by -0.69 % at 3e-4 with warm-up, -0.62 % at 1e-4, -0.48 % at 5e-4, and +1.15 % at 1e-3 without warm-up
+  (``reports/LOG.md``).
+- The new predictors are trained at the paper's 5 times that peak, at most 9e-3, which works for the embedded model.
+- The target density is the paper's share of global heads; it sets the price of keys. Priced gates start at their
+  threshold.
 """
 
 from __future__ import annotations
@@ -62,14 +64,19 @@ branch:                        # every variant is trained like this, from the mo
 
 @dataclass(frozen=True)
 class Draft:
-    """What a first recipe depends on; see the rules above.
+    """Inputs of a starter recipe, from which its settings are derived by the rules above.
 
     Attributes:
-        model: as the recipe names it.
-        sources: of the text, as the recipe names them.
-        block_size: tokens.
-        micro_batch_size: blocks of a pass; None: whole batches.
-        recomputes: whether the backward pass computes activations again.
+        name: name of the recipe.
+        model: model path or id for the recipe.
+        sources: text sources for the recipe.
+        size: size of the model.
+        text: size of the text.
+        device: "cpu" or "cuda".
+        block_size: tokens per block.
+        steps: training steps of a branch.
+        micro_batch_size: blocks per forward and backward pass; None for whole batches.
+        recomputes: True to recompute activations in the backward pass.
     """
 
     name: str
@@ -85,35 +92,35 @@ class Draft:
 
     @classmethod
     def of(cls, name: str, model: str, sources: tuple[str, ...], size: ModelSize, text: TextSize, device: str) -> Draft:
-        """The draft with the largest block that model, text and device allow.
+        """Create the draft with the largest block that model, text and device allow.
 
         Raises:
-            UserError: there is too little text for any.
+            UserError: there is too little text.
         """
         if text.tokens < _FEWEST_BLOCKS * _SMALLEST_BLOCK:
             raise _too_little(size, text)
         kind = "cuda" if device.startswith("cuda") else "cpu"
-        most = min(_BLOCK_SIZE[kind], size.positions or _BLOCK_SIZE[kind])
-        draft = cls(name, model, sources, size, text, kind, most)
-        most = min(most, text.tokens // _FEWEST_BLOCKS, int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS)
-        if most < _SMALLEST_BLOCK:
+        max_block = min(_BLOCK_SIZE[kind], size.positions or _BLOCK_SIZE[kind])
+        draft = cls(name, model, sources, size, text, kind, max_block)
+        max_block = min(max_block, text.tokens // _FEWEST_BLOCKS, int(draft.heldout * text.tokens) // _HELDOUT_BLOCKS)
+        if max_block < _SMALLEST_BLOCK:
             raise _too_little(size, text)
-        return replace(draft, block_size=2 ** int(math.log2(most)))
+        return replace(draft, block_size=2 ** int(math.log2(max_block)))
 
     @property
     def heldout(self) -> float:
-        """Share of the documents, in hundredths."""
+        """Return the share of held-out documents, in whole percent."""
         return min(0.2, max(0.05, math.ceil(100 * _HELDOUT_TOKENS / self.text.tokens) / 100))
 
     @property
     def batch_size(self) -> int:
-        """Blocks of a step: a power of two that the text has several times over."""
-        fitting = int((1 - self.heldout) * self.text.tokens) // self.block_size // 8
-        wanted = _STEP_TOKENS[self.device] // self.block_size
-        return int(2 ** int(math.log2(max(1, min(wanted, fitting)))))
+        """Return the blocks per step: a power of two, at most an eighth of the training text."""
+        max_blocks = int((1 - self.heldout) * self.text.tokens) // self.block_size // 8
+        target_blocks = _STEP_TOKENS[self.device] // self.block_size
+        return int(2 ** int(math.log2(max(1, min(target_blocks, max_blocks)))))
 
     def remark(self) -> str:
-        """Say what training costs rest on: the steps of the recipe, which depend on the kind of device."""
+        """Return a sentence that states the assumptions of training costs: steps and tokens per step."""
         tokens, other = self.batch_size * self.block_size, next(kind for kind in _STEP_TOKENS if kind != self.device)
         return (
             f"training: as in the recipe that init writes with --device {self.device}, {self.steps} steps of "
@@ -122,39 +129,53 @@ class Draft:
 
     @property
     def smaller(self) -> Draft | None:
-        """What takes less memory: layers that are computed again, then half the block, if still worth training on."""
+        """Return a draft that needs less memory, by activation checkpointing or half the block size, or None."""
         if not self.recomputes:
             return replace(self, recomputes=True)
         return replace(self, block_size=self.block_size // 2, recomputes=False) if self.block_size >= 256 else None
 
     def text_of_recipe(self) -> str:
-        """The YAML file, which says why its numbers are as they are."""
+        """Return the commented YAML text of the recipe."""
+        # Learning rates
         peak = peak_learning_rate(self.size.without_embeddings)
         rate = _digits(min(_MODEL_SHARE * peak, _MOST_MODEL_RATE), 2)
         multiplier = _digits(predictor_learning_rate(self.size.without_embeddings) / rate, 2)
+        # Optional keys
         memory = ""
         if self.micro_batch_size is not None:
             memory += f"micro_batch_size: {self.micro_batch_size}   # blocks at once\n"
         if self.recomputes:
             memory += "gradient_checkpointing: true   # a third more time, for lack of memory\n"
         return _TEMPLATE.format(
-            name=yaml_line(self.name), model=yaml_line({"path": self.model}), sources=yaml_line(list(self.sources)),
+            name=yaml_line(self.name),
+            model=yaml_line({"path": self.model}),
+            sources=yaml_line(list(self.sources)),
             tokens=f"{'' if self.text.is_whole else 'at least '}{self.text.tokens:,}",
-            layers=self.size.heads.num_layers, kv_heads=self.size.heads.num_kv_heads,
-            parameters=f"{self.size.num_parameters:,}", block_size=self.block_size, heldout=self.heldout,
-            most_heldout=_MOST_HELDOUT, steps=self.steps, batch_size=self.batch_size,
-            step_tokens=self.batch_size * self.block_size, learning_rate=rate, memory=memory,
+            layers=self.size.heads.num_layers,
+            kv_heads=self.size.heads.num_kv_heads,
+            parameters=f"{self.size.num_parameters:,}",
+            block_size=self.block_size,
+            heldout=self.heldout,
+            most_heldout=_MOST_HELDOUT,
+            steps=self.steps,
+            batch_size=self.batch_size,
+            step_tokens=self.batch_size * self.block_size,
+            learning_rate=rate,
+            memory=memory,
             warmup=round(WARMUP_SHARE * self.steps),
-            window=suitable_window(self.block_size), soft=SOFT_FRACTION,
-            multiplier=multiplier, density=float(DEFAULT_SHARE),
-        )  # fmt: skip
+            window=suitable_window(self.block_size),
+            soft=SOFT_FRACTION,
+            multiplier=multiplier,
+            density=float(DEFAULT_SHARE),
+        )
 
     def recipe(self, base: Path) -> Recipe:
-        """The recipe itself; relative paths start from ``base``."""
+        """Parse the recipe; relative paths start from ``base``."""
         return Recipe.parse(parse_yaml(self.text_of_recipe(), "recipe"), base, "recipe")
 
 
 def _too_little(size: ModelSize, text: TextSize) -> UserError:
+    """Return the error for too little text."""
     return UserError(
         f"{text.tokens:,} tokens of text, {size.positions or 'any number of'} positions of the model: too few "
         f"for {_FEWEST_BLOCKS} blocks of {_SMALLEST_BLOCK} tokens\ngive more text"
@@ -162,6 +183,6 @@ def _too_little(size: ModelSize, text: TextSize) -> UserError:
 
 
 def _digits(number: float, digits: int) -> float:
-    """``number``, rounded down to so many significant digits."""
+    """Round ``number`` down to the given number of significant digits."""
     unit = 10.0 ** (math.floor(math.log10(number)) - digits + 1)
     return float(f"{math.floor(number / unit * (1 + 1e-9)) * unit:.{digits}g}")

@@ -1,12 +1,12 @@
-"""Check whether retraining harms: the control against the dense model as it is, a layout against itself before.
+"""Detection of harm by retraining: compare the control with the unchanged dense model, and layouts before and after.
 
-A finished model that is restarted at a high learning rate gets worse. The control gets worse with it, so layouts look
-good beside it that cost several times as much in use. Two rules decide what is cautioned against:
+Restarting a finished model at a high learning rate makes it worse. The control gets worse as well, so that layouts look
+good next to it although they cost several times as much relative to the original model. Two rules decide on warnings:
 
-- The control may be ``MOST_HARM`` percent worse than the dense model as it is, and a layout not at all worse than
+- The control may be at most ``MOST_HARM`` percent worse than the unchanged dense model, and a layout not worse than
   before it was retrained.
-- A difference within its standard error is no evidence of harm. The control's is announced either way, with its error,
-  so that nobody takes "no caution" for "no change".
+- A difference within its standard error is no evidence of harm. The change of the control is always announced with its
+  error, so that the absence of a warning is not mistaken for no change.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from spkv_nas.evaluation.paired import DocumentNLL, PairedDifference, paired_dif
 from spkv_nas.training.recipe import Recipe
 
 MOST_HARM = 0.1  # percent of NLL
-WARMUP_SHARE = 0.1  # of a branch's steps
-_LOWER_RATE = 3.0  # what a learning rate that harms is divided by
+WARMUP_SHARE = 0.1  # recommended warm-up, as a share of a branch's steps
+_LOWER_RATE = 3.0  # factor by which to reduce a harmful learning rate
 
 
 def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, reporter: Reporter) -> None:
-    """Announce how retraining alone changed held-out NLL; caution, with a remedy, where it harmed the control."""
+    """Announce how much retraining changed the control's held-out NLL, and warn with a remedy if it did harm.
+
+    Args:
+        control: NLL of full attention after retraining.
+        dense: NLL of the unchanged dense model on the same text.
+        recipe: recipe of the retraining.
+        reporter: receives the announcement or the warning.
+    """
     change = paired_difference(control, dense)
     measured = f"full attention retrained (the control) has {_amount(change)} NLL than the dense model as it is"
     if is_worse(change, MOST_HARM):
@@ -36,19 +43,19 @@ def compare_control(control: DocumentNLL, dense: DocumentNLL, recipe: Recipe, re
 
 
 def caution_if_worse(name: str, retrained: DocumentNLL, untrained: DocumentNLL, reporter: Reporter) -> None:
-    """Caution against a layout that has a higher held-out NLL once retrained than without training."""
+    """Warn about a layout whose held-out NLL is higher after retraining than without training."""
     change = paired_difference(retrained, untrained)
     if is_worse(change):
         reporter.caution(f"warning: {name} has {_amount(change)} NLL retrained than before it was retrained")
 
 
 def is_worse(change: PairedDifference, most: float = 0.0) -> bool:
-    """Return whether a change is an increase of more than ``most`` percent, and more than its standard error."""
-    return change.percent > most and not change.percent <= change.standard_error  # the error of one document is NaN
+    """Return True if a change is an increase of more than ``most`` percent and more than its standard error."""
+    return change.percent > most and not change.percent <= change.standard_error  # NaN error with a single document
 
 
 def remedy(recipe: Recipe) -> str:
-    """Return what to change in the recipe: a lower learning rate, and warm-up if it has less than a tenth."""
+    """Return advice on the recipe: a lower learning rate, and a longer warm-up if it is below ``WARMUP_SHARE``."""
     branch = recipe.branch
     lower, warmup = branch.learning_rate / _LOWER_RATE, max(1, round(WARMUP_SHARE * branch.steps))
     keys = f"branch.learning_rate: {lower:.1g} (now {branch.learning_rate:g})"
@@ -58,5 +65,5 @@ def remedy(recipe: Recipe) -> str:
 
 
 def _amount(change: PairedDifference) -> str:
-    """Such as "0.42 ± 0.08 % less"."""
+    """Format a change, such as "0.42 ± 0.08 % less"."""
     return f"{abs(change.percent):.2f} ± {change.standard_error:.2f} % {'more' if change.percent > 0 else 'less'}"

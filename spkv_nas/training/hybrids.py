@@ -1,10 +1,10 @@
-"""Train-hybrid: retrain every layout from the dense checkpoint and compare, as the paper's table does.
+"""Hybrid training: retrain every layout from the dense checkpoint and compare their held-out NLL.
 
-SP-KV paper, figure "Architecture search over sparse global-head layouts": density, coverage, NLL, and the change of
-NLL. Every branch sees the same data in the same order; differences are paired by document. The paper counts from full
-attention that was retrained alike, the control. Retraining a finished model can harm it, and the control with it, so
-changes count from the dense model as it is, and the control is compared with it before any layout is trained
-(``training.harm``).
+The comparison follows the SP-KV paper, figure "Architecture search over sparse global-head layouts": density, coverage,
+NLL, and the change in NLL. All branches see the same data in the same order, and differences are paired by document.
+The paper measures changes against the control, full attention retrained in the same way. Retraining a finished model
+can harm it, and the control with it; changes are therefore measured against the unchanged dense model, and the control
+is compared with that model before any layout is trained (``training.harm``).
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from spkv_nas.training.variants import Variant
 
 @dataclass(frozen=True)
 class Comparison:
-    """What has been retrained so far.
+    """Results of the branches trained so far.
 
     Attributes:
-        rows: columns ``spkv_nas.artifacts.comparison.COLUMNS``: the dense model as it is, full attention, SP-KV, the
-            layouts.
-        models: where the trained models are, every seed's.
-        folder: of the table.
-        documents: held-out NLL by document of every row, by strategy.
+        rows: table with columns ``spkv_nas.artifacts.comparison.COLUMNS`` and one row each for the unchanged dense
+            model, full attention, SP-KV, and every layout.
+        models: checkpoints of the trained models, for every seed.
+        folder: folder of the report.
+        documents: held-out NLL by document, by strategy.
     """
 
     rows: pd.DataFrame
@@ -68,12 +68,12 @@ class Comparison:
 
     @property
     def heldout(self) -> DocumentNLL:
-        """Held-out NLL by document of the dense model as it is."""
+        """Return the held-out NLL by document of the unchanged dense model."""
         return self.documents[DENSE]
 
     @property
     def correlations(self) -> dict[str, dict[str, Any] | None]:
-        """How well coverage (-1: perfectly) and zero-shot NLL (+1) order the layouts by ΔNLL after retraining."""
+        """Return the rank correlations of coverage (-1 is best) and zero-shot NLL (+1) with ΔNLL after retraining."""
         layouts = self.rows[self.rows["num_global"].notna()]
         return {
             predictor: rank_correlation(layouts[column], layouts["delta_nll_percent"])
@@ -93,69 +93,78 @@ def train_hybrids(
     device: str | None = None,
     reporter: Reporter = SILENT,
 ) -> Comparison:
-    """Train full attention, SP-KV and every layout; written to ``reports/<name>/`` after each run.
+    """Train full attention, SP-KV and every layout, and write the report after each run.
 
-    Full attention, the control, is trained first and compared with the dense model as it is: the reporter is told by
-    how much retraining alone changed it, and of every layout that retraining made worse.
-
-    A finished run is not run again: its folder is named by everything that decides its result. Equal layouts are
-    trained once, under the first of their names; the row's note says the others.
+    The control, full attention, is trained first; the reporter announces how much retraining changed its NLL, and every
+    layout that retraining made worse. Finished runs are reused. Equal layouts are trained once, under the first name.
 
     Args:
-        table: densities that coverage is computed with; its name is the report's.
+        recipe: recipe of the dense checkpoint and its branches.
+        layouts: layouts by name.
+        table: head scores for coverage; its name becomes the report's.
+        workspace: workspace for runs and reports.
         base: folder that the recipe's relative paths start from.
-        num_seeds: repetitions with another data order (and other initial predictors).
-        reference: whether to train the SP-KV reference as well.
-        reporter: told what starts, one line each, and shows how far it is.
+        num_seeds: number of repetitions, each with its own data order and initial predictors.
+        reference: True to train the SP-KV reference too.
+        device: device to train on; chosen automatically by default.
+        reporter: receives a line for each run that starts, and its progress.
 
     Raises:
-        UserError: a layout is for another grid than the densities, or has the name of a baseline.
+        UserError: a layout does not fit the scores, or has the name of a baseline.
     """
+    # Check layouts and measure them without training
     join_processes(recipe, device)
     workspace.check_writable()
-    covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # refuses a layout that does not fit
+    covered = {name: coverage(table, layout) for name, layout in layouts.items()}  # raises if a layout does not fit
     names = _distinct(layouts, reporter)
     layouts = {name: layouts[name] for name in names}
     variants = hybrid_variants(layouts, reference=reference)
-    trunk = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
-    untrained = zero_shot_scores(trunk, layouts)
+    context = BranchContext.prepare(recipe, base, workspace.run_dir(recipe.name), device=device, reporter=reporter)
+    untrained = zero_shot_scores(context, layouts)
     runs = [(name, seed) for seed in range(recipe.seed, recipe.seed + num_seeds) for name in variants]
-    there = {(name, seed) for name, seed in runs if trunk.is_trained(variants[name], seed)}
-    reporter.reused(len(there), len(runs), "runs")
+    finished_runs = {(name, seed) for name, seed in runs if context.is_trained(variants[name], seed)}
+    reporter.reused(len(finished_runs), len(runs), "runs")
     finished: dict[str, list[Branch]] = {name: [] for name in variants}
     models: list[TrainedModel] = []
     for number, (name, seed) in enumerate(runs, 1):
-        if (name, seed) not in there:
+        # Train or read the run
+        if (name, seed) not in finished_runs:
             reporter.announce(f"{name}, seed {seed} ({number} of {len(runs)})")
-        variant, branch = variants[name], trunk.train(variants[name], seed)
+        variant, branch = variants[name], context.train(variants[name], seed)
         finished[name].append(branch)
-        if name == FULL_ATTENTION:
-            compare_control(branch.nll, untrained[DENSE], trunk.recipe, reporter)
-        elif name in untrained:
-            caution_if_worse(name, branch.nll, untrained[name], reporter)
+        _report_harm(name, branch, untrained, context)
         layout_hash = "" if variant.layout is None else variant.layout.hash
         models.append(TrainedModel(name, seed, layout_hash, branch.checkpoint))
-        rows = comparison_rows(finished, variants, covered, untrained, trunk.recipe, names)
+        # Update the report
+        rows = comparison_rows(finished, variants, covered, untrained, context.recipe, names)
         documents = {DENSE: untrained[DENSE], **_by_document(finished)}
         compared = Comparison(rows, tuple(models), workspace.report_dir(table.name), documents)
-        on_main(partial(_write, workspace, compared, trunk.recipe, table, layouts))
+        on_main(partial(_write, workspace, compared, context.recipe, table, layouts))
     return compared
 
 
+def _report_harm(name: str, branch: Branch, untrained: dict[str, DocumentNLL], context: BranchContext) -> None:
+    """Announce the change of the control by retraining, or warn about a layout that became worse."""
+    if name == FULL_ATTENTION:
+        compare_control(branch.nll, untrained[DENSE], context.recipe, context.reporter)
+    elif name in untrained:
+        caution_if_worse(name, branch.nll, untrained[name], context.reporter)
+
+
 def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple[str, ...]]:
-    """The names of each layout, by the first of them; those of equal layouts are announced."""
+    """Group the names of equal layouts by the first of them, and announce the duplicates."""
     names = distinct(layouts)
-    for first, *same in names.values():
-        if same:
-            reporter.announce(f"{', '.join(same)}: the same layout as {first}, trained and counted once")
+    for first, *duplicates in names.values():
+        if duplicates:
+            reporter.announce(f"{', '.join(duplicates)}: the same layout as {first}, trained and counted once")
     return names
 
 
 def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> dict[str, Variant]:
-    """Return what is trained, by name: full attention, with ``reference`` SP-KV, and the layouts.
+    """Return the variants to train, by name: full attention, SP-KV if ``reference``, and the layouts.
 
     Raises:
-        UserError: a layout has the name of one of the other two.
+        UserError: a layout has the name of one of the baselines.
     """
     check_layout_names(layouts)
     baselines = {FULL_ATTENTION: Variant.full_attention()} | ({SP_KV: Variant.sp_kv()} if reference else {})
@@ -163,9 +172,9 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
 
 
 def zero_shot_scores(trunk: BranchContext, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
-    """Measure the held-out NLL of the dense checkpoint as it is, and with each layout on it, before any training.
+    """Measure the held-out NLL of the unchanged dense checkpoint and of each layout applied to it without training.
 
-    Collective.
+    Must be called on all ranks.
     """
     model = trunk.load_dense()
     heldout = trunk.corpus.heldout
@@ -188,12 +197,17 @@ def comparison_rows(
     recipe: Recipe,
     names: Mapping[str, Sequence[str]],
 ) -> pd.DataFrame:
-    """Tabulate what has finished so far, full attention's first seed at least, after the dense model as it is.
+    """Tabulate the branches finished so far, below a row for the unchanged dense model.
 
     Args:
-        untrained: zero-shot scores; that of ``DENSE`` is what changes count from.
-        names: all names of a layout, by the first (``artifacts.proposal.distinct``).
+        finished: branches by variant, one per seed; full attention has at least one.
+        variants: variants by name.
+        covered: coverage by layout.
+        untrained: zero-shot NLL by layout; that of ``DENSE`` is the baseline of all changes.
+        recipe: recipe of the branches.
+        names: all names of each layout, by the first (``artifacts.proposal.distinct``).
     """
+    # Unchanged dense model
     dense, controls = untrained[DENSE], finished[FULL_ATTENTION]
     rows: list[dict[str, Any]] = [
         {
@@ -207,6 +221,7 @@ def comparison_rows(
             "note": "",
         }
     ]
+    # One row per variant, with the mean over seeds
     for name, branches in finished.items():
         if not branches:
             continue
@@ -231,7 +246,7 @@ def comparison_rows(
 
 
 def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> dict[str, float]:
-    """NLL, and its changes against the dense model as it is and the control; NaN against itself."""
+    """Return NLL and its changes from the unchanged dense model and from the control; NaN against itself."""
     columns = {"nll": nll.mean}
     for baseline, column in ((dense, "delta_nll"), (control, "delta_control")):
         change = PairedDifference(np.nan, np.nan) if baseline is nll else paired_difference(nll, baseline)
@@ -240,7 +255,7 @@ def _nll_columns(nll: DocumentNLL, dense: DocumentNLL, control: DocumentNLL) -> 
 
 
 def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[str, float]:
-    """NLL in the longer blocks of ``branch.extend``, and its change against full attention's; nothing without."""
+    """Return NLL in the longer blocks of ``branch.extend`` and its change from full attention; empty without them."""
     longer = [branch.extended for branch in branches if branch.extended is not None]
     if not longer:
         return {}
@@ -252,9 +267,10 @@ def _extended_columns(branches: list[Branch], baselines: list[Branch]) -> dict[s
 
 
 def _zero_shot_columns(name: str, untrained: dict[str, DocumentNLL]) -> dict[str, float]:
+    """Return NLL without training and its change from the unchanged dense model; NaN for SP-KV."""
     if name == FULL_ATTENTION:
         return {"zero_shot_nll": untrained[DENSE].mean, "zero_shot_delta_percent": np.nan}
-    score = untrained.get(name)  # none of SP-KV, whose predictors come with training
+    score = untrained.get(name)  # None for SP-KV, which has no predictors before training
     if score is None:
         return {"zero_shot_nll": np.nan, "zero_shot_delta_percent": np.nan}
     change = paired_difference(score, untrained[DENSE])
@@ -287,10 +303,10 @@ def _write(
 
 
 def _by_document(finished: Mapping[str, Sequence[Branch]]) -> dict[str, DocumentNLL]:
-    """Return the held-out NLL by document of what has finished, the mean over seeds."""
+    """Return the held-out NLL by document of every finished variant, averaged over seeds."""
     return {name: _mean([branch.nll for branch in branches]) for name, branches in finished.items() if branches}
 
 
 def _mean(parts: list[DocumentNLL]) -> DocumentNLL:
-    """Mean over seeds, document by document."""
+    """Average NLLs over seeds, document by document."""
     return DocumentNLL(np.mean([part.total for part in parts], axis=0), parts[0].num_tokens)

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, by peft) on a model whose weights are frozen, and merged into them in the end.
+"""LoRA adapters (peft) on a model with frozen weights, merged into the weights after training.
 
-The model stays the one that it was, of its own class, with layers of peft's in place of linear ones: gates, layouts,
-losses and the trainer see nothing else. What is merged is a model without adapters, which every later stage takes.
+The model keeps its class; peft's layers replace its linear layers in place, so gates, layouts, losses and the trainer
+work unchanged. After merging, the model has no adapters and can be used by every later stage.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from spkv_nas.training.recipe import LoraConfig
 
 
 def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None:
-    """Freeze a model's weights and put adapters on its linear layers, which change nothing before they learn.
-
-    Adapters are float32, whatever the weights are.
+    """Freeze a model's weights and add float32 LoRA adapters to its linear layers, with no initial effect.
 
     Args:
-        seed: of their first weights.
+        model: model to adapt, in place.
+        options: the recipe's section ``lora``.
+        seed: seed of the adapters' initial weights.
 
     Raises:
         UserError: the model has none of the layers that ``options.targets`` names.
@@ -43,7 +43,7 @@ def add_adapters(model: PreTrainedModel, options: LoraConfig, seed: int) -> None
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add what adapters have learned to the weights, and take them off; collective where the model is sharded."""
+    """Merge the adapters into the weights and remove them; must be called on all ranks if the model is sharded."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapted = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}

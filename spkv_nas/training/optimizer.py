@@ -1,4 +1,4 @@
-"""The optimizer of a run: AdamW, by the trainer's own names, with SP-KV's groups of parameters."""
+"""Construction of the optimizer: a variant of AdamW, as named by transformers, with SP-KV's parameter groups."""
 
 from __future__ import annotations
 
@@ -16,25 +16,30 @@ from spkv_nas.training.recipe import GatesConfig
 
 
 def check_optimizer(name: OptimizerName) -> None:
-    """Raise ``UserError`` if the package that brings an optimizer is not installed."""
+    """Raise ``UserError`` if the package that provides an optimizer is not installed."""
     package = OPTIMIZERS[name].package
     if package is not None:
         check_installed(package, f"optimizer: {name}")
 
 
 def make_optimizer(model: nn.Module, args: TrainingArguments, options: GatesConfig) -> torch.optim.Optimizer:
-    """AdamW as ``args.optim`` says: matrices decay, vectors do not, predictors have their own rate and decay.
+    """Create the AdamW variant ``args.optim``, without decay of vectors and with separate options for predictors.
 
     Raises:
-        UserError: it is not for this device, or cannot be imported.
+        UserError: the optimizer does not support this device, or cannot be imported.
     """
-    own = predictor_parameters(model)
-    learning = [p for p in model.parameters() if p.requires_grad]
+    # Parameter groups: (parameters, learning-rate multiplier, weight decay)
+    predictors = predictor_parameters(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        ([p for p in learning if p not in own and p.ndim >= 2], 1.0, args.weight_decay),
-        ([p for p in learning if p not in own and p.ndim < 2], 1.0, 0.0),
-        ([p for p in learning if p in own and p.ndim >= 2], options.learning_rate_multiplier, options.weight_decay),
-        ([p for p in learning if p in own and p.ndim < 2], options.learning_rate_multiplier, 0.0),
+        ([p for p in trainable if p not in predictors and p.ndim >= 2], 1.0, args.weight_decay),
+        ([p for p in trainable if p not in predictors and p.ndim < 2], 1.0, 0.0),
+        (
+            [p for p in trainable if p in predictors and p.ndim >= 2],
+            options.learning_rate_multiplier,
+            options.weight_decay,
+        ),
+        ([p for p in trainable if p in predictors and p.ndim < 2], options.learning_rate_multiplier, 0.0),
     ]
     parameters: list[dict[str, Any]] = [
         {"params": params, "lr": args.learning_rate * multiplier, "weight_decay": decay}

@@ -1,7 +1,7 @@
-"""Training where a GPU has no memory for a pass: the same steps in smaller passes, from the last checkpoint on.
+"""Recovery from out-of-memory errors: restart from the last checkpoint with a smaller micro-batch and equal batches.
 
-``auto_find_batch_size`` of transformers would take smaller steps. Here the run begins again as the same command would
-with half the ``micro_batch_size``, so that nothing of the step that failed is left: gradients, counts of gates, prices.
+The option ``auto_find_batch_size`` of transformers would reduce the batch. Here, the run is restarted with half the
+``micro_batch_size``, so that no state of the failed step remains: gradients, gate counts or prices.
 """
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ from spkv_nas.training.trainer import SPKVTrainer
 
 
 def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTrainer], least: int = 1) -> SPKVTrainer:
-    """Train or resume by the trainer that ``begin`` makes of the recipe, or of the recipe with smaller passes.
+    """Train or resume a run, halving the micro-batch size whenever memory runs out.
 
     Args:
-        least: blocks that pass together at least.
+        recipe: the recipe.
+        begin: function that creates a new trainer for a recipe.
+        least: minimum number of blocks per micro-batch.
+
+    Returns:
+        The trainer that finished the run.
 
     Raises:
-        UserError: one of several processes has no memory for a pass, or as ``SPKVTrainer.train_or_resume``.
-        torch.OutOfMemoryError: there is none for ``least`` blocks.
+        UserError: memory runs out on one of several ranks, or as in ``SPKVTrainer.train_or_resume``.
+        torch.OutOfMemoryError: memory is too small for ``least`` blocks.
 
     Warns:
-        UserWarning: passes are smaller from here on.
+        UserWarning: the micro-batch size was halved.
     """
     while True:
         trainer = begin(recipe)
@@ -38,7 +43,7 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
         except Exception as error:
             if size == least or not is_short_of_memory(error):
                 raise
-            if num_processes() > 1:  # the others wait for this one
+            if num_processes() > 1:  # the other ranks are waiting for this one
                 raise UserError(f"no memory for {size} blocks at once: give a smaller micro_batch_size") from error
         del trainer
         empty_cache()

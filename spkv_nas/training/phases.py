@@ -1,8 +1,9 @@
-"""Which gate mode and which learning rate at which step: pure functions of the step, so a resumed run agrees.
+"""Schedules of the gate mode and the learning rate, as pure functions of the step so that resumed runs agree.
 
-SP-KV paper, section "Training": soft gates for the first 75 % of the cosine decay, then the predictor freezes and
-gates are binary at tau; optionally a linear ramp between the two. Appendix "Hard Gated Training": sampled in place of
-soft. Learning rates: appendix "Scaling analysis details" (warm-up, stable, cosine decay to 1 % of the peak).
+SP-KV paper, section "Training": gates are soft for the first 75 % of the cosine decay, then the predictor is frozen and
+gates are binary at tau, optionally with a linear ramp in between. Appendix "Hard Gated Training": sampled gates instead
+of soft ones. Appendix "Scaling analysis details": learning rates with warm-up, stable phase, and cosine decay to 1 % of
+the peak.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class GatePhase:
 
 @dataclass(frozen=True)
 class GateSchedule:
-    """Soft or sampled, then (optionally annealed) hard gates over ``steps`` steps.
+    """Schedule of soft or sampled gates, followed by (optionally annealed) hard gates, over ``steps`` steps.
 
-    The hard phase is the last ``1 - soft_fraction`` of the decay, which is the whole run unless ``decay_steps`` says
-    less (training from scratch).
+    The hard phase is the last ``1 - soft_fraction`` of the decay. The decay is the whole run unless ``decay_steps`` is
+    set (training from scratch).
     """
 
     steps: int
@@ -36,12 +37,12 @@ class GateSchedule:
 
     @property
     def soft_steps(self) -> int:
-        """Number of steps in which the predictor learns."""
+        """Return the number of steps during which the predictor is trained."""
         decay = self.steps if self.decay_steps is None else self.decay_steps
         return self.steps - decay + round(decay * self.soft_fraction)
 
     def at(self, step: int) -> GatePhase:
-        """Phase of training step ``step`` (from 0)."""
+        """Return the phase of training step ``step``, counted from 0."""
         if step < self.soft_steps:
             return GatePhase(self.mode, 0.0, False)
         annealed = step - self.soft_steps + 1
@@ -52,9 +53,9 @@ class GateSchedule:
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up, a stable stretch, and a cosine decay over the last ``decay_steps`` steps.
+    """Learning-rate schedule: linear warm-up, stable phase, and cosine decay over the last ``decay_steps`` steps.
 
-    ``factor`` is relative to the peak. A stable run has ``decay_steps=0``; a branch is all decay.
+    The dense run has ``decay_steps=0``; a branch decays from its warm-up to its end.
     """
 
     steps: int
@@ -63,7 +64,7 @@ class LearningRateSchedule:
     final: float = 0.01
 
     def factor(self, step: int) -> float:
-        """Learning rate of step ``step`` (from 0), as a share of the peak."""
+        """Return the learning rate of training step ``step``, counted from 0, as a fraction of the peak."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         into_decay = step - (self.steps - self.decay_steps)

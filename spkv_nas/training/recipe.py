@@ -1,7 +1,7 @@
-"""Recipes: one YAML file says which model, which text, how to train it and how to gate it.
+"""Recipe schema: one YAML file that configures the model, the text, training and the gates.
 
-Parsed strictly: an unknown key, a wrong type or a value out of range is an error that names the file, the key, what
-was expected and what was found.
+Parsing is strict: an unknown key, a wrong type or a value out of range is an error that names the file, the key, the
+expected value and the value found.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class GatesConfig(GateConfig):
     @model_validator(mode="before")
     @classmethod
     def _from_weight(cls, data: Any) -> Any:
-        """``density_weight`` was once the price with the opposite sign, as the paper has it."""
+        """Convert the old key ``density_weight``, the paper's name for the negative price."""
         if not isinstance(data, dict) or not isinstance(data.get("density_weight"), int | float) or "price" in data:
             return data
-        rest = {key: value for key, value in data.items() if key != "density_weight"}
-        return {**rest, "price": -data["density_weight"]}
+        others = {key: value for key, value in data.items() if key != "density_weight"}
+        return {**others, "price": -data["density_weight"]}
 
     @model_validator(mode="after")
     def _one_grid(self) -> GatesConfig:
@@ -130,7 +130,11 @@ class GatesConfig(GateConfig):
         return self
 
     def of_model(self, grid: tuple[int, int]) -> GateConfig:
-        """The part that a model of ``grid`` (layers, KV heads) is built from. Raises ``UserError``: no such layer."""
+        """Return the gate configuration for a model of ``grid`` (layers, KV heads).
+
+        Raises:
+            UserError: ``layers`` names a layer that the model does not have.
+        """
         heads = self.heads
         if self.layers is not None:
             heads = [(GATED if layer in self.layers else GLOBAL) * grid[1] for layer in range(grid[0])]
@@ -199,11 +203,11 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _from_tensorboard(cls, data: Any) -> Any:
-        """``tensorboard: true`` was once the only tracker."""
+        """Convert the old key ``tensorboard: true`` to ``report_to``."""
         if not isinstance(data, dict) or not isinstance(data.get("tensorboard"), bool) or "report_to" in data:
             return data
-        rest = {key: value for key, value in data.items() if key != "tensorboard"}
-        return {**rest, "report_to": ["tensorboard"]} if data["tensorboard"] else rest
+        others = {key: value for key, value in data.items() if key != "tensorboard"}
+        return {**others, "report_to": ["tensorboard"]} if data["tensorboard"] else others
 
     @field_validator("model", mode="before")
     @classmethod
@@ -212,6 +216,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
+        # Model, dense phase and gates
         if self.model.config is not None and self.dense is None:
             raise ValueError("a new model (model.config) needs a 'dense' section that trains it")
         if self.model.path is not None and self.dense is not None:
@@ -222,12 +227,14 @@ class Recipe(Section):
             raise ValueError(
                 f"optimizer: {self.optimizer} knows no shards: with sharding: {self.sharding} leave it out"
             )
+        # Mixture tasks and tokenizer
         if self.data.mix is not None:
-            known = available(NO_MATERIAL)
-            for task in set(self.data.mix.ruler.tasks_of(known)) - set(known):
-                raise ValueError(f"data.mix.ruler.tasks: '{task}' is none of {', '.join(known)}")
+            tasks = available(NO_MATERIAL)
+            for task in set(self.data.mix.ruler.tasks_of(tasks)) - set(tasks):
+                raise ValueError(f"data.mix.ruler.tasks: '{task}' is none of {', '.join(tasks)}")
         if self.model.config is not None and self.tokenizer is None:
             raise ValueError("a new model (model.config) needs a 'tokenizer'")
+        # Batch sizes
         for name, phase in (("dense", self.dense), ("branch", self.branch)):
             size = self.micro_batch_size
             if size is not None and phase is not None and phase.batch_size > size and phase.batch_size % size:
@@ -252,13 +259,13 @@ class Recipe(Section):
                 )
 
     def least_blocks(self, phase: DenseConfig | BranchConfig) -> int:
-        """Blocks of ``data.block_size`` tokens that pass together at least: those of which longer ones are made."""
+        """Return the minimum micro-batch in blocks of ``data.block_size``: one block of ``branch.extend``, if any."""
         extend = phase.extend if isinstance(phase, BranchConfig) else None
         return 1 if extend is None else extend.block_size // self.data.block_size
 
     @property
     def heldout_stretch(self) -> int:
-        """Tokens of one document that held-out blocks keep together: as many as the longest block has."""
+        """Return the number of consecutive tokens that held-out blocks keep together: the longest block's length."""
         return self.least_blocks(self.branch) * self.data.block_size
 
     def _check_from_scratch(self) -> None:
@@ -272,30 +279,43 @@ class Recipe(Section):
 
     @classmethod
     def read(cls, path: Path) -> Recipe:
-        """Read and check a recipe file. Raises ``UserError``."""
+        """Read and validate a recipe file.
+
+        Raises:
+            UserError: the file cannot be read, or a key is wrong.
+        """
         return cls.parse(read_yaml(path, "recipe"), path.parent, f"recipe {path}")
 
     @classmethod
     def parse(cls, data: Any, base: Path, where: str) -> Recipe:
-        """Check a recipe's data; ``where`` names it in errors. Raises ``UserError``.
+        """Validate the data of a recipe.
 
-        ``gates.layout``, a layout file (a relative path starts from ``base``), becomes ``gates.heads``: its local heads
-        stay local, its global ones get gates, and its window is the gates' unless the recipe says another.
+        ``gates.layout``, a layout file, is converted to ``gates.heads``: its local heads stay local, its global heads
+        get gates, and its window becomes the gates' window unless the recipe sets another.
+
+        Args:
+            data: parsed YAML.
+            base: folder that relative paths start from.
+            where: name of the recipe in error messages.
+
+        Raises:
+            UserError: a key is unknown, or a value is wrong.
         """
         gates = data.get("gates") if isinstance(data, dict) else None
         if isinstance(gates, dict) and isinstance(gates.get("layout"), str) and "heads" not in gates:
             layout = Layout.read(base / gates["layout"])
             heads = [row.replace(GLOBAL, GATED) for row in layout.heads]
-            rest = {key: value for key, value in gates.items() if key != "layout"}
-            data = {**data, "gates": {"window": layout.window, **rest, "heads": heads}}
+            others = {key: value for key, value in gates.items() if key != "layout"}
+            data = {**data, "gates": {"window": layout.window, **others, "heads": heads}}
         return validate(cls, data, where)
 
     def content_hash(self, *sections: str) -> str:
-        """First 16 hexadecimal digits of the SHA-256 of the recipe, or of some of its sections.
+        """Hash the recipe, or the given sections: the first 16 hexadecimal digits of the SHA-256.
 
-        It names finished runs, so what trains as before is hashed as before: with the price as the paper's weight, and
-        without keys that came later where they say what was so before.
+        The hash names finished runs, so it must not change between versions for recipes that train the same: the price
+        is hashed as the paper's weight, and keys added later are left out if they have their default.
         """
+        # Leave out later keys at their defaults
         data = self.model_dump(mode="json", include=set(sections) if sections else None)
         data = {key: value for key, value in data.items() if key not in _LATER or value != _LATER[key]}
         for section, key in (("data", "mix"), ("branch", "extend")):
@@ -308,7 +328,11 @@ class Recipe(Section):
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def with_precision(self, dtype: str | None) -> Recipe:
-        """The recipe with the precision that a command line asks for; None leaves it. Raises ``UserError``."""
+        """Return the recipe with ``precision`` set to ``dtype``, or unchanged if that is None.
+
+        Raises:
+            UserError: ``dtype`` is neither float32 nor bfloat16.
+        """
         if dtype is None:
             return self
         if dtype not in ("float32", "bfloat16"):
@@ -316,11 +340,11 @@ class Recipe(Section):
         return self.model_copy(update={"precision": dtype})
 
     def settled(self, device: str) -> Recipe:
-        """The recipe with what ``precision: auto`` means on ``device``: a result says what it was made in."""
+        """Return the recipe with ``precision: auto`` resolved for ``device``, so that results record the precision."""
         return self.with_precision(training_precision(device)) if self.precision == "auto" else self
 
     def warnings(self) -> list[str]:
-        """What will probably disappoint, in plain sentences."""
+        """Return warnings, in sentences, about settings that will probably give poor results."""
         gates, branch = self.gates, self.branch
         soft_steps = gates.soft_fraction * branch.steps
         reach = logit_reach(gates.learning_rate_multiplier * branch.learning_rate, soft_steps)
@@ -335,8 +359,8 @@ class Recipe(Section):
 
 
 def logit_reach(learning_rate: float, soft_steps: float) -> float:
-    """About how far a gate's logit can travel: the sum of the predictor's learning rates, of which this is the peak.
+    """Estimate how far a gate's logit can move during training: the sum of the predictor's learning rates.
 
-    A cosine decay has a mean of about one half; its first 75 % has 0.63.
+    The mean of a cosine decay is about one half of the peak ``learning_rate``; over its first 75 % it is 0.63.
     """
     return learning_rate * soft_steps * 0.63

@@ -1,8 +1,8 @@
-"""FSDP2: parameters, gradients and optimizer state are sharded over the processes; all else is as without it.
+"""FSDP2 support: shard parameters, gradients and optimizer state across ranks.
 
-A unit is a decoder layer, as transformers says, and each predictor: the parameters of a unit share one dtype, and
-predictors stay float32 where ``precision: bfloat16`` gathers everything else in bfloat16. Gradients are summed in
-float32.
+Decoder layers are FSDP units, as in transformers, and so is each predictor, because all parameters of a unit share one
+dtype: predictors stay float32 while ``precision: bfloat16`` gathers everything else in bfloat16. Gradients are reduced
+in float32.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from spkv_nas.training.recipe import OFFLOAD
 
 
 def fsdp_config(sharding: str) -> dict[str, Any]:
-    """``TrainingArguments.fsdp_config`` of a recipe's ``sharding``."""
+    """Return ``TrainingArguments.fsdp_config`` for a recipe's ``sharding``."""
     config: dict[str, Any] = {"version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}
     return {**config, "cpu_offload": True} if sharding == OFFLOAD else config
 
 
 def shard_predictors(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
-    """Make units of the predictors, where accelerate's ``plugin`` says, and set the precision of those it will make."""
+    """Make each predictor an FSDP unit, and set the precision of the units that accelerate's ``plugin`` will make."""
     if bfloat16:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for predictor in predictors(model).values():
@@ -42,15 +42,15 @@ def shard_predictors(model: nn.Module, plugin: Any, *, bfloat16: bool) -> None:
 
 
 def sharded_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint of an interrupted run holds shards."""
+    """Return True if the checkpoint of an interrupted run is sharded."""
     return any(folder.glob("pytorch_model_fsdp*"))
 
 
 @torch.inference_mode()
 def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -> None:
-    """Before an evaluation of ``blocks``: as many passes as another process makes more than this one, for nothing.
+    """Run the dummy batches that this rank needs to stay in sync before evaluating ``blocks``.
 
-    A forward pass of a sharded model is collective, so all processes must make the same number of them.
+    The forward pass of a sharded model is a collective operation, so all ranks must run the same number of batches.
     """
     with evaluation_mode(model):
         for _ in range(num_spare_batches(blocks.num_blocks, batch_size)):
@@ -58,22 +58,26 @@ def spare_passes(model: PreTrainedModel, blocks: TokenBlocks, batch_size: int) -
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded; collective if it is."""
+    """Gather a tensor that may be sharded; must be called on all ranks if it is."""
     result: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return result.detach()
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A whole tensor with device and dtype of ``parameter``, and sharded as it is."""
+    """Convert an unsharded tensor to the device, dtype and sharding of ``parameter``."""
     tensor = tensor.to(parameter.device, parameter.dtype)
     if not isinstance(parameter, DTensor):
         return tensor
     sharded = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return sharded.to(parameter.device)  # offloaded ones are not where their mesh is
+    return sharded.to(parameter.device)  # offloaded parameters are not on the device of their mesh
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
-    """State of a sharded model on the CPU of process 0 (empty elsewhere; collective); None if it is not sharded."""
+    """Gather the state dict of a sharded model; must be called on all ranks.
+
+    Returns:
+        The state dict on the CPU of rank 0, an empty one on other ranks, or None if the model is not sharded.
+    """
     if not is_sharded(model):
         return None
     weights: dict[str, Any] = get_model_state_dict(
@@ -81,6 +85,6 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor] | None:
     )
     names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if weights:  # tied ones were gathered twice
+        if weights:  # tied parameters were gathered twice
             weights[name] = weights[names.setdefault(parameter, name)]
     return weights

@@ -1,4 +1,4 @@
-"""How much text there is, before it is cut into blocks; of a large text a part is counted, enough to plan by."""
+"""Size of a recipe's text, estimated from a prefix if the text is large, for planning."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from spkv_nas.data.tokenizer import encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MOST_CHARACTERS = 20_000_000  # that are counted
-_TOGETHER = 64  # documents that are tokenised at once
+MOST_CHARACTERS = 20_000_000  # maximum number of characters to count
+_BATCH = 64  # documents per tokenizer call
 
 
 @dataclass(frozen=True)
 class TextSize:
-    """Documents and tokens of a text, separators among them.
+    """Number of documents and tokens of a text.
 
-    ``is_whole`` is False where only the first ``MOST_CHARACTERS`` were counted.
+    Attributes:
+        documents: number of documents.
+        tokens: number of tokens, including separators.
+        is_whole: False if only the first ``MOST_CHARACTERS`` characters were counted.
     """
 
     documents: int
@@ -31,20 +34,29 @@ class TextSize:
     is_whole: bool = True
 
     def heldout(self, config: DataConfig) -> int:
-        """Tokens held out, about: which documents they are depends on their hashes."""
+        """Return the approximate number of held-out tokens; documents are held out by their hash."""
         return min(round(config.heldout * self.tokens), config.max_heldout_tokens)
 
     def training(self, config: DataConfig) -> int:
-        """Tokens to train on, about."""
+        """Return the approximate number of training tokens."""
         return round((1 - config.heldout) * self.tokens)
 
 
 def count_text(sources: Iterable[str | SourceConfig], base: Path, tokenizer: PreTrainedTokenizerBase) -> TextSize:
-    """The size of a text; relative paths start from ``base``. Raises ``UserError`` for a source that is not there."""
-    found = documents(sources, base)
+    """Count the documents and tokens of a text, up to ``MOST_CHARACTERS`` characters.
+
+    Args:
+        sources: sources of the text.
+        base: folder that relative paths start from.
+        tokenizer: tokenizer to count with.
+
+    Raises:
+        UserError: a source does not exist.
+    """
+    remaining = documents(sources, base)
     number = tokens = characters = 0
     while characters < MOST_CHARACTERS:
-        texts = [document.text for document in islice(found, _TOGETHER)]
+        texts = [document.text for document in islice(remaining, _BATCH)]
         if not texts:
             return TextSize(number, tokens)
         number += len(texts)

@@ -1,4 +1,4 @@
-"""Experiment trackers: those of ``transformers.Trainer``, by the names that a recipe's ``report_to`` has for them."""
+"""Experiment trackers of ``transformers.Trainer``, by their names in a recipe's ``report_to``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ WANDB = "wandb"
 
 
 def check_trackers(names: Collection[str]) -> None:
-    """Raise ``UserError`` for a tracker that is not installed: its package has its name."""
+    """Raise ``UserError`` if a tracker's package, which has the tracker's name, is not installed."""
     for name in names:
         check_installed(name, "report_to")
 
 
 class EndWandbRun(TrainerCallback):
-    """Ends a run's part in Weights & Biases, which the library leaves open: the process's next run would go on with it.
+    """Callback that finishes the Weights & Biases run when training ends, so that the next training starts a new one.
 
-    A run that was open before, of the caller's own, stays so.
+    A run that the caller had opened before stays open.
     """
 
     def __init__(self) -> None:
+        """Note whether a run is already open."""
         import wandb
 
         self._wandb: Any = wandb
         self._is_ours = wandb.run is None
 
     def on_train_end(self, *_: object, **__: object) -> None:
+        """Finish the run if training opened it."""
         if self._is_ours:
             self._wandb.finish()

@@ -1,7 +1,8 @@
-"""A small subclass of ``transformers.Trainer``: parameter groups, phases, sound checkpoints of finite numbers alone.
+"""Subclass of ``transformers.Trainer`` with SP-KV's parameter groups, gate phases and verified checkpoints.
 
-Everything else (devices, accumulation, mixed precision, torchrun) is the library's. Of its checkpoints, a folder that
-it writes file by file, ours are those that end with a manifest; a run resumes from the newest that agrees with its own.
+Devices, gradient accumulation, mixed precision and torchrun are handled by transformers, which writes checkpoints file
+by file. A manifest of hashes completes each checkpoint here, and runs resume from the newest one that matches its
+manifest. Runs stop before an update or a checkpoint with numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from spkv_nas.training.run_files import (
 from spkv_nas.training.sharding import shard_predictors, sharded_checkpoint
 from spkv_nas.training.trackers import WANDB, EndWandbRun
 
-_MOST_GROWTH = 1e4  # times the largest weight at the start, or 1 if that is more; in transformers few are above 100
+_MAX_GROWTH = 1e4  # limit of weights, relative to the largest initial weight (at least 1)
 
 
 class TrainingStoppedError(UserError):
-    """Training met a number that is not finite, or a weight beyond any use; nothing was saved with it."""
+    """Error for training that produced a number that is not finite or an exploded weight, which was not saved."""
 
 
 class SPKVTrainer(Trainer):
@@ -60,11 +61,13 @@ class SPKVTrainer(Trainer):
     Args:
         schedule: learning rate by step.
         gates: gate phases by step; None for a model without gates.
-        gate_options: the recipe's section ``gates``: how the predictors learn.
-        optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start fresh.
-        recomputes: whether the backward pass computes the activations of layers again.
-        compiles: whether decoder layers are compiled.
-        title: of the run, in a bar of its steps that the ``reporter`` shows.
+        gate_options: the recipe's section ``gates``, which configures the training of predictors.
+        optimizer_state: file of ``save_optimizer_state`` to start from; parameters it lacks start with zero moments.
+        recomputes: True to recompute layers' activations in the backward pass (activation checkpointing).
+        compiles: True to compile decoder layers.
+        title: title of the progress bar.
+        reporter: shows the progress bar.
+        callbacks: additional callbacks.
     """
 
     def __init__(
@@ -81,32 +84,36 @@ class SPKVTrainer(Trainer):
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ) -> None:
-        self._title, self._reporter, self._shown = title, reporter, TokenProgressCallback()
-        super().__init__(*args, callbacks=[self._shown, *callbacks], **kwargs)
+        """Create the trainer and its callbacks; further arguments are those of ``Trainer``."""
+        self._title, self._reporter, self._progress = title, reporter, TokenProgressCallback()
+        super().__init__(*args, callbacks=[self._progress, *callbacks], **kwargs)
         self._schedule = schedule
-        self._most_weight = _MOST_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
+        self._max_weight = _MAX_GROWTH * max([1.0, *(_largest(p) for p in self.model.parameters())])
         self._gate_options = gate_options or GatesConfig()
         self._optimizer_state = optimizer_state
-        self._ways = [way for way, wanted in ((recomputed, recomputes), (compiled, compiles)) if wanted]
-        self.remove_callback(PrinterCallback)  # ours shows more
+        self._contexts = [
+            context for context, is_enabled in ((recomputed, recomputes), (compiled, compiles)) if is_enabled
+        ]
+        self.remove_callback(PrinterCallback)  # replaced by TokenProgressCallback
         self._log_state = LogCallback(self)
         self.add_callback(self._log_state)
         if WANDB in self.args.report_to:
             self.add_callback(EndWandbRun())
         self._length = len(self.train_dataset[0]["input_ids"]) if len(self.train_dataset) else 0
-        self._mark: tuple[int, float] | None = None  # step and time of the last log
+        self._last_log: tuple[int, float] | None = None  # step and time of the last log
         self._phases = None if gates is None else GatePhaseCallback(gates, self._gate_options)
         if self._phases is not None:
             self.add_callback(self._phases)
 
     def train_or_resume(self) -> None:
-        """Train to the last step, from the newest sound checkpoint if there is one; newer ones are removed.
+        """Train to the last step, resuming from the newest intact checkpoint, and remove newer ones.
 
         Raises:
-            UserError: less text than one batch, a checkpoint of a run that was sharded otherwise, or a full disk.
+            UserError: the text is shorter than one batch, the checkpoint was sharded differently, or the disk is full.
             TrainingStoppedError: a number is not finite.
-            Interrupted: a signal asked for it; a checkpoint of the step is there.
+            Interrupted: a signal stopped the run, after a checkpoint of its last step was saved.
         """
+        # Check the text and the checkpoint
         batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * num_processes()
         if len(self.train_dataset) < batch:
             raise UserError(
@@ -120,30 +127,35 @@ class SPKVTrainer(Trainer):
                 "read\ngo on as it was begun, or delete it to start over"
             )
         on_main(lambda: remove_newer(self._folder, newest))
-        with self._reporter.bar(self._title) as self._shown.bar, deferred() as pending:
+        # Train, deferring signals to the end of a step
+        with self._reporter.bar(self._title) as self._progress.bar, deferred() as pending:
             interrupt = InterruptCallback(pending)
             self.add_callback(interrupt)
-            with loss_in_chunks(self.model), ExitStack() as ways:
-                for way in self._ways:
-                    ways.enter_context(way(self.model))
+            with loss_in_chunks(self.model), ExitStack() as contexts:
+                for context in self._contexts:
+                    contexts.enter_context(context(self.model))
                 self.train(resume_from_checkpoint=str(newest) if newest else None)
         pending.raise_if_any()
         if interrupt.ended:
-            raise Interrupted(signal.SIGTERM)  # it came to another process
+            raise Interrupted(signal.SIGTERM)  # another rank received the signal
 
     @property
     def _folder(self) -> Path:
         return Path(self.args.output_dir)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """Leaves out what the library would train beyond the last step, where a run resumes there."""
+        """Run an epoch unless the last step is done: transformers would train further when resuming there."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(**kwargs)
         else:
             self.control.should_training_stop = True
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """``make_optimizer``'s, once the model is ready to be sharded."""
+        """Create the optimizer with ``make_optimizer``, after preparing the model for sharding.
+
+        Raises:
+            UserError: the run is sharded but there is no GPU, or the optimizer is not available.
+        """
         model = model or self.model
         if self.args.fsdp:
             if not self.is_fsdp_enabled:
@@ -157,12 +169,12 @@ class SPKVTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """One factor for all groups, from the recipe's schedule.
+        """Create the learning-rate scheduler, and load the optimizer state that the run starts from.
 
-        Model and optimizer are ready by now, sharded if they are to be, so the optimizer's state is filled here.
+        The state is loaded here because this is the first hook after the model and the optimizer have been sharded.
         """
         optimizer = optimizer or self.optimizer
-        if self.args.fsdp:  # accelerate has exchanged the parameters by their addresses, which empty shards share
+        if self.args.fsdp:  # accelerate maps parameters by address, which empty shards share: map them by name
             sharded = dict(self.model.named_parameters())
             assert all(isinstance(parameter, DTensor) for parameter in sharded.values())
             for group, names in zip(optimizer.param_groups, self._group_names, strict=True):
@@ -174,13 +186,13 @@ class SPKVTrainer(Trainer):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds tokens per second and the gates' density to what is logged with the loss."""
+        """Log ``logs``; add tokens per second and the gates' density if they contain the loss."""
         heads = None
         if "loss" in logs:
             step, now = self.state.global_step, time.perf_counter()
-            since, start = self._mark or (step, now)
-            logs["tokens_per_second"] = self._tokens_per_step() * (step - since) / max(now - start, 1e-9)
-            self._mark = (step, now)
+            last_step, start = self._last_log or (step, now)
+            logs["tokens_per_second"] = self._tokens_per_step() * (step - last_step) / max(now - start, 1e-9)
+            self._last_log = (step, now)
             heads = self._phases.density if self._phases is not None else None
         if heads is not None and self._phases is not None:
             logs["density"] = float(np.nanmean(heads))
@@ -191,12 +203,13 @@ class SPKVTrainer(Trainer):
             self.state.log_history[-1]["head_density"] = heads.round(4).tolist()
 
     def _tokens_per_step(self) -> int:
+        """Return the tokens of one step over all ranks."""
         args = self.args
         return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self._length)
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Next-token loss; stops the run, on all processes, before the update when it is not finite."""
-        self._mark = self._mark or (self.state.global_step, time.perf_counter())
+        """Compute the next-token loss, and stop the run on all ranks before the update if it is not finite."""
+        self._last_log = self._last_log or (self.state.global_step, time.perf_counter())
         result = super().compute_loss(*args, **kwargs)
         loss = result[0] if isinstance(result, tuple) else result
         if self.model.training:
@@ -205,12 +218,12 @@ class SPKVTrainer(Trainer):
                 self._stop("loss", float(mean))
             replicated = self.args.world_size > 1 and not self.args.fsdp
             if replicated and self._phases is not None and self._phases.frozen(self.state.global_step):
-                # DDP waits for a gradient of every parameter
+                # DDP waits for a gradient of every parameter, so keep frozen predictors in the graph
                 return loss + 0.0 * sum((p.sum() for p in predictor_parameters(self.model)), start=0.0)
         return result
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """A checkpoint of finite numbers alone, with a manifest, which is the last to be written."""
+        """Save a checkpoint after checking that all numbers are finite, and complete it with a manifest."""
         self.check_finite()
         self._log_state.take()
         folder = self._folder / f"checkpoint-{self.state.global_step}"
@@ -220,64 +233,72 @@ class SPKVTrainer(Trainer):
         on_main(lambda: self._complete(folder))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """What learns, and nothing else, where some weights are frozen: the run's own beginning has the others."""
+        """Save the model, or only its trainable parameters if some are frozen: setup restores the others."""
         if all(parameter.requires_grad for parameter in self.model.parameters()):
             super()._save(output_dir, state_dict)
         elif self.args.should_save:
             save_learned(self.model, Path(output_dir or self.args.output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load what ``_save`` wrote."""
         if not load_learned(self.model, Path(resume_from_checkpoint)):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _complete(self, checkpoint: Path) -> None:
+        """Complete a checkpoint with a manifest, and remove the older ones."""
         write_manifest(checkpoint)
-        remove_older(self._folder)  # by step and only now; the library goes by file times, and before
+        remove_older(self._folder)  # by step, after the new one is complete; transformers would go by file times
 
     def check_finite(self) -> None:
-        """Stop the run, on all processes, if a weight or its optimizer state is not finite, or a weight exploded."""
-        kept = [(name, p, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters()]
-        bad = [name for name, p, state in kept if not all(map(_is_whole, (p, *state.values())))]
-        if sum_over_processes(torch.tensor(float(len(bad)))) > 0:
-            self._stop(f"weight {bad[0]}" if bad else "weight of another process", math.nan)
+        """Stop the run on all ranks if a weight or its optimizer state is not finite, or a weight has exploded.
+
+        Raises:
+            TrainingStoppedError: a number is not finite, or a weight has exploded.
+        """
+        states = [(name, p, self.optimizer.state.get(p, {})) for name, p in self.model.named_parameters()]
+        bad_names = [name for name, p, state in states if not all(map(_is_finite, (p, *state.values())))]
+        if sum_over_processes(torch.tensor(float(len(bad_names)))) > 0:
+            self._stop(f"weight {bad_names[0]}" if bad_names else "weight of another process", math.nan)
         self._check_growth()
 
     def _check_growth(self) -> None:
-        """Stop the run, on all processes, if an update threw a weight so far that training cannot come back.
+        """Stop the run on all ranks if a weight has become too large to recover from.
 
-        A learning rate of 1e20 leaves finite weights of 1e20: saved, they end every later attempt; at 1e30 the logits
-        are all alike, and the run ends with the NLL of a uniform guess.
+        A learning rate of 1e20 leaves finite weights of 1e20, and a checkpoint with them makes every later attempt
+        fail; at 1e30, all logits are equal and the run ends with the NLL of a uniform guess.
         """
         sizes = {name: _largest(p) for name, p in self.model.named_parameters() if p.requires_grad}
         name = max(sizes, key=lambda name: sizes[name])
-        if sum_over_processes(torch.tensor(float(sizes[name] > self._most_weight))) > 0:
+        if sum_over_processes(torch.tensor(float(sizes[name] > self._max_weight))) > 0:
             self._stop(f"largest weight, of {name},", sizes[name])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip gradients, and stop the run if their norm is not finite."""
         norm = super()._clip_grad_norm(model)
         if norm is not None and not math.isfinite(float(norm)):
             self._stop("gradient norm", float(norm))
         return norm
 
     def _stop(self, what: str, value: float) -> None:
-        good = newest_checkpoint(self._folder)
+        """Raise ``TrainingStoppedError`` with the step and the last good checkpoint."""
+        checkpoint = newest_checkpoint(self._folder)
         raise TrainingStoppedError(
             f"training stopped at step {self.state.global_step}: the {what} is {value:.6g}; nothing was saved with it\n"
-            f"last good checkpoint: {good or 'none yet'}\n"
+            f"last good checkpoint: {checkpoint or 'none yet'}\n"
             "lower the learning rate, or look at the data of this step"
         )
 
 
-def _is_whole(value: Any) -> bool:
-    """Whether a tensor, or this process's shard of it, is finite; of anything else true."""
-    own = value.to_local() if isinstance(value, DTensor) else value
-    return not isinstance(own, Tensor) or is_finite(own.detach())
+def _is_finite(value: Any) -> bool:
+    """Return True if a tensor, or this rank's shard of it, is finite; True for anything else."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return not isinstance(local, Tensor) or is_finite(local.detach())
 
 
 def _largest(value: Tensor) -> float:
-    """The largest magnitude in a tensor, or in this process's shard of it; 0 of an empty or quantized one."""
-    own = value.to_local() if isinstance(value, DTensor) else value
-    if own.is_meta or not own.is_floating_point() or own.numel() == 0 or own.itemsize == 1:
+    """Return the largest magnitude in a tensor or this rank's shard of it; 0 if it is empty or quantized."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if local.is_meta or not local.is_floating_point() or local.numel() == 0 or local.itemsize == 1:
         return 0.0
-    low, high = torch.aminmax(own.detach())
+    low, high = torch.aminmax(local.detach())
     return max(-float(low), float(high))

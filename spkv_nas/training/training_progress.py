@@ -1,4 +1,4 @@
-"""How far trainings have come, from the checkpoints that they leave as they go: looked at without torch."""
+"""Progress of unfinished training runs, read from their checkpoints without importing torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from spkv_nas.base.locks import is_held
 from spkv_nas.base.manifest import is_complete
 
 _STATE = "trainer_state.json"
-_RUNS = ("*", "branches/*")  # folders of runs below that of a recipe
+_RUNS = ("*", "branches/*")  # folders of runs, relative to the recipe's folder
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """A training that has not come to its end, as of its newest whole checkpoint.
+    """Progress of an unfinished training run, as of its newest complete checkpoint.
 
     Attributes:
-        name: of its folder.
-        log: what it logged, columns step, loss, heldout_soft_nll, heldout_hard_nll; NaN where a step has it not.
-        is_held: whether a process works in its folder.
+        name: name of the run's folder.
+        step: last step of the checkpoint.
+        num_steps: number of steps in all.
+        log: training log with columns step, loss, heldout_soft_nll and heldout_hard_nll; NaN where not logged.
+        is_held: True if a process holds the lock of the run's folder.
     """
 
     name: str
@@ -36,16 +38,16 @@ class TrainingProgress:
 
 
 def unfinished_trainings(folder: Path) -> list[TrainingProgress]:
-    """Those of a recipe's folder of runs, by name."""
+    """List the unfinished runs in a recipe's folder of runs, by name."""
     runs = sorted({path for pattern in _RUNS for path in folder.glob(pattern) if not (path / "final").is_dir()})
-    return [found for run in runs for found in _newest(run)]
+    return [progress for run in runs for progress in _newest(run)]
 
 
 def _newest(run: Path) -> Iterator[TrainingProgress]:
-    """Of its newest checkpoint, if there is any; another may be written or removed meanwhile."""
-    whole = [path for path in run.glob("checkpoint-*") if is_complete(path) and path.name[11:].isdecimal()]
+    """Yield the progress of the newest checkpoint, if there is one; checkpoints may appear or vanish meanwhile."""
+    complete = [path for path in run.glob("checkpoint-*") if is_complete(path) and path.name[11:].isdecimal()]
     with suppress(UserError, KeyError, TypeError, ValueError):
-        newest = max(whole, key=lambda path: int(path.name[11:]))
+        newest = max(complete, key=lambda path: int(path.name[11:]))
         state = read_json(newest / _STATE, "trainer's state")
         columns = ["step", "loss", "heldout_soft_nll", "heldout_hard_nll"]
         log = pd.DataFrame(state["log_history"]).reindex(columns=columns).astype(float)

@@ -1,4 +1,4 @@
-"""The variants of a dense checkpoint that are trained and compared: full attention, SP-KV, and hybrid layouts."""
+"""Attention variants of a dense checkpoint to train and compare: full attention, SP-KV, and hybrid layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spkv_nas.artifacts.layout import Layout
 
 
 class Kind(Enum):
-    """How the heads of a variant attend."""
+    """Kind of attention that the heads of a variant use."""
 
     FULL_ATTENTION = "every key"
     SP_KV = "a window, and keys that gates keep"
@@ -19,9 +19,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Variant:
-    """What a branch of the dense checkpoint attends with; ``layout`` is there for a hybrid alone.
+    """Attention of one branch of the dense checkpoint.
 
-    ``name`` stands in logs, records and folder names; of a hybrid it is the layout's strategy.
+    Attributes:
+        kind: kind of attention.
+        name: name in logs, records and folder names; the layout's strategy for a hybrid.
+        layout: the layout of a hybrid, otherwise None.
     """
 
     kind: Kind
@@ -30,28 +33,32 @@ class Variant:
 
     @classmethod
     def full_attention(cls) -> Variant:
-        """The reference that all others are compared with."""
+        """Return the full-attention variant, the control of all comparisons."""
         return cls(Kind.FULL_ATTENTION, FULL_ATTENTION)
 
     @classmethod
     def sp_kv(cls) -> Variant:
-        """Gates on the heads that the recipe names."""
+        """Return the SP-KV variant, with gates on the heads that the recipe names."""
         return cls(Kind.SP_KV, SP_KV)
 
     @classmethod
     def hybrid(cls, layout: Layout) -> Variant:
-        """Global and local heads."""
+        """Return a hybrid variant with the global and local heads of ``layout``."""
         return cls(Kind.HYBRID, layout.strategy, layout)
 
     @property
     def key(self) -> str:
-        """First part of a branch's folder name; it names finished runs, so it must stay as it is."""
+        """Return the first part of a branch's folder name; finished runs are found by it, so it must not change."""
         return self.name if self.layout is None else f"{self.name}-{self.layout.content_hash}"
 
     def density(self, measured: float | None) -> float:
-        """Share of keys outside the window that are kept: of a hybrid its global heads, of full attention all.
+        """Return the share of keys outside the window that are kept.
 
-        ``measured`` is that of its gates; None where it has none.
+        Args:
+            measured: density of the gates; None without gates.
+
+        Returns:
+            The share of global heads for a hybrid, the measured density for SP-KV, and 1 for full attention.
         """
         if self.layout is not None:
             return self.layout.num_global / self.layout.num_heads
