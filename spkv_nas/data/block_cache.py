@@ -1,7 +1,7 @@
-"""Where the token blocks of a text are kept: in a folder named by the content of its documents.
+"""Cache the token blocks of a text in a folder named by the content of its documents.
 
-The content is known once the text has been read. So that it is not read at every start, the folder also notes the state
-of the files that it was read from; only a text whose state is new is read again.
+The content is only known once the text has been read. To avoid reading it at every start, the folder also stores the
+state (size and times) of the files that it was read from; a text is read again only if its state is new.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spkv_nas.data.sources import Document
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_STATES = "sources.json"  # of a folder: states of the sources, as hashes, the newest first
+_STATES = "sources.json"  # per folder: hashes of source states, newest first
 _MOST_STATES = 16
-_FORMAT = "2"  # of how texts become blocks
+_FORMAT = "2"  # version of how texts become blocks
 
 
 class BlockCache:
-    """The folders of one text under ``root``; ``settings`` are what decides its blocks beside text and tokenizer."""
+    """Cache folders of one text under ``root``."""
 
     def __init__(
         self,
@@ -38,11 +38,20 @@ class BlockCache:
         tokenizer: PreTrainedTokenizerBase,
         settings: str,
     ) -> None:
+        """Describe the text.
+
+        Args:
+            root: folder of the cache.
+            sources: text sources.
+            base: folder that relative paths start from.
+            tokenizer: tokenizer of the blocks.
+            settings: everything else that determines the blocks.
+        """
         self.root, self._sources, self._base = root, list(sources), base
         self._decided = (_FORMAT, fingerprint(tokenizer), settings)
 
     def find(self, has_all: Callable[[Path], bool]) -> Path | None:
-        """The folder of the text as its sources are now, if ``has_all`` says that it holds what is wanted."""
+        """Return the folder of the text in its current state if ``has_all`` accepts it; None without one."""
         for file in sorted(self.root.glob(f"*/{_STATES}")):
             if self._state in _read_states(file) and has_all(file.parent):
                 return file.parent
@@ -50,37 +59,39 @@ class BlockCache:
 
     @property
     def partial(self) -> Path:
-        """The folder of blocks that are being written, the same whatever the text: what is there says its documents."""
+        """Return the folder for blocks in progress, whatever the content; its files list the documents so far."""
         names = [source if isinstance(source, str) else source.model_dump_json() for source in self._sources]
         return self.root / f".{_hash([str(self._base), *names, *self._decided])}.partial"
 
     def folder(self, content: ContentKey) -> Path:
-        """The folder of the text whose documents ``content`` has seen."""
+        """Return the folder of the text with this content."""
         return self.root / content.name(self._decided)
 
     def remember(self, folder: Path) -> None:
-        """Note that ``folder`` is that of the text as its sources are now."""
+        """Record that ``folder`` holds the text in its current state."""
         states = [state for state in _read_states(folder / _STATES) if state != self._state]
         write_json(folder / _STATES, {"states": [self._state, *states][:_MOST_STATES]})
 
     @cached_property
     def _state(self) -> str:
+        """Return a hash of the current state of the sources."""
         states = [open_source(source, self._base).identity for source in self._sources]
         return _hash([*states, *self._decided])
 
 
 class ContentKey:
-    """Changes with any document of a text, and with its name, which the blocks keep."""
+    """Hash of a text's documents and their names, which the blocks keep."""
 
     def __init__(self) -> None:
+        """Start without documents."""
         self._key = hashlib.sha256()
 
     def add(self, document: Document) -> None:
-        """The next document."""
+        """Add the next document."""
         self._key.update("\0".join([document.id, document.domain, document.label, ""]).encode())
 
     def name(self, decided: Iterable[str]) -> str:
-        """16 hexadecimal digits, for the documents so far and what else decides."""
+        """Return 16 hexadecimal digits for the documents so far and the values of ``decided``."""
         key = self._key.copy()
         for part in decided:
             key.update(part.encode())
@@ -88,7 +99,7 @@ class ContentKey:
 
 
 def _read_states(file: Path) -> list[str]:
-    """None of a file that is not there or damaged: the text is then read again."""
+    """Read the states of a folder; empty for a missing or damaged file, so that the text is read again."""
     try:
         states = read_json(file, "states of text sources").get("states")
     except UserError:
@@ -97,6 +108,7 @@ def _read_states(file: Path) -> list[str]:
 
 
 def _hash(parts: Iterable[str]) -> str:
+    """Return 16 hexadecimal digits for a sequence of strings."""
     key = hashlib.sha256()
     for part in parts:
         key.update(f"{part}\0".encode("utf-8", "surrogateescape"))
@@ -104,7 +116,7 @@ def _hash(parts: Iterable[str]) -> str:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """What a tokenizer writes for a text, and after it."""
+    """Return a string that identifies how a tokenizer encodes text, including its end-of-text token."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return f"{tokenizer.eos_token_id} {words}"
+    vocabulary = str(backend.to_str()) if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return f"{tokenizer.eos_token_id} {vocabulary}"

@@ -1,9 +1,9 @@
-"""Token blocks in files that are mapped into memory, so that a text of any size can be written and read.
+"""Store token blocks in memory-mapped files, so that a text of any size can be written and read.
 
-A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T] and the rest that fills no block),
-``documents.jsonl`` (a line each, with its number of tokens) and ``blocks.json``. It is written beside its place and
-moved there when it is whole. A line of ``documents.jsonl`` is written after the tokens of its document are on disk, so
-whoever comes after a killed writer knows what is there, and goes on with the next document.
+A folder holds ``tokens.bin`` and ``document.bin`` (int32, little endian, [N, T] and the incomplete last block),
+``documents.jsonl`` (one line per document, with its number of tokens) and ``blocks.json``. It is written under a
+temporary name and renamed when it is complete. A line of ``documents.jsonl`` is written after the tokens of its
+document are on disk, so that a writer that follows a killed one can resume with the next document.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from spkv_nas.data.sources import Document
 _TOKENS, _OWNER, _DOCUMENTS, _RECORD = "tokens.bin", "document.bin", "documents.jsonl", "blocks.json"
 _WHAT = "record of token blocks"
 _INT32 = np.dtype("<i4")
-_COMMIT = 1 << 22  # tokens after which what was written is made to last; a killed writer loses at most these
-_CHUNK = 1 << 22  # tokens that are looked at together
+_COMMIT = 1 << 22  # tokens between two syncs to disk; a killed writer loses at most these
+_CHUNK = 1 << 22  # tokens read at once
 
 
 class BlockWriter:
-    """Writes documents, one after the other, for the folder that ``finish`` makes. One process at a time may.
-
-    Args:
-        partial: the folder that they are written to, where an earlier writer may have left some.
-        what: names the text in errors.
-    """
+    """Writer of documents, one by one, into the folder that ``finish`` creates; one process at a time."""
 
     def __init__(self, partial: Path, block_size: int, what: str) -> None:
+        """Open the files, which an earlier writer may have left incomplete.
+
+        Args:
+            partial: folder to write to.
+            block_size: tokens per block.
+            what: name of the text in errors.
+        """
         self._partial, self._block_size, self._what = partial, block_size, what
         self.num_tokens = self.num_documents = 0
         self._uncommitted: list[str] = []
@@ -54,18 +56,19 @@ class BlockWriter:
         self._known_bytes = 0
 
     def __enter__(self) -> BlockWriter:
+        """Return the writer itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the files; what was added lasts, and the next writer goes on after it."""
-        with suppress(UserError):  # no room: then the last part is lost
+        """Close the files; added documents are kept, and the next writer resumes after them."""
+        with suppress(UserError):  # disk full: the last part is lost
             self._commit()
         for file in self._files.values():
             with suppress(OSError):
                 file.close()
 
     def has(self, document: Document) -> bool:
-        """Whether an earlier writer has written this document, after the same ones; to be asked before ``add``."""
+        """Return True if an earlier writer wrote this document, after the same ones; call it before ``add``."""
         line = None if self._known is None else next(self._known, None)
         if line is None or line.info != DocumentInfo.of(document):
             self._forget_the_rest()
@@ -75,7 +78,11 @@ class BlockWriter:
         return True
 
     def add(self, document: Document, ids: NDArray[np.int32]) -> None:
-        """Write a document, tokens int32 [tokens]. Raises ``UserError``: there is no room."""
+        """Write a document, tokens int32 [tokens].
+
+        Raises:
+            UserError: if the disk is full.
+        """
         self._forget_the_rest()
         owner = np.full(len(ids), self.num_documents, dtype=_INT32)
         with as_user_error(self._partial):
@@ -88,14 +95,19 @@ class BlockWriter:
             self._commit()
 
     def finish(self, final: Path, notes: Sequence[str] = ()) -> None:
-        """Make the folder ``final``, in one step, unless it is there; ``notes`` on the text are kept in it.
+        """Create the folder ``final`` atomically, unless it exists.
+
+        Args:
+            final: folder to create.
+            notes: notes on the text, which are stored in the folder.
 
         Raises:
-            UserError: there is no document, or less than one block of them.
+            UserError: if there is no document, or less than one block of tokens.
         """
         self._forget_the_rest()
         check_enough(self.num_documents, self.num_tokens, self._block_size, self._what)
         self._commit()
+        # Write the record
         num_blocks = self.num_tokens // self._block_size
         record = {
             "num_blocks": num_blocks,
@@ -105,32 +117,34 @@ class BlockWriter:
             "notes": list(notes),
         }
         write_json(self._partial / _RECORD, record)
+        # Rename the folder to its final name
         with as_user_error(final):
             write_manifest(self._partial)
             flush(self._partial)
             if not is_written(final):
                 final.parent.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(final, ignore_errors=True)  # one that was damaged
+                shutil.rmtree(final, ignore_errors=True)  # a damaged one
                 self._partial.rename(final)
                 flush(final.parent, files=False)
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def _count(self, tokens: int) -> None:
+        """Count one document."""
         self.num_tokens += tokens
         self.num_documents += 1
 
     def _lines(self) -> Iterator[_Line]:
-        """What ``documents.jsonl`` holds of documents whose tokens are there."""
-        there = min(os.fstat(self._files[name].fileno()).st_size for name in (_TOKENS, _OWNER)) // _INT32.itemsize
+        """Yield the lines of ``documents.jsonl`` whose tokens are on disk."""
+        num_on_disk = min(os.fstat(self._files[name].fileno()).st_size for name in (_TOKENS, _OWNER)) // _INT32.itemsize
         with (self._partial / _DOCUMENTS).open("rb") as lines:
             for text in lines:
                 line = _Line.parse(text)
-                if line is None or self.num_tokens + line.tokens > there:
+                if line is None or self.num_tokens + line.tokens > num_on_disk:
                     return
                 yield line
 
     def _forget_the_rest(self) -> None:
-        """Cut off what an earlier writer has written beyond the documents that are known by now."""
+        """Truncate what an earlier writer wrote beyond the documents confirmed so far."""
         if self._known is None:
             return
         self._known = None
@@ -141,6 +155,7 @@ class BlockWriter:
                 file.seek(0, os.SEEK_END)
 
     def _commit(self) -> None:
+        """Sync the tokens to disk, then the lines of their documents."""
         with as_user_error(self._partial):
             for name in (_TOKENS, _OWNER):
                 _sync(self._files[name])
@@ -151,7 +166,7 @@ class BlockWriter:
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of ``documents.jsonl``, and its bytes."""
+    """A line of ``documents.jsonl``, with its size in bytes."""
 
     info: DocumentInfo
     tokens: int
@@ -159,7 +174,7 @@ class _Line:
 
     @classmethod
     def parse(cls, text: bytes) -> _Line | None:
-        """None for what a killed writer has not written to its end."""
+        """Parse a line; None if a killed writer left it incomplete."""
         try:
             values = json.loads(text) if text.endswith(b"\n") else None
             return None if values is None else cls(_info(values), int(values["tokens"]), len(text))
@@ -169,7 +184,7 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Documents(Collection[DocumentInfo]):
-    """The documents of a file, read anew whenever they are asked for."""
+    """The documents of a file, read again at every iteration."""
 
     file: Path
     number: int
@@ -182,16 +197,16 @@ class _Documents(Collection[DocumentInfo]):
             yield from (_info(json.loads(line)) for line in lines)
 
     def __contains__(self, info: object) -> bool:
-        return any(info == one for one in self)
+        return any(info == other for other in self)
 
 
 def is_written(folder: Path) -> bool:
-    """Whether a ``BlockWriter`` has finished the folder."""
+    """Return True if a ``BlockWriter`` has finished the folder."""
     return is_complete(folder, (_TOKENS, _OWNER, _DOCUMENTS, _RECORD))
 
 
 def map_blocks(folder: Path) -> TokenBlocks:
-    """The blocks of a folder that a ``BlockWriter`` finished, mapped and not read; ``check_blocks`` finds damage."""
+    """Memory-map the blocks of a finished folder without reading them; ``check_blocks`` detects damage."""
     record = read_json(folder / _RECORD, _WHAT)
     shape = (record["num_blocks"], record["block_size"])
     tokens, owner = (np.memmap(folder / name, _INT32, "r", shape=shape) for name in (_TOKENS, _OWNER))
@@ -200,31 +215,38 @@ def map_blocks(folder: Path) -> TokenBlocks:
 
 
 def read_notes(folder: Path) -> list[str]:
-    """What there is to say about the text of a folder that was finished."""
+    """Return the notes on the text of a finished folder."""
     return [str(note) for note in read_json(folder / _RECORD, _WHAT).get("notes", [])]
 
 
 def check_blocks(folder: Path) -> None:
-    """Raise ``UserError`` if a file of the folder is not what was written."""
+    """Check that the files of the folder are as they were written.
+
+    Raises:
+        UserError: if one is damaged.
+    """
     check_manifest(folder, what="token blocks")
 
 
 def _info(values: dict[str, Any]) -> DocumentInfo:
+    """Return the document of a parsed line."""
     return DocumentInfo(values["id"], values["domain"], values["name"])
 
 
 def _open(file: Path) -> BinaryIO:
+    """Open a file for reading and writing, creating it if necessary."""
     file.touch()
     return file.open("r+b")
 
 
 def _sync(file: BinaryIO) -> None:
+    """Flush a file to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def _largest(file: Path, number: int) -> int:
-    """The largest of the first ``number`` tokens."""
+    """Return the largest of the first ``number`` tokens."""
     largest = 0
     with file.open("rb") as tokens:
         while number > 0:

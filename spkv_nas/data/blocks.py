@@ -1,4 +1,4 @@
-"""Token blocks: documents back to back, cut into blocks of equal length, each token knowing its document."""
+"""Token blocks: documents concatenated and cut into blocks of equal length, with the document of each token."""
 
 from __future__ import annotations
 
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZE_BATCH = 64  # documents
+TOKENIZE_BATCH = 64  # documents per batch
 _REMEDY = "remove it: the text is then tokenised again"
-_INT32 = 2**31 - 1
+_INT32 = 2**31 - 1  # largest token or index
 _GOLDEN_RATIO = (1 + 5**0.5) / 2
 _ARRAYS = (
-    Array("tokens", "whole", "N T", high=_INT32), Array("document", "whole", "N T", high=_INT32),
+    Array("tokens", "whole", "N T", high=_INT32),
+    Array("document", "whole", "N T", high=_INT32),
     Array("documents", "text"),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
 class DocumentInfo:
-    """What remains of a document once it is tokens."""
+    """Identity, domain and name of a document, which are kept once it is tokenised."""
 
     id: str
     domain: str
@@ -46,7 +47,7 @@ class DocumentInfo:
 
     @classmethod
     def of(cls, document: Document) -> DocumentInfo:
-        """That of a document."""
+        """Return the information on a document."""
         return cls(document.id, document.domain, document.label)
 
 
@@ -54,14 +55,14 @@ class DocumentInfo:
 class TokenBlocks:
     """``N`` blocks of ``T`` tokens.
 
+    The arrays may be memory-mapped files (``block_files``), of which only the parts in use are read.
+
     Attributes:
         tokens: int32 [N, T].
         document: int32 [N, T], index into ``documents`` of each token's document. A separator belongs to the
             document that it ends.
         documents: the documents, in the order of their tokens.
-        largest: the largest token, where it is known without looking.
-
-    The arrays may be maps of files (``block_files``), of which only what is used is read.
+        largest: the largest token, if it is known without reading the tokens.
     """
 
     tokens: NDArray[np.int32]
@@ -71,71 +72,77 @@ class TokenBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks N."""
+        """Return the number of blocks N."""
         return int(self.tokens.shape[0])
 
     @property
     def block_size(self) -> int:
-        """Tokens per block T."""
+        """Return the number of tokens per block T."""
         return int(self.tokens.shape[1])
 
     @property
     def largest_token(self) -> int:
-        """The largest token, 0 of no text."""
+        """Return the largest token; 0 for an empty text."""
         return int(self.tokens.max(initial=0)) if self.largest is None else self.largest
 
     @cached_property
     def domains(self) -> tuple[str, ...]:
-        """The domains of the documents, sorted."""
+        """Return the domains of the documents, sorted."""
         return tuple(sorted({document.domain for document in self.documents}))
 
     def feed(self, key: Digest) -> None:
-        """Give a hash what tells this text from others: any document, and the number of tokens."""
+        """Update a hash with the ids of all documents and the number of tokens, which identify the text."""
         key.update(str(self.tokens.shape).encode())
-        for document in self.documents:  # of which there may be millions
+        for document in self.documents:  # one by one, as there may be millions
             key.update(f" {document.id}".encode())
 
     def take(self, num_blocks: int) -> TokenBlocks:
-        """The first ``num_blocks`` blocks."""
+        """Return the first ``num_blocks`` blocks."""
         return TokenBlocks(self.tokens[:num_blocks], self.document[:num_blocks], self.documents)
 
     def spread(self, num_blocks: int) -> TokenBlocks:
-        """Choose ``num_blocks`` blocks, or all, of as many documents as possible, in their order in the text.
+        """Select ``num_blocks`` blocks, or all, from as many documents as possible, in text order.
 
-        One block of every document is taken before a second of any. A block counts as its middle token's document.
+        One block of every document is taken before a second one of any. A block counts for the document of its middle
+        token.
         """
         if num_blocks >= self.num_blocks:
             return self
         # Rank each block within its document, by an order whose beginnings are spread over the document
-        _, owner, counts = np.unique(self.document[:, self.block_size // 2], return_inverse=True, return_counts=True)
+        _, owners, counts = np.unique(self.document[:, self.block_size // 2], return_inverse=True, return_counts=True)
         rank = np.empty(self.num_blocks, dtype=np.int64)
-        by_owner = np.split(np.argsort(owner, kind="stable"), np.cumsum(counts)[:-1])
+        by_owner = np.split(np.argsort(owners, kind="stable"), np.cumsum(counts)[:-1])
         for blocks in by_owner:
             rank[blocks[spread_order(len(blocks), 0.5)]] = np.arange(len(blocks))
         # Take whole rounds, and of the last one blocks that are evenly spread over the text
         per_round = np.bincount(rank)
-        last = int(np.searchsorted(np.cumsum(per_round), num_blocks))
-        missing = num_blocks - int(per_round[:last].sum())
-        candidates = np.flatnonzero(rank == last)
-        chosen = [np.flatnonzero(rank < last), candidates[np.arange(missing) * len(candidates) // max(missing, 1)]]
+        last_round = int(np.searchsorted(np.cumsum(per_round), num_blocks))
+        missing = num_blocks - int(per_round[:last_round].sum())
+        candidates = np.flatnonzero(rank == last_round)
+        chosen = [
+            np.flatnonzero(rank < last_round),
+            candidates[np.arange(missing) * len(candidates) // max(missing, 1)],
+        ]
         return self._choose(np.sort(np.concatenate(chosen)))
 
     def _choose(self, blocks: NDArray[np.intp]) -> TokenBlocks:
+        """Return the blocks with these indices."""
         return TokenBlocks(self.tokens[blocks], self.document[blocks], self.documents)
 
     def nested(self, ends: Sequence[int]) -> list[TokenBlocks]:
-        """The blocks in parts: the first ``ends[0]``, those up to ``ends[1]`` ..., of an order all of whose beginnings
-        are evenly spread: by the fractional part of a block's number times the golden ratio.
+        """Divide the blocks into disjoint parts: the first ``ends[0]``, those up to ``ends[1]``, and so on.
+
+        They follow an order in which every prefix is evenly spread over the text (``spread_order``).
         """
         order = spread_order(self.num_blocks)
         return [self._choose(np.sort(order[start:end])) for start, end in pairwise((0, *ends))]
 
     def every(self, step: int, start: int) -> TokenBlocks:
-        """Every ``step``-th block, from ``start``."""
+        """Return every ``step``-th block, from ``start`` on."""
         return TokenBlocks(self.tokens[start::step], self.document[start::step], self.documents)
 
     def and_(self, other: TokenBlocks) -> TokenBlocks:
-        """These blocks and then those of another text, of the same length."""
+        """Append the blocks of another text, of the same length."""
         return TokenBlocks(
             np.concatenate([self.tokens, other.tokens]),
             np.concatenate([self.document, other.document + len(self.documents)]),
@@ -143,9 +150,11 @@ class TokenBlocks:
         )
 
     def cut(self, block_size: int) -> TokenBlocks:
-        """The same text in blocks of another length; a rest that does not fill one is left out."""
-        whole = self.tokens.size // block_size * block_size
-        tokens, document = (a.reshape(-1)[:whole].reshape(-1, block_size) for a in (self.tokens, self.document))
+        """Return the same text in blocks of another length, leaving out an incomplete last block."""
+        num_tokens = self.tokens.size // block_size * block_size
+        tokens, document = (
+            array.reshape(-1)[:num_tokens].reshape(-1, block_size) for array in (self.tokens, self.document)
+        )
         return TokenBlocks(tokens, document, self.documents, self.largest)
 
     def save(self, path: Path) -> None:
@@ -156,7 +165,11 @@ class TokenBlocks:
 
     @classmethod
     def read(cls, path: Path) -> TokenBlocks:
-        """What ``save`` wrote. Raises ``UserError`` if the file is not there or damaged."""
+        """Read a file written by ``save``.
+
+        Raises:
+            UserError: if the file is missing or damaged.
+        """
         arrays = read_arrays(path, _ARRAYS, _REMEDY)
         infos = _parse_infos(str(arrays["documents"]))
         if infos is None or arrays["document"].max() >= len(infos):
@@ -167,12 +180,12 @@ class TokenBlocks:
 
 
 def _parse_infos(text: str) -> tuple[DocumentInfo, ...] | None:
-    """The documents as ``TokenBlocks.save`` wrote them; None for anything else."""
+    """Parse the documents written by ``TokenBlocks.save``; None for anything else."""
     try:
         infos = tuple(DocumentInfo(**info) for info in json.loads(text))
     except (ValueError, TypeError, RecursionError):
         return None
-    return infos if all(isinstance(part, str) for info in infos for part in astuple(info)) else None
+    return infos if all(isinstance(value, str) for info in infos for value in astuple(info)) else None
 
 
 def build_blocks(
@@ -181,15 +194,17 @@ def build_blocks(
     block_size: int = BLOCK_SIZE,
     max_tokens: int | None = None,
 ) -> TokenBlocks:
-    """Tokenise texts and pack them: one after the other, ``<|endoftext|>`` after each, the last part cut off.
+    """Tokenise texts and pack them into blocks, with ``<|endoftext|>`` after each; the last part block is left out.
 
     Args:
-        texts: strings, or documents. Long ones, and all where they are few, are cut into pieces, which serve as
-            documents (``sources.in_pieces``).
+        texts: strings or documents. Long ones are cut into pieces that serve as documents, and all are if they are few
+            (``sources.in_pieces``).
+        tokenizer: tokenizer of the model.
+        block_size: tokens per block.
         max_tokens: stop after the document that reaches this many tokens.
 
     Raises:
-        UserError: no document at all, or fewer tokens than one block.
+        UserError: if there is no document, or fewer tokens than one block.
     """
     pieces: list[tuple[NDArray[np.int32], int]] = []
     infos: list[DocumentInfo] = []
@@ -206,33 +221,41 @@ def build_blocks(
 def packed(
     pieces: Sequence[tuple[NDArray[np.int32], int]], infos: Sequence[DocumentInfo], block_size: int, what: str
 ) -> TokenBlocks:
-    """Pack tokens back to back into blocks; what does not fill the last one is left out.
+    """Pack tokens back to back into blocks, leaving out an incomplete last block.
 
     Args:
-        pieces: tokens int32 [tokens], and the index in ``infos`` of the document that they are of.
-        what: names the text in errors.
+        pieces: tokens int32 [tokens], with the index in ``infos`` of their document.
+        infos: the documents.
+        block_size: tokens per block.
+        what: name of the text in errors.
 
     Raises:
-        UserError: they do not fill a block.
+        UserError: if they do not fill a block.
     """
     sizes = [len(piece) for piece, _ in pieces]
     check_enough(len(infos), sum(sizes), block_size, what)
     tokens = np.concatenate([piece for piece, _ in pieces])
     owner = np.repeat(np.array([document for _, document in pieces], dtype=np.int32), sizes)
-    whole = len(tokens) // block_size * block_size
-    return TokenBlocks(tokens[:whole].reshape(-1, block_size), owner[:whole].reshape(-1, block_size), tuple(infos))
+    num_tokens = len(tokens) // block_size * block_size
+    return TokenBlocks(
+        tokens[:num_tokens].reshape(-1, block_size), owner[:num_tokens].reshape(-1, block_size), tuple(infos)
+    )
 
 
 def spread_order(number: int, offset: float = 0.0) -> NDArray[np.intp]:
-    """Order the items 0 to ``number`` - 1 so that all beginnings of the order are evenly spread over them.
+    """Order the items 0 to ``number`` - 1 so that every prefix of the order is evenly spread over them.
 
-    It is the order of the fractional parts of ``offset`` plus an item times the golden ratio.
+    Items are sorted by the fractional part of ``offset`` plus their index times the golden ratio.
     """
     return np.argsort((np.arange(number) * _GOLDEN_RATIO + offset) % 1.0)
 
 
 def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str) -> None:
-    """Raise ``UserError`` for a text without a document, or with fewer tokens than one block."""
+    """Check that a text has a document and at least one block of tokens.
+
+    Raises:
+        UserError: if not.
+    """
     if not num_documents:
         raise UserError(f"the {what} is empty: no document in any source")
     if num_tokens < block_size:
@@ -245,7 +268,7 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
 def tokenised(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[Document, NDArray[np.int32]]]:
-    """Each document with its tokens, and a separator after them where the tokenizer has one."""
+    """Yield each document with its tokens, followed by a separator if the tokenizer has one."""
     end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=np.int32)
     for batch in _batches(documents):
         for document, ids in zip(batch, encode([document.text for document in batch], tokenizer), strict=True):
@@ -253,17 +276,17 @@ def tokenised(
 
 
 def _documents(texts: Iterable[str | Document]) -> Iterator[Document]:
-    """Strings as documents; a single one is one."""
+    """Yield strings as documents; a single string is one document."""
     for number, text in enumerate([texts] if isinstance(texts, str) else texts, 1):
         yield Document(text, "text", f"text {number}") if isinstance(text, str) else text
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """As many documents as the tokenizer takes at once; more would only cost memory."""
+    """Yield batches of documents for the tokenizer; larger ones would only cost memory."""
     batch: list[Document] = []
     for document in documents:
         batch.append(document)
-        if len(batch) == TOKENIZE_BATCH or sum(len(one.text) for one in batch) >= MOST_CHARACTERS:
+        if len(batch) == TOKENIZE_BATCH or sum(len(each.text) for each in batch) >= MOST_CHARACTERS:
             yield batch
             batch = []
     if batch:

@@ -1,4 +1,4 @@
-"""The section ``data`` of a recipe: which text, and how it is cut."""
+"""Schema of the recipe section ``data``: which text to use, and how to cut it into blocks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
+        """Require exactly one of ``path`` and ``dataset``."""
         if (self.path is None) == (self.dataset is None):
             raise ValueError("a source has either 'path' or 'dataset'")
         return self
@@ -46,7 +47,7 @@ class RulerMix(Section):
     haystack: list[str] = Field([], description="files and folders of essays, in which needles hide")
 
     def tasks_of(self, known: list[str]) -> list[str]:
-        """The tasks that are named, or all that are known to need no file of questions."""
+        """Return the tasks named, or all ``known`` tasks, which need no file of questions."""
         return known if self.tasks == ALL_TASKS else list(self.tasks)
 
 
@@ -67,6 +68,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _fitting_samples(self) -> DataConfig:
+        """Require sample lengths that fit in a block."""
         lengths = [] if self.mix is None else self.mix.ruler.lengths or []
         if any(not 1 <= length <= self.block_size for length in lengths):
             raise ValueError(f"mix.ruler.lengths: a sample has 1 to {self.block_size} tokens, those of a block")

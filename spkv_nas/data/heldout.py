@@ -1,4 +1,4 @@
-"""Decide which share of the documents is held out."""
+"""Choose the share of documents that is held out."""
 
 from __future__ import annotations
 
@@ -12,52 +12,65 @@ from spkv_nas.data.config import DataConfig
 from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import documents
 
-_MOST_PER_TOKEN = 8  # characters; few tokenizers reach 6
-RULE = 2  # changes with which tokens are held out, so that results of another choice are not taken for these
-_LEAST = 2  # held-out documents: one alone gives no standard error
+_MOST_PER_TOKEN = 8  # upper bound of characters per token; few tokenizers reach 6
+RULE = 2  # version of the choice of held-out tokens, so that results of another choice are not reused
+_LEAST = 2  # minimum number of held-out documents, as a single one gives no standard error
 
 
 def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -> float:
-    """The share of hashes (``sources.heldout``) at which documents are held out: that of ``config``, unless it leaves
-    less than one block, or a single document, to held-out text, or less than one block to training.
+    """Return the share of hashes (``sources.heldout``) below which documents are held out.
 
-    Then it is the nearest share at which both have enough, which ``announce`` is told. Read are documents up to where
-    both have: few, of a large text.
+    It is that of ``config``, unless this leaves less than one block or a single document to the held-out text, or less
+    than one block to training. Then it is the nearest share that gives both enough. Documents are read only until both
+    parts have enough, which takes few of a large text.
+
+    Args:
+        config: section ``data`` of the recipe.
+        base: folder that relative paths start from.
+        announce: called with a message if the share differs from that of ``config``.
 
     Raises:
-        UserError: the text is too short to be parted.
+        UserError: if the text is too short to be split.
     """
-    least = _MOST_PER_TOKEN * config.block_size  # characters of a block
-    found: list[tuple[int, int]] = []  # (hash, characters) of each document
-    number = held = kept = 0
+    block_characters = _MOST_PER_TOKEN * config.block_size  # characters of a block
+    # Read documents until both parts have enough
+    hashed: list[tuple[int, int]] = []  # (hash, characters) of each document
+    num_held = held_characters = kept_characters = 0
     for document in documents(config.sources, base, piece=piece_size(config.block_size)):
         key, length = int(document.id[:8], 16), len(document.text)
-        found.append((key, length))
+        hashed.append((key, length))
         if key < config.heldout * 2**32:
-            number, held = number + 1, held + length
+            num_held, held_characters = num_held + 1, held_characters + length
         else:
-            kept += length
-        if number >= _LEAST and held >= least and kept >= least:
+            kept_characters += length
+        if num_held >= _LEAST and held_characters >= block_characters and kept_characters >= block_characters:
             return config.heldout
-    best = _parted(sorted(found), number, least)
-    if best != number:
+    # Choose the nearest number of documents that gives both parts enough
+    num_chosen = _parted(sorted(hashed), num_held, block_characters)
+    if num_chosen != num_held:
         announce(
-            f"data.heldout {config.heldout:g} would hold out {number} of {len(found)} documents: {best} are, so that "
-            "there is text to train on and text to measure on"
+            f"data.heldout {config.heldout:g} would hold out {num_held} of {len(hashed)} documents: {num_chosen} are, "
+            "so that there is text to train on and text to measure on"
         )
-    return (sorted(found)[best - 1][0] + 1) / 2**32
+    return (sorted(hashed)[num_chosen - 1][0] + 1) / 2**32
 
 
-def _parted(found: list[tuple[int, int]], number: int, least: int) -> int:
-    """How many of ``found``, by hash, to hold out: as close to ``number`` as gives both parts enough."""
-    if not found:
+def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
+    """Return how many documents to hold out: the closest to ``number`` that leaves both parts enough.
+
+    Args:
+        hashed: (hash, characters) of each document, sorted.
+        number: number of documents that the configured share holds out.
+        least: characters that either part needs.
+    """
+    if not hashed:
         raise UserError("the text is empty: no document in any source")
-    if len(found) == 1:
+    if len(hashed) == 1:
         raise UserError(
-            f"the text is one document of {found[0][1]} characters, too short to hold out a part of it\n"
+            f"the text is one document of {hashed[0][1]} characters, too short to hold out a part of it\n"
             "give more text, or smaller blocks (--block-size; data.block_size in a recipe): a piece of it has four"
         )
-    lengths = np.cumsum([length for _, length in found])
-    first = max(_LEAST, int(np.searchsorted(lengths, least)) + 1)
-    last = min(len(found) - 1, int(np.searchsorted(lengths, lengths[-1] - least, side="right")))
-    return min(max(number, first), max(last, 1))
+    lengths = np.cumsum([length for _, length in hashed])
+    lowest = max(_LEAST, int(np.searchsorted(lengths, least)) + 1)
+    highest = min(len(hashed) - 1, int(np.searchsorted(lengths, lengths[-1] - least, side="right")))
+    return min(max(number, lowest), max(highest, 1))

@@ -1,7 +1,7 @@
-"""Where in a run of training its synthetic blocks come, and where its text: pure functions of seed and place.
+"""Decide which blocks of a training run are synthetic and which are text, as pure functions of seed and position.
 
-Blocks of a run are counted from 0, over all steps and all processes, so that every branch has the same, and a run that
-resumes too. Synthetic ones are spread evenly: of any stretch they have their share, but for one block.
+Blocks of a run are counted from 0 over all steps and all processes, so that every branch gets the same ones, and so
+does a run that resumes. Synthetic blocks are spread evenly: any stretch contains their share, to within one block.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which blocks of a run are synthetic.
+    """Positions of the synthetic blocks in a run.
 
     Attributes:
-        share: of the blocks.
-        phase: in [0, 1), where the first one comes.
-        before: blocks before the first place.
-        numbered_from: the number of the first synthetic one.
+        share: share of synthetic blocks.
+        phase: in [0, 1), offset of the first one.
+        before: number of blocks before position 0.
+        numbered_from: index of the first synthetic block.
     """
 
     share: float
@@ -30,23 +30,24 @@ class Mixture:
 
     @classmethod
     def drawn(cls, share: float, num_text: int, seed: int) -> Mixture:
-        """A mixture with a text of ``num_text`` blocks, from a seed."""
+        """Return a mixture for a text of ``num_text`` blocks, with a phase drawn from a seed."""
         return cls(share, float(np.random.default_rng([seed, num_text]).random()))
 
     def at(self, place: int) -> tuple[bool, int]:
-        """(whether the block at ``place`` is synthetic, its number among the synthetic ones or the text's)."""
-        found = self.synthetic(place)
-        if self.synthetic(place + 1) > found:
-            return True, self.numbered_from + found
-        return False, place - found
+        """Return (True if the block at ``place`` is synthetic, its index among the synthetic blocks or the text's)."""
+        num_synthetic = self.synthetic(place)
+        if self.synthetic(place + 1) > num_synthetic:
+            return True, self.numbered_from + num_synthetic
+        return False, place - num_synthetic
 
     def synthetic(self, place: int) -> int:
-        """Synthetic blocks before a place."""
+        """Return the number of synthetic blocks before a position."""
         return self._until(place) - self._until(0)
 
     def longer(self, ratio: int, start: int) -> Mixture:
-        """The same share of blocks of ``ratio`` parts, from the place ``start`` on, a multiple of it."""
+        """Return the mixture for blocks of ``ratio`` parts from the position ``start`` on, a multiple of ``ratio``."""
         return Mixture(self.share, self.phase, start // ratio, -(-self.synthetic(start) // ratio))
 
     def _until(self, place: int) -> int:
+        """Return the number of synthetic blocks before a position, including those before position 0."""
         return math.floor(self.share * (self.before + place) + self.phase)

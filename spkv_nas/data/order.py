@@ -1,8 +1,8 @@
-"""The order in which a run reads its text: pure functions of seed and place, also where its blocks grow longer.
+"""Order in which a run reads its text, as pure functions of seed and position, also when its blocks grow longer.
 
-An epoch has each block once, in an order of its own. Longer blocks are made of neighbouring ones, and come in the order
-in which the first of their parts would have come; what is left of the epoch in which they begin are those of which no
-part has been read. Blocks that grow to the length that they have go on as if nothing had happened.
+An epoch contains each block once, in its own order. Longer blocks consist of neighbouring ones, and come in the order
+in which the first of their parts would have come; what remains of the epoch in which they begin are those with no part
+read so far. Blocks that "grow" to their current length continue unchanged.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Permutation = Callable[[int, int, int], NDArray[np.int64]]  # of (number of blocks, seed, epoch)
+Permutation = Callable[[int, int, int], NDArray[np.int64]]  # (number of blocks, seed, epoch) -> block indices
 
 
 @dataclass(frozen=True)
 class BlockOrder:
-    """The order of a text's blocks over the epochs of a run.
+    """Order of a text's blocks over the epochs of a run.
 
     Attributes:
-        permutation: of the ``num_blocks`` blocks in an epoch, ``mixed_order`` or ``library_order``.
-        per_epoch: the first of them are read, the rest is not.
-        ratio: parts of a longer block.
-        start: parts that have been read before the first longer one.
+        permutation: order of the ``num_blocks`` blocks in an epoch, ``mixed_order`` or ``library_order``.
+        num_blocks: number of blocks.
+        seed: seed of the order.
+        per_epoch: number of blocks that are read per epoch; the others are skipped.
+        ratio: number of parts in a longer block.
+        start: number of parts read before the first longer block.
     """
 
     permutation: Permutation
@@ -37,36 +39,39 @@ class BlockOrder:
     start: int = 0
 
     def at(self, number: int) -> int:
-        """Which block comes after ``number`` others."""
+        """Return the index of the block that comes after ``number`` others."""
         epoch, read = divmod(self.start, self.per_epoch)
         first = _epoch(self, epoch, read)
         if number < len(first):
             return int(first[number])
-        later, place = divmod(number - len(first), min(self.per_epoch, self.num_blocks // self.ratio))
-        return int(_epoch(self, epoch + 1 + later, 0)[place])
+        later, position = divmod(number - len(first), min(self.per_epoch, self.num_blocks // self.ratio))
+        return int(_epoch(self, epoch + 1 + later, 0)[position])
 
     def longer(self, ratio: int, start: int) -> BlockOrder:
-        """That of blocks of ``ratio`` parts, once ``start`` parts have been read; ``at`` counts from there."""
+        """Return the order of blocks of ``ratio`` parts after ``start`` parts have been read.
+
+        Its ``at`` counts from there.
+        """
         return replace(self, ratio=ratio, start=start)
 
 
 @lru_cache(maxsize=4)
 def _epoch(order: BlockOrder, epoch: int, read: int) -> NDArray[np.int64]:
-    """The blocks of an epoch of which no part is among the ``read`` that came first."""
-    place = np.argsort(order.permutation(order.num_blocks, order.seed, epoch))
-    whole = order.num_blocks // order.ratio
-    first = place[: whole * order.ratio].reshape(whole, order.ratio).min(1)
+    """Return the blocks of an epoch with no part among the first ``read``."""
+    positions = np.argsort(order.permutation(order.num_blocks, order.seed, epoch))
+    num_whole = order.num_blocks // order.ratio
+    first = positions[: num_whole * order.ratio].reshape(num_whole, order.ratio).min(1)
     blocks: NDArray[np.int64] = np.argsort(first)[: order.per_epoch]
     unread: NDArray[np.int64] = blocks[first[blocks] >= read]
     return unread
 
 
 def mixed_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Of a text with samples in between."""
+    """Return the order for a text with samples mixed in."""
     return np.random.default_rng([seed, epoch, num_blocks]).permutation(num_blocks)
 
 
 def library_order(num_blocks: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """As accelerate's ``SeedableRandomSampler`` shuffles a data set."""
+    """Return the order of accelerate's ``SeedableRandomSampler``."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed + epoch))
     return np.asarray(order.numpy(), dtype=np.int64)

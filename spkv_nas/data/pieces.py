@@ -1,8 +1,8 @@
-"""Long texts cut into pieces, which serve as documents: one file of a whole corpus can be held out in part, is several
-clusters to a standard error, and never is in memory as a whole.
+"""Cut long texts into pieces that serve as documents.
 
-A piece is four blocks long at about four characters per token, so that three of four blocks of it see one place of the
-text alone, and at least 8,192 characters: about 2,000 tokens, as a short article has.
+A single file with a whole corpus can then be held out in part, counts as several clusters for a standard error, and is
+never in memory as a whole. A piece is four blocks long at about four characters per token, so that three of four blocks
+lie inside one piece, and has at least 8,192 characters: about 2,000 tokens, the length of a short article.
 """
 
 from __future__ import annotations
@@ -10,37 +10,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 _BLOCKS, _CHARACTERS_PER_TOKEN = 4, 4
-PIECE = 8_192  # characters
+PIECE = 8_192  # minimum characters
 
 
 def piece_size(block_size: int) -> int:
-    """Characters of a piece of a text whose blocks have ``block_size`` tokens."""
+    """Return the characters per piece of a text with blocks of ``block_size`` tokens."""
     return max(PIECE, _BLOCKS * _CHARACTERS_PER_TOKEN * block_size)
 
 
 def cut(chunks: Iterable[str], size: int) -> Iterator[str]:
-    """The text that ``chunks`` make up, in pieces of ``size`` characters at most, the last of up to half as much again.
+    """Cut the text that ``chunks`` make up into pieces of at most ``size`` characters, the last of up to half more.
 
-    The chunks do not show in the pieces, nor does what follows later in the text.
+    The pieces do not depend on the chunk boundaries, nor on later text.
     """
-    rest = ""
+    remainder = ""
     for chunk in chunks:
-        text, start = rest + chunk, 0
+        text, start = remainder + chunk, 0
         while len(text) - start > size + size // 2:
             end = end_of_piece(text, start, size)
             yield text[start:end]
             start = end
-        rest = text[start:]
-    yield rest
+        remainder = text[start:]
+    yield remainder
 
 
 def end_of_piece(text: str, start: int, size: int) -> int:
-    """Where a piece that begins at ``start`` ends: after a paragraph, else a line, else before a blank, where its
-    second half has one; after ``size`` characters otherwise.
+    """Return where a piece that begins at ``start`` ends.
+
+    In its second half it ends after a paragraph, else after a line, else before a space; otherwise after ``size``
+    characters.
     """
     middle, end = start + size // 2, start + size
     for mark in ("\n\n", "\n"):
-        found = text.rfind(mark, middle, end)
-        if found >= 0:
-            return found + len(mark)
+        position = text.rfind(mark, middle, end)
+        if position >= 0:
+            return position + len(mark)
     return max(text.rfind(" ", middle, end), 0) or end

@@ -1,7 +1,7 @@
-"""What text is read from: files and folders, what is installed anyway, data sets; a class each.
+"""Open text sources: files and folders, corpora that are installed anyway, and data sets; one class each.
 
-A source is never in memory as a whole: a file of lines is read by lines, a table by batches of rows, and a text file
-too long to be one document in pieces.
+A source is never in memory as a whole: a JSON Lines file is read line by line, a table in batches of rows, and a text
+file that is too long to be one document in pieces.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from spkv_nas.data.tokenizer import MOST_CHARACTERS
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 TABLE_SUFFIXES = (".jsonl", ".parquet")
 _READABLE = (*TEXT_SUFFIXES, *TABLE_SUFFIXES)
-_PARQUET_ROWS = 256  # in memory at once
-_CHUNK = 1 << 16  # characters of a long file that are read at once; longer strings would leave holes in the heap
+_PARQUET_ROWS = 256  # rows in memory at once
+_CHUNK = 1 << 16  # characters of a long file read at once; longer strings would fragment the heap
 
-Read = Callable[[int], None]  # told bytes that were read
-Row = tuple[str, Mapping[str, Any]]  # (place, fields)
+Read = Callable[[int], None]  # called with the number of bytes read
+Row = tuple[str, Mapping[str, Any]]  # (location for errors, fields)
 
 
 class BrokenOffError(UserError):
-    """A text ends before its time; the next try may read on."""
+    """Reading a text was interrupted; the next attempt may get further."""
 
 
 class Text(NamedTuple):
-    """A text as it is found; ``piece`` is its number, from 0, in a text too long to be read whole."""
+    """A text as read from a source.
+
+    ``piece`` is its index, from 0, within a text too long to be read whole; None for a whole text.
+    """
 
     text: str
     domain: str
@@ -46,22 +49,26 @@ class Text(NamedTuple):
 
 
 class Source(Protocol):
-    """What a recipe or ``--data`` names once."""
+    """One entry of a recipe's sources or of ``--data``."""
 
     @property
     def size(self) -> int | None:
-        """Bytes of all its texts; None where that is not known before they are read."""
+        """Return the bytes of all texts; None if unknown before they are read."""
 
     @property
     def identity(self) -> str:
-        """Changes with the texts, which are not read for it."""
+        """Return a string that changes with the texts, without reading them."""
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
-        """The texts in a fixed order, those of more than ``MOST_CHARACTERS`` in a file in pieces of ``piece``."""
+        """Yield the texts in a fixed order, long texts of a file in pieces of ``piece`` characters."""
 
 
 def open_source(source: str | SourceConfig, base: Path) -> Source:
-    """What a source names, paths from ``base``. Raises ``UserError`` if it is not there."""
+    """Return the source that ``source`` names, with paths relative to ``base``.
+
+    Raises:
+        UserError: if it does not exist.
+    """
     if isinstance(source, str) and source in AT_HAND:
         return AtHand(AT_HAND[source])
     options = {} if isinstance(source, str) else source.model_dump(exclude_none=True)
@@ -72,13 +79,13 @@ def open_source(source: str | SourceConfig, base: Path) -> Source:
 
 
 class _Texts(Protocol):
-    """A module that knows texts which are on every machine."""
+    """A module that provides texts available on every machine."""
 
     def files(self) -> Iterator[Path]:
-        """The files that they are in."""
+        """Yield the files that contain the texts."""
 
     def texts(self) -> Iterator[tuple[str, str, str]]:
-        """(text, domain, name) of each, none of more than ``stdlib.MAX_CHARACTERS``."""
+        """Yield (text, domain, name) of each text, of at most ``stdlib.MAX_CHARACTERS``."""
 
 
 AT_HAND: Mapping[str, _Texts] = {"stdlib": stdlib, "installed": installed}  # sources by name
@@ -86,22 +93,22 @@ AT_HAND: Mapping[str, _Texts] = {"stdlib": stdlib, "installed": installed}  # so
 
 @dataclass(frozen=True)
 class AtHand:
-    """The standard library, or the packages that are installed: see ``stdlib.py`` and ``installed.py``."""
+    """The standard library, or the installed packages: see ``stdlib.py`` and ``installed.py``."""
 
     module: _Texts
 
     @property
     def size(self) -> int:
-        """Bytes of its files."""
+        """Return the bytes of its files."""
         return sum(min(file.stat().st_size, stdlib.MAX_CHARACTERS) for file in self.module.files())
 
     @property
     def identity(self) -> str:
-        """Of its files."""
+        """Return the states of its files."""
         return "\n".join(_state(file, str(file)) for file in self.module.files())
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
-        """All of them whole: none is long."""
+        """Yield all texts whole, as none is long."""
         for text, domain, name in self.module.texts():
             read(len(text))
             yield Text(text, domain, name)
@@ -109,7 +116,7 @@ class AtHand:
 
 @dataclass(frozen=True)
 class Files:
-    """Files that a path names: itself, or those below it."""
+    """A file, or all readable files below a folder."""
 
     path: Path
     files: tuple[Path, ...]
@@ -117,33 +124,45 @@ class Files:
 
     @classmethod
     def find(cls, path: Path, options: Mapping[str, Any]) -> Files:
-        """Raises ``UserError`` if there is no file that can be read."""
+        """Find the files that a path names.
+
+        Raises:
+            UserError: if there is no readable file.
+        """
         if is_file(path):
             return cls(path, (path,), options)
         if not is_folder(path):
             raise UserError(f"text source not found: {path}")
-        files = tuple(sorted(p for p in path.rglob("*") if is_file(p) and p.suffix.lower() in _READABLE))
+        files = tuple(sorted(file for file in path.rglob("*") if is_file(file) and file.suffix.lower() in _READABLE))
         if not files:
             raise UserError(f"no {' '.join(_READABLE)} files in {path}")
         return cls(path, files, options)
 
     @property
     def size(self) -> int:
-        """Bytes of the files."""
+        """Return the bytes of the files."""
         return sum(file.stat().st_size for file in self.files)
 
     @property
     def identity(self) -> str:
-        """Changes when a file is written, renamed, added or removed."""
+        """Return a string that changes when a file is written, renamed, added or removed."""
         states = (_state(file, f"{file.parent.name}/{self._name(file)}") for file in self.files)
         return "\n".join([json.dumps({**self.options, "path": ""}, sort_keys=True), *states])
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
-        """File by file. Raises ``UserError`` if none is readable UTF-8; warns of some."""
+        """Yield the texts file by file, long texts in pieces of ``piece`` characters.
+
+        Raises:
+            UserError: if no file is readable UTF-8.
+
+        Warns:
+            UserWarning: if some files are not.
+        """
         unreadable = 0
         for file in self.files:
             domain = self.options.get("domain") or file.parent.name or "text"
             suffix, size = file.suffix.lower(), _size(file)
+            # Read tables row by row, and other files as one text or in pieces
             if suffix in TABLE_SUFFIXES:
                 rows = _json_lines(file, read) if suffix == ".jsonl" else _parquet(file, self.options, size, read)
                 yield from _rows(rows, file.name, domain, self.options)
@@ -161,54 +180,56 @@ class Files:
             warnings.warn(f"{self.path}: skipped {unreadable} files that are not readable UTF-8 text", stacklevel=2)
 
     def _name(self, file: Path) -> str:
+        """Return the name of a file, relative to the folder."""
         return file.name if file == self.path else str(file.relative_to(self.path))
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set that the ``datasets`` library streams: of the hub, its cache, or a folder."""
+    """A data set streamed by the ``datasets`` library: from the hub, its cache, or a folder."""
 
     options: Mapping[str, Any]
 
     @property
     def size(self) -> int | None:
-        """Bytes of the split, if the data set says so."""
+        """Return the bytes of the split, if the data set reports them."""
         return self._split[0]
 
     @property
     def identity(self) -> str:
-        """The files and their versions; of local ones, whose version is a time that can be set, their state too."""
+        """Return the files and their versions; of local files, whose time can be set, also their state."""
         builder = self._builder
         files = builder.config.data_files or {}
-        origins = {split: getattr(some, "origin_metadata", None) for split, some in files.items()}
+        origins = {split: getattr(split_files, "origin_metadata", None) for split, split_files in files.items()}
         version = f"{builder.config_id} {builder.hash} {builder.config.version}"
-        known = f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
-        names = sorted({str(name) for some in files.values() for name in some})
-        return "\n".join([known, *(_state(Path(name), name) for name in names if is_file(Path(name)))])
+        description = f"{json.dumps(dict(self.options), sort_keys=True)} {version} {dict(files)} {origins}"
+        names = sorted({str(name) for split_files in files.values() for name in split_files})
+        return "\n".join([description, *(_state(Path(name), name) for name in names if is_file(Path(name)))])
 
     def texts(self, piece: int, read: Read) -> Iterator[Text]:
-        """A row each."""
+        """Yield one text per row."""
         name, (size, length) = str(self.options["dataset"]), self._split
         try:
             rows = self._builder.as_streaming_dataset(split=self.options.get("split") or "train")
         except Exception as error:  # no such split
             raise _not_loaded(name, error) from error
-        placed = _counted(_streamed(name, rows), size or 0, length, read)
-        yield from _rows(placed, name, self.options.get("domain") or name, self.options)
+        counted_rows = _counted(_streamed(name, rows), size or 0, length, read)
+        yield from _rows(counted_rows, name, self.options.get("domain") or name, self.options)
 
     @cached_property
     def _builder(self) -> Any:
+        """Load the builder of the data set."""
         import datasets
 
         name = str(self.options["dataset"])
         try:
             return datasets.load_dataset_builder(name, self.options.get("name"))
-        except Exception as error:  # no network, no such data set: all are the user's to mend
+        except Exception as error:  # no network, no such data set: all are for the user to fix
             raise _not_loaded(name, error) from error
 
     @property
     def _split(self) -> tuple[int | None, int]:
-        """(bytes, rows), None and 0 where unknown."""
+        """Return (bytes, rows) of the split; None and 0 if unknown."""
         split = (self._builder.info.splits or {}).get(self.options.get("split") or "train")
         if split is None or not split.num_bytes or not split.num_examples:
             return None, 0
@@ -216,15 +237,17 @@ class HubDataset:
 
 
 def _streamed(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    """Yield the rows of a data set, and convert any error while streaming."""
     number = 0
     try:
         for number, row in enumerate(rows, 1):
             yield f"{name}, row {number - 1}", row
-    except Exception as error:  # of the network, of files
+    except Exception as error:  # network or file errors of any kind
         raise BrokenOffError(f"data set '{name}' cannot be read after {number} rows: {first_line(error)}") from error
 
 
 def _not_loaded(name: str, error: Exception) -> UserError:
+    """Return the error for a data set that cannot be loaded."""
     return UserError(
         f"cannot load data set '{name}': {first_line(error)}\n"
         "without a network it must be in the local Hugging Face cache"
@@ -232,7 +255,7 @@ def _not_loaded(name: str, error: Exception) -> UserError:
 
 
 def _expanded(path: Path) -> Path:
-    """``path`` with the home folder for ``~``. Raises ``UserError`` where there is none."""
+    """Expand ``~`` to the home folder; raise ``UserError`` if there is none."""
     try:
         return path.expanduser()
     except RuntimeError as error:
@@ -240,15 +263,16 @@ def _expanded(path: Path) -> Path:
 
 
 def _state(file: Path, name: str) -> str:
-    """Name, size and times of a file: the last changes whenever it is written, and cannot be set."""
+    """Return name, size and times of a file; ctime changes with every write, and users cannot set it."""
     try:
-        state = file.stat()
+        status = file.stat()
     except OSError:
         return f"{name} is gone"
-    return f"{name} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns}"
+    return f"{name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _size(file: Path) -> int:
+    """Return the size of a file; 0 if it cannot be read."""
     try:
         return file.stat().st_size
     except OSError:
@@ -256,35 +280,40 @@ def _size(file: Path) -> int:
 
 
 def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
-    """(None, the text), or of one of more than ``MOST_CHARACTERS`` its pieces, numbered.
+    """Yield (None, the text), or the numbered pieces of a text of more than ``MOST_CHARACTERS``.
 
     Raises:
-        UnicodeDecodeError, OSError: it cannot be read.
-        UserError: it cannot from somewhere on, after pieces of it were given.
+        UnicodeDecodeError: if the file is not UTF-8.
+        OSError: if the file cannot be read.
+        UserError: if it becomes unreadable after some pieces were yielded.
     """
     with file.open(encoding="utf-8") as stream:
-        start = stream.read(MOST_CHARACTERS + 1)
-        if len(start) <= MOST_CHARACTERS:
-            yield None, start
+        head = stream.read(MOST_CHARACTERS + 1)
+        if len(head) <= MOST_CHARACTERS:
+            yield None, head
             return
         number = 0
         try:
-            for number, text in enumerate(cut(_chunks(start, stream.read), piece)):
+            for number, text in enumerate(cut(_chunks(head, stream.read), piece)):
                 yield number, text
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"cannot read {file} after {number + 1} pieces of it: {first_line(error)}") from error
 
 
 def _chunks(start: str, read: Callable[[int], str]) -> Iterator[str]:
+    """Yield ``start`` and then the rest of the stream in chunks."""
     while start:
         yield start
         start = read(_CHUNK)
 
 
 def _json_lines(file: Path, read: Read) -> Iterator[Row]:
-    """(place, object) of every line that is not empty. Raises ``UserError`` naming file and line.
+    """Yield (location, object) of every line that is not empty; errors name file and line.
 
-    By Python's own parser: that of the ``datasets`` library is faster, and ends the process at a line ``null``.
+    This uses Python's own parser: the one of the ``datasets`` library is faster, but ends the process at a ``null``.
+
+    Raises:
+        UserError: if the file or a line cannot be read.
     """
     try:
         with file.open("rb") as lines:
@@ -292,26 +321,27 @@ def _json_lines(file: Path, read: Read) -> Iterator[Row]:
                 read(len(line))
                 line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
-                    where = f"{file}, line {number}"
-                    yield where, _json_object(line, where)
+                    location = f"{file}, line {number}"
+                    yield location, _json_object(line, location)
     except OSError as error:
         raise UserError(f"cannot read {file}: {first_line(error)}") from error
 
 
-def _json_object(line: bytes, where: str) -> Mapping[str, Any]:
+def _json_object(line: bytes, location: str) -> Mapping[str, Any]:
+    """Parse a line as a JSON object; a ``UserError`` names ``location``."""
     try:
         row = parse_json(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON: {first_line(error)}") from error
+        raise UserError(f"{location}: not valid JSON: {first_line(error)}") from error
     if not isinstance(row, dict):
-        raise UserError(f"{where}: expected an object with the text in a field, found {type(row).__name__}")
+        raise UserError(f"{location}: expected an object with the text in a field, found {type(row).__name__}")
     return row
 
 
 def _parquet(file: Path, options: Mapping[str, Any], size: int, read: Read) -> Iterator[Row]:
-    """(place, fields) of every row; of many fields only those that are needed are read.
+    """Yield (location, fields) of every row, reading only the needed fields.
 
-    By pyarrow itself: the ``datasets`` library reads a group of rows at once, which may be the whole file.
+    This uses pyarrow itself: the ``datasets`` library reads a whole row group at once, which may be the whole file.
     """
     import pyarrow.parquet
 
@@ -321,8 +351,8 @@ def _parquet(file: Path, options: Mapping[str, Any], size: int, read: Read) -> I
             columns = [field for field in fields if field in needed] if needed[0] in fields else fields
             batches = table.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False)
             rows = (row for batch in batches for row in batch.to_pylist())
-            placed = ((f"{file}, row {number}", row) for number, row in enumerate(rows))
-            yield from _counted(placed, size, table.metadata.num_rows, read)
+            located_rows = ((f"{file}, row {number}", row) for number, row in enumerate(rows))
+            yield from _counted(located_rows, size, table.metadata.num_rows, read)
     except Exception as error:  # pyarrow raises many kinds; all mean "this file cannot be read"
         if isinstance(error, UserError):
             raise
@@ -330,7 +360,7 @@ def _parquet(file: Path, options: Mapping[str, Any], size: int, read: Read) -> I
 
 
 def _counted(rows: Iterator[Row], size: int, length: int, read: Read) -> Iterator[Row]:
-    """The rows of a table of ``size`` bytes, which say ``read`` what share of them they are."""
+    """Pass on the rows of a table of ``size`` bytes, reporting to ``read`` the share that each row represents."""
     for number, row in enumerate(rows, 1):
         if number <= length:
             read(size * number // length - size * (number - 1) // length)
@@ -338,17 +368,20 @@ def _counted(rows: Iterator[Row], size: int, length: int, read: Read) -> Iterato
 
 
 def _fields(options: Mapping[str, Any]) -> tuple[str, str]:
-    """The fields of the text and of the domain."""
+    """Return the names of the text field and the domain field."""
     return options.get("text_field") or "text", options.get("domain_field") or "domain"
 
 
 def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield the texts of rows with their domains."""
     text_field, domain_field = _fields(options)
-    for number, (where, row) in enumerate(rows):
+    for number, (location, row) in enumerate(rows):
         if not isinstance(row.get(text_field), str):
             raise UserError(
-                f"{where}: no text in field '{text_field}'; found fields {', '.join(row)}\n"
+                f"{location}: no text in field '{text_field}'; found fields {', '.join(row)}\n"
                 f"name the field 'text', or say in a recipe's data.sources: {{path: {origin}, text_field: FIELD}}"
             )
-        own = row.get(domain_field)
-        yield Text(row[text_field], options.get("domain") or (str(own) if own else domain), f"{origin}#{number}")
+        row_domain = row.get(domain_field)
+        yield Text(
+            row[text_field], options.get("domain") or (str(row_domain) if row_domain else domain), f"{origin}#{number}"
+        )

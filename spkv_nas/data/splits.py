@@ -1,7 +1,7 @@
-"""A text as token blocks in a cache: of a recipe, training and held-out ones, or all of it.
+"""Cache a text as token blocks: the training and held-out text of a recipe, or a whole text.
 
-The text is read once, by documents, and tokenised on the way, so that memory does not grow with it. The next start
-reads the blocks alone.
+The text is read once, document by document, and tokenised on the way, so that memory does not grow with its size. Later
+starts read only the blocks.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BPE_SAMPLE_CHARACTERS = 20_000_000
-_TRAIN, _TEXT = "train", "text"  # folders of a folder of the cache
+_TRAIN, _TEXT = "train", "text"  # subfolders of a cache folder
 _SAMPLE, _NOTES = "sample.npz", "sample-notes.json"
-_REACH, _LEAST_REACH = 400, 2_000_000  # characters that a sample is chosen from: for each of its tokens, at least
+_REACH, _LEAST_REACH = 400, 2_000_000  # characters that a sample is chosen from: per token, and at least
 _TITLE = "reading and tokenising text, kB"
 _LOCKED = "reads and tokenises the text"
 
 
 def train_tokenizer(config: DataConfig, vocab_size: int, base: Path) -> PreTrainedTokenizerBase:
-    """A BPE of ``vocab_size`` from the training documents alone, of which it takes the first 20 million characters."""
+    """Train a BPE of ``vocab_size`` entries on the first 20 million characters of the training documents alone."""
     share = heldout_share(config, base)
 
     def sample() -> Iterator[str]:
-        found = documents(config.sources, base, piece=piece_size(config.block_size))
-        texts = (d.text for d in found if not heldout(d, share))
+        all_documents = documents(config.sources, base, piece=piece_size(config.block_size))
+        texts = (document.text for document in all_documents if not heldout(document, share))
         budget = BPE_SAMPLE_CHARACTERS
         for text in texts:
             for piece in pieces(text, TRAINING_PIECE):
@@ -64,27 +64,33 @@ def cache_split(
     *,
     stretch: int | None = None,
 ) -> Path:
-    """Tokenise both sets of blocks, unless they are cached, and return their folder under ``paged_cache``.
+    """Tokenise both sets of blocks unless they are cached, and return their folder under ``cache``.
 
     Args:
-        stretch: tokens of text of one document that held-out blocks keep together (``spread.SpreadSample``), a multiple
-            of a block; a block by default.
+        config: section ``data`` of the recipe.
+        tokenizer: tokenizer of the model.
+        cache: folder of the cache.
+        base: folder that relative paths start from.
+        reporter: receives progress and notes on the text.
+        stretch: consecutive tokens of one document that held-out blocks keep together (``spread.SpreadSample``), a
+            multiple of the block size; one block by default.
 
     Raises:
-        UserError: the text is not there, too short, or its blocks are damaged.
+        UserError: if the text is missing or too short, or its blocks are damaged.
     """
-    place = _place(config, tokenizer, cache, base)
+    block_cache = _cache_of(config, tokenizer, cache, base)
 
     def has_all(folder: Path) -> bool:
         return is_written(folder / _TRAIN) and _heldout_file(folder, config, stretch).is_file()
 
-    folder = place.find(has_all)
+    folder = block_cache.find(has_all)
     if folder is None:
         with locked(cache, _LOCKED, reporter.announce):
-            folder = place.find(has_all)
+            # Look again under the lock, as another process may have written the blocks
+            folder = block_cache.find(has_all)
             if folder is None:
-                with BlockWriter(place.partial, config.block_size, "training text") as writer:
-                    folder = _write_split(config, tokenizer, place, base, reporter, writer, stretch)
+                with BlockWriter(block_cache.partial, config.block_size, "training text") as writer:
+                    folder = _write_split(config, tokenizer, block_cache, base, reporter, writer, stretch)
     check_blocks(folder / _TRAIN)
     for note in read_notes(folder / _TRAIN):
         reporter.announce(note)
@@ -92,7 +98,7 @@ def cache_split(
 
 
 def read_split(folder: Path, config: DataConfig, *, stretch: int | None = None) -> tuple[TokenBlocks, TokenBlocks]:
-    """(training, held-out) blocks of a folder that ``cache_split`` gave."""
+    """Return (training, held-out) blocks of a folder returned by ``cache_split``."""
     return map_blocks(folder / _TRAIN), TokenBlocks.read(_heldout_file(folder, config, stretch))
 
 
@@ -105,16 +111,18 @@ def load_heldout(
     *,
     stretch: int | None = None,
 ) -> TokenBlocks:
-    """The held-out blocks alone, without tokenising the rest; ``stretch`` is that of ``cache_split``."""
-    place = _place(config, tokenizer, cache, base)
+    """Return the held-out blocks alone, without tokenising the rest; ``stretch`` as in ``cache_split``."""
+    block_cache = _cache_of(config, tokenizer, cache, base)
 
-    def has_it(folder: Path) -> bool:
+    def has_heldout(folder: Path) -> bool:
         return _heldout_file(folder, config, stretch).is_file()
 
-    folder = place.find(has_it)
+    folder = block_cache.find(has_heldout)
     if folder is None:
         with locked(cache, _LOCKED, reporter.announce):
-            folder = place.find(has_it) or _write_split(config, tokenizer, place, base, reporter, stretch=stretch)
+            folder = block_cache.find(has_heldout) or _write_split(
+                config, tokenizer, block_cache, base, reporter, stretch=stretch
+            )
     return TokenBlocks.read(_heldout_file(folder, config, stretch))
 
 
@@ -128,32 +136,41 @@ def load_text(
     max_tokens: int | None = None,
     reporter: Reporter = SILENT,
 ) -> TokenBlocks:
-    """The blocks of a text that is not parted, cached under ``paged_cache`` too.
+    """Return the blocks of a text that is not split, cached under ``cache``.
 
     Args:
-        max_tokens: take so many tokens at least (all of a shorter text), spread over the documents: of each a block
-            before a second of any. Documents are chosen by their hashes among the first of the text, which has
-            ``_REACH`` times as many characters (at least ``_LEAST_REACH``).
+        sources: text sources.
+        tokenizer: tokenizer of the model.
+        cache: folder of the cache.
+        base: folder that relative paths start from.
+        block_size: tokens per block.
+        max_tokens: take at least this many tokens (all of a shorter text), spread over the documents: one block of each
+            before a second of any. Documents are chosen by hash from the beginning of the text, which has ``_REACH``
+            times as many characters (at least ``_LEAST_REACH``).
+        reporter: receives progress and notes on the text.
 
     Raises:
-        UserError: the text is not there, too short, or its blocks are damaged.
+        UserError: if the text is missing or too short, or its blocks are damaged.
     """
     if max_tokens is not None:
         return _load_sample(sources, tokenizer, cache, base, block_size, max_tokens, reporter)
-    place = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole")
+    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} whole")
 
-    def has_it(folder: Path) -> bool:
+    def has_blocks(folder: Path) -> bool:
         return is_written(folder / _TEXT)
 
-    folder = place.find(has_it)
+    folder = block_cache.find(has_blocks)
     if folder is None:
         with locked(cache, _LOCKED, reporter.announce):
-            folder = place.find(has_it)
+            # Look again under the lock, as another process may have written the blocks
+            folder = block_cache.find(has_blocks)
             if folder is None:
                 left_out = LeftOut()
                 with reporter.bar(_TITLE) as progress:
-                    found = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
-                    folder = _write_text(found, tokenizer, place, block_size, left_out)
+                    text_documents = documents(
+                        sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out
+                    )
+                    folder = _write_text(text_documents, tokenizer, block_cache, block_size, left_out)
     check_blocks(folder / _TEXT)
     for note in read_notes(folder / _TEXT):
         reporter.announce(note)
@@ -169,69 +186,72 @@ def _load_sample(
     max_tokens: int,
     reporter: Reporter,
 ) -> TokenBlocks:
-    """``load_text`` with a limit."""
-    place = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} sample-{RULE}")
+    """Implement ``load_text`` with a limit on the tokens."""
+    block_cache = BlockCache(cache, sources, base, tokenizer, f"{block_size} {max_tokens} sample-{RULE}")
 
-    def has_it(folder: Path) -> bool:
+    def has_sample(folder: Path) -> bool:
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
 
-    folder = place.find(has_it)
+    folder = block_cache.find(has_sample)
     if folder is None:
         with locked(cache, _LOCKED, reporter.announce):
-            folder = place.find(has_it)
+            # Look again under the lock, as another process may have written the sample
+            folder = block_cache.find(has_sample)
             if folder is None:
                 left_out = LeftOut()
                 with reporter.bar(_TITLE) as progress:
-                    found = documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out)
-                    folder = _write_sample(found, tokenizer, place, block_size, max_tokens, left_out)
+                    text_documents = documents(
+                        sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out
+                    )
+                    folder = _write_sample(text_documents, tokenizer, block_cache, block_size, max_tokens, left_out)
     for note in read_json(folder / _NOTES, "notes on a text").get("notes", []):
         reporter.announce(str(note))
     return TokenBlocks.read(folder / _SAMPLE)
 
 
 def _write_text(
-    found: Iterable[Document],
+    text_documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
-    place: BlockCache,
+    block_cache: BlockCache,
     block_size: int,
     left_out: LeftOut,
 ) -> Path:
-    """Write the blocks of a whole text."""
+    """Write the blocks of a whole text, and return their folder."""
     seen = _Seen(left_out)
-    with BlockWriter(place.partial, block_size, "text") as writer, _going_on(writer):
-        new = (document for document in seen.pass_on(found) if not writer.has(document))
+    with BlockWriter(block_cache.partial, block_size, "text") as writer, _resumable(writer):
+        new = (document for document in seen.pass_on(text_documents) if not writer.has(document))
         for document, ids in tokenised(new, tokenizer):
             writer.add(document, ids)
-        folder = place.folder(seen.content)
+        folder = block_cache.folder(seen.content)
         writer.finish(folder / _TEXT, seen.notes())
-    place.remember(folder)
+    block_cache.remember(folder)
     return folder
 
 
 def _write_sample(
-    found: Iterable[Document],
+    text_documents: Iterable[Document],
     tokenizer: PreTrainedTokenizerBase,
-    place: BlockCache,
+    block_cache: BlockCache,
     block_size: int,
     max_tokens: int,
     left_out: LeftOut,
 ) -> Path:
-    """Write a sample of a text, spread over the documents at its beginning."""
-    seen, kept = _Seen(left_out), SpreadSample(max_tokens, block_size)
+    """Write a sample of a text, spread over the documents at its beginning, and return its folder."""
+    seen, sample = _Seen(left_out), SpreadSample(max_tokens, block_size)
     reach = max(_LEAST_REACH, _REACH * max_tokens)
-    wanted = (document for document in _first(seen.pass_on(found), reach) if kept.wants(document))
-    for document, ids in tokenised(wanted, tokenizer):
-        kept.add(document, ids)
-    folder = place.folder(seen.content)
-    kept.blocks(block_size, "text").save(folder / _SAMPLE)
+    candidates = (document for document in _first(seen.pass_on(text_documents), reach) if sample.wants(document))
+    for document, ids in tokenised(candidates, tokenizer):
+        sample.add(document, ids)
+    folder = block_cache.folder(seen.content)
+    sample.blocks(block_size, "text").save(folder / _SAMPLE)
     write_json(folder / _NOTES, {"notes": seen.notes()})
-    place.remember(folder)
+    block_cache.remember(folder)
     return folder
 
 
-def _first(found: Iterable[Document], characters: int) -> Iterator[Document]:
-    """Documents up to the one that reaches so many characters."""
-    for document in found:
+def _first(text_documents: Iterable[Document], characters: int) -> Iterator[Document]:
+    """Yield documents up to the one that reaches this many characters."""
+    for document in text_documents:
         yield document
         characters -= len(document.text)
         if characters <= 0:
@@ -241,47 +261,59 @@ def _first(found: Iterable[Document], characters: int) -> Iterator[Document]:
 def _write_split(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    place: BlockCache,
+    block_cache: BlockCache,
     base: Path,
     reporter: Reporter,
     writer: BlockWriter | None = None,
     stretch: int | None = None,
 ) -> Path:
-    """Both sets of blocks, in one pass; without a writer the held-out ones alone."""
+    """Write both sets of blocks in one pass, and return their folder; without a writer only the held-out ones.
+
+    Args:
+        config: section ``data`` of the recipe.
+        tokenizer: tokenizer of the model.
+        block_cache: cache folders of the text.
+        base: folder that relative paths start from.
+        reporter: receives progress.
+        writer: writer of the training blocks.
+        stretch: as in ``cache_split``.
+    """
     share = heldout_share(config, base, reporter.announce)
     left_out = LeftOut()
-    seen, kept = _Seen(left_out), SpreadSample(config.max_heldout_tokens, stretch or config.block_size)
+    seen, sample = _Seen(left_out), SpreadSample(config.max_heldout_tokens, stretch or config.block_size)
 
-    def new(found: Iterable[Document]) -> Iterator[Document]:
-        for document in found:
+    # Select the documents to tokenise: wanted for the sample, or new to the writer
+    def select(text_documents: Iterable[Document]) -> Iterator[Document]:
+        for document in text_documents:
             seen.add(document)
             if heldout(document, share):
-                if kept.wants(document):
+                if sample.wants(document):
                     yield document
             elif writer is not None and not writer.has(document):
                 yield document
 
-    with reporter.bar(_TITLE) as progress, _going_on(writer):
-        found = documents(
+    with reporter.bar(_TITLE) as progress, _resumable(writer):
+        text_documents = documents(
             config.sources, base, piece=piece_size(config.block_size), progress=progress, left_out=left_out
         )
-        for document, ids in tokenised(new(found), tokenizer):
+        for document, ids in tokenised(select(text_documents), tokenizer):
             if heldout(document, share):
-                kept.add(document, ids)
+                sample.add(document, ids)
             elif writer is not None:
                 writer.add(document, ids)
-    folder = place.folder(seen.content)
-    blocks = kept.blocks(config.block_size, "held-out text", balanced=True)
+    folder = block_cache.folder(seen.content)
+    # Write the held-out blocks, and complete the training blocks
+    blocks = sample.blocks(config.block_size, "held-out text", balanced=True)
     blocks.save(_heldout_file(folder, config, stretch))
     if writer is not None:
         writer.finish(folder / _TRAIN, seen.notes())
-    place.remember(folder)
+    block_cache.remember(folder)
     return folder
 
 
 @contextmanager
-def _going_on(writer: BlockWriter | None) -> Iterator[None]:
-    """Say of a text that breaks off that a writer keeps what was read."""
+def _resumable(writer: BlockWriter | None) -> Iterator[None]:
+    """Add to the error of an interrupted text that the writer keeps what was read."""
     try:
         yield
     except BrokenOffError as error:
@@ -291,22 +323,23 @@ def _going_on(writer: BlockWriter | None) -> Iterator[None]:
 
 
 class _Seen:
-    """What is known of the documents that passed: their content, which came in pieces, and what was left out."""
+    """Record of the documents that passed: hash of their content, long documents, and what was left out."""
 
     def __init__(self, left_out: LeftOut) -> None:
+        """Start without documents."""
         self._left_out = left_out
         self.content = ContentKey()
         self._names: list[str] = []
         self._documents = self._pieces = 0
 
-    def pass_on(self, found: Iterable[Document]) -> Iterator[Document]:
-        """Add each document, and pass it on."""
-        for document in found:
+    def pass_on(self, text_documents: Iterable[Document]) -> Iterator[Document]:
+        """Add each document, and yield it."""
+        for document in text_documents:
             self.add(document)
             yield document
 
     def add(self, document: Document) -> None:
-        """The next document."""
+        """Add the next document."""
         self.content.add(document)
         self._documents += 1
         self._pieces += document.piece is not None
@@ -314,10 +347,11 @@ class _Seen:
             self._names.append(document.name)
 
     def notes(self) -> list[str]:
-        """What there is to say of them to people."""
-        return [*self._left_out.notes(), *self._about_pieces()]
+        """Return notes for the user on documents left out or cut into pieces."""
+        return [*self._left_out.notes(), *self._piece_notes()]
 
-    def _about_pieces(self) -> list[str]:
+    def _piece_notes(self) -> list[str]:
+        """Return a note if long documents were cut into pieces."""
         if not self._names:
             return []
         if self._pieces == 1:
@@ -329,8 +363,10 @@ class _Seen:
 
 
 def _heldout_file(folder: Path, config: DataConfig, stretch: int | None) -> Path:
+    """Return the path of the held-out blocks in a cache folder."""
     return folder / f"heldout-{RULE}-{config.max_heldout_tokens}-{stretch or config.block_size}.npz"
 
 
-def _place(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> BlockCache:
+def _cache_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, base: Path) -> BlockCache:
+    """Return the cache folders of a recipe's text."""
     return BlockCache(cache, config.sources, base, tokenizer, f"{config.block_size} {config.heldout}")

@@ -1,8 +1,8 @@
-"""Choose a limited sample of a text that is spread over its documents, while the documents pass one by one.
+"""Choose a limited sample of a text, spread over its documents, in one pass.
 
 A standard error by document is only as good as the number of documents, so a sample takes one stretch of every document
-before it takes a second of any. A stretch is a whole block (or several, where blocks will be longer), so that the
-context of its tokens is text of one document; documents shorter than that are packed together.
+before a second of any. A stretch is a whole block (or several, where blocks will be longer), so that the context of its
+tokens comes from one document; shorter documents are packed together.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks, packed, spread_order
 from spkv_nas.data.sources import Document
 
-_LARGEST_SHARE = 0.1  # of the tokens that one document may hold, where there are enough documents
-_TWICE_EVEN = 2.0  # times its even share that it may hold where there are few
+_LARGEST_SHARE = 0.1  # maximum share of tokens from one document, if there are enough documents
+_TWICE_EVEN = 2.0  # maximum multiple of a document's even share, if there are few
 
 Tokens = NDArray[np.int32]
 
@@ -33,6 +33,8 @@ class _Key:
 
 @dataclass(frozen=True)
 class _Stretch:
+    """A stretch of a document's tokens, with its position and its order."""
+
     key: _Key
     start: int
     info: DocumentInfo
@@ -40,40 +42,42 @@ class _Stretch:
 
 
 class SpreadSample:
-    """A sample of at least ``most`` tokens, or all of them: stretches of the documents of the smallest hashes.
+    """A sample of at least ``most`` tokens, or all: stretches of the documents with the smallest hashes.
 
-    Which stretches are taken depends on the documents' content alone. Documents that are added can displace the last
-    stretches; they never move others. Memory is that of the stretches that are kept.
-
-    Args:
-        most: tokens after which no further stretch is taken.
-        stretch: tokens of a stretch, a multiple of the size of the blocks.
+    The choice depends only on the content of the documents. Further documents can displace the last stretches, but
+    never move others. Memory is proportional to the stretches kept.
     """
 
     def __init__(self, most: int, stretch: int) -> None:
+        """Start an empty sample.
+
+        Args:
+            most: number of tokens after which no further stretch is taken.
+            stretch: tokens per stretch, a multiple of the block size.
+        """
         self._most, self._stretch = most, stretch
         self._total = 0
         self._kept: list[_Stretch] = []  # ascending by key
 
     def wants(self, document: Document) -> bool:
-        """Whether a stretch of the document would be kept, by what is known so far."""
+        """Return True if a stretch of the document would be kept, given the documents so far."""
         return self._takes(_Key(0, document.id))
 
     def add(self, document: Document, ids: Tokens) -> None:
         """Take stretches of a document, tokens int32 [tokens]."""
         size, info = self._stretch, DocumentInfo.of(document)
         # Cut it into whole stretches in an order spread over the document; what remains of it comes last
-        whole = len(ids) // size
-        starts = [size * int(number) for number in spread_order(whole, int(document.id[8:16], 16) / 2**32)]
-        starts += [size * whole] if len(ids) > size * whole else []
+        num_whole = len(ids) // size
+        starts = [size * int(number) for number in spread_order(num_whole, int(document.id[8:16], 16) / 2**32)]
+        starts += [size * num_whole] if len(ids) > size * num_whole else []
         # Keep those that precede the last one kept, and drop what the limit no longer needs
         for number, start in enumerate(starts):
             key = _Key(number, document.id)
             if not self._takes(key):
                 break
-            part = ids[start : start + size].copy()
-            insort(self._kept, _Stretch(key, start, info, part), key=lambda stretch: stretch.key)
-            self._total += len(part)
+            part_tokens = ids[start : start + size].copy()
+            insort(self._kept, _Stretch(key, start, info, part_tokens), key=lambda stretch: stretch.key)
+            self._total += len(part_tokens)
         while self._total - len(self._kept[-1].tokens) >= self._most:
             self._total -= len(self._kept.pop().tokens)
 
@@ -81,35 +85,37 @@ class SpreadSample:
         """Pack the sample into blocks, document by document in the order of their hashes.
 
         Args:
-            what: names the text in errors.
+            block_size: tokens per block.
+            what: name of the text in errors.
             balanced: leave out stretches of documents that would hold more than a tenth of the tokens (or twice an even
-                share, where there are fewer than 20 documents).
+                share, if there are fewer than 20 documents).
 
         Raises:
-            UserError: the sample does not fill a block.
+            UserError: if the sample does not fill a block.
         """
-        kept = _balanced(self._kept) if balanced else self._kept
-        kept = sorted(kept, key=lambda stretch: (stretch.key.document, stretch.start))
-        infos = {stretch.key.document: stretch.info for stretch in kept}
+        stretches = _balanced(self._kept) if balanced else self._kept
+        stretches = sorted(stretches, key=lambda stretch: (stretch.key.document, stretch.start))
+        infos = {stretch.key.document: stretch.info for stretch in stretches}
         owner = {document: number for number, document in enumerate(infos)}
-        pieces = [(stretch.tokens, owner[stretch.key.document]) for stretch in kept]
+        pieces = [(stretch.tokens, owner[stretch.key.document]) for stretch in stretches]
         return packed(_aligned(pieces, self._stretch), list(infos.values()), block_size, what)
 
     def _takes(self, key: _Key) -> bool:
+        """Return True if a stretch with this key would be kept."""
         return self._total < self._most or key < self._kept[-1].key
 
 
-def _balanced(kept: Sequence[_Stretch]) -> Sequence[_Stretch]:
-    """The stretches of the most rounds in which no document holds too many of the tokens, of one round at least."""
-    rounds = max((stretch.key.round for stretch in kept), default=0)
+def _balanced(stretches: Sequence[_Stretch]) -> Sequence[_Stretch]:
+    """Return the stretches of as many rounds as possible, at least one, without a document of too many tokens."""
+    rounds = max((stretch.key.round for stretch in stretches), default=0)
     for last in range(rounds, 0, -1):
         tokens: dict[str, int] = {}
-        for stretch in kept:
+        for stretch in stretches:
             if stretch.key.round <= last:
                 tokens[stretch.key.document] = tokens.get(stretch.key.document, 0) + len(stretch.tokens)
         if max(tokens.values()) <= max(_LARGEST_SHARE, _TWICE_EVEN / len(tokens)) * sum(tokens.values()):
-            return [stretch for stretch in kept if stretch.key.round <= last]
-    return [stretch for stretch in kept if stretch.key.round == 0]
+            return [stretch for stretch in stretches if stretch.key.round <= last]
+    return [stretch for stretch in stretches if stretch.key.round == 0]
 
 
 def _aligned(pieces: Sequence[tuple[Tokens, int]], size: int) -> list[tuple[Tokens, int]]:
@@ -127,6 +133,6 @@ def _aligned(pieces: Sequence[tuple[Tokens, int]], size: int) -> list[tuple[Toke
         num_waiting += len(tokens[:room])
         if num_waiting == size:
             ordered += waiting
-            rest = tokens[room:]
-            waiting, num_waiting = ([(rest, owner)] if len(rest) else []), len(rest)
+            remainder = tokens[room:]
+            waiting, num_waiting = ([(remainder, owner)] if len(remainder) else []), len(remainder)
     return ordered + waiting

@@ -1,7 +1,7 @@
-"""The Python standard library of the running interpreter as a text corpus: real, everywhere, without a download.
+"""Read the standard library of the running Python as a text corpus: real text, on every machine, without a download.
 
 Domains: ``tests`` (any ``test`` or ``tests`` folder), ``docs`` (the topics of ``pydoc_data``, one document each),
-``tables`` (character maps and other generated data), ``code`` (the rest).
+``tables`` (character maps and other generated data), ``code`` (everything else).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-MAX_CHARACTERS = 100_000  # of one file; longer ones are cut, so that no table outweighs the code
+MAX_CHARACTERS = 100_000  # per file; longer ones are cut, so that no table outweighs the code
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "ensurepip", "pydoc_data"}
 _TABLE_FOLDERS = {"encodings", "pgen2", "unicode"}
 _TABLE_NAMES = {"entities.py", "keysyms.py", "stringprep.py", "token.py", "_aix_support.py"}
@@ -19,7 +19,7 @@ _TEXT_SUFFIXES = {".py", ".txt", ".rst"}
 
 
 def files() -> Iterator[Path]:
-    """The files of text, sorted by path."""
+    """Yield the text files, sorted by path."""
     root = _root()
     for file in sorted(root.rglob("*")):
         if (
@@ -31,7 +31,7 @@ def files() -> Iterator[Path]:
 
 
 def texts() -> Iterator[tuple[str, str, str]]:
-    """(text, domain, name) of every readable file, sorted by path, then of every documentation topic."""
+    """Yield (text, domain, name) of every readable file, sorted by path, then of every documentation topic."""
     for file in files():
         try:
             text = file.read_text(encoding="utf-8")
@@ -44,11 +44,12 @@ def texts() -> Iterator[tuple[str, str, str]]:
 
 
 def _root() -> Path:
+    """Return the folder of the standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def domain(path: Path) -> str:
-    """Domain of a file of the standard library, from its path."""
+    """Return the domain of a file of the standard library, from its path."""
     folders = set(path.parts[:-1])
     if folders & {"test", "tests", "idle_test"}:
         return "tests"

@@ -1,7 +1,7 @@
-"""A byte-level BPE tokenizer trained on the corpus, for models that start from nothing; and how any tokenizer is used.
+"""Train a byte-level BPE tokenizer for models trained from scratch, and encode text with any tokenizer.
 
-A tokenizer takes 180 bytes of memory per character while it works on a text, so long texts are given to it in pieces:
-20 million characters then take 0.3 GB more than the tokens, not 3.4.
+A tokenizer needs 180 bytes of memory per character while it encodes a text, so long texts are passed to it in pieces:
+20 million characters then need 0.3 GB beyond the tokens instead of 3.4 GB.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 END_OF_TEXT = "<|endoftext|>"
-MOST_CHARACTERS = 1_000_000  # of a text that a tokenizer is given at once
-TRAINING_PIECE = 1_000  # characters of a longer text: each merge takes time by the length of all words that have it
+MOST_CHARACTERS = 1_000_000  # maximum length of a text encoded at once
+TRAINING_PIECE = 1_000  # characters per piece in training, as the time of a merge grows with the length of words
 
 
 def pieces(text: str, most: int = MOST_CHARACTERS) -> Iterator[str]:
-    """``text``, or if it has more than ``MOST_CHARACTERS`` pieces of up to ``most`` that make it up."""
+    """Yield ``text``, or pieces of up to ``most`` characters if it has more than ``MOST_CHARACTERS``."""
     start, most = 0, len(text) if len(text) <= MOST_CHARACTERS else most
     while len(text) - start > most:
         end = end_of_piece(text, start, most)
@@ -33,8 +33,9 @@ def pieces(text: str, most: int = MOST_CHARACTERS) -> Iterator[str]:
 
 
 def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
-    """int32 [tokens] of each text, without special tokens. Texts of more than ``MOST_CHARACTERS`` are tokenised piece
-    by piece, which may cost a merge of two tokens at every cut.
+    """Return the tokens, int32 [tokens], of each text, without special tokens.
+
+    Texts of more than ``MOST_CHARACTERS`` are encoded piece by piece, which may lose one merge at every cut.
     """
     if max(map(len, texts), default=0) <= MOST_CHARACTERS:
         return _ids(texts, tokenizer)
@@ -42,15 +43,17 @@ def encode(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray
 
 
 def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
-    found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return [np.array(ids, dtype=np.int32) for ids in found]
+    """Encode texts that are short enough."""
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [np.array(ids, dtype=np.int32) for ids in encoded]
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
-    """A fast tokenizer of ``vocab_size`` entries, ``<|endoftext|>`` among them. The same texts give the same one."""
+    """Train a fast tokenizer of ``vocab_size`` entries, including ``<|endoftext|>``; deterministic in the texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
+    # Configure byte-level BPE
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

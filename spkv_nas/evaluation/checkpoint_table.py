@@ -67,9 +67,9 @@ def merged(earlier: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
 
     A baseline that the table already has keeps its row, which may compare it with another checkpoint.
     """
-    kept = earlier[earlier["text"] == rows["text"].iloc[0]]
-    added = rows[~((rows["against"] == "") & _keys(rows).isin(_keys(kept)))]
-    unchanged = kept[~_keys(kept).isin(_keys(added))]
+    same_text = earlier[earlier["text"] == rows["text"].iloc[0]]
+    added = rows[~((rows["against"] == "") & _keys(rows).isin(_keys(same_text)))]
+    unchanged = same_text[~_keys(same_text).isin(_keys(added))]
     return pd.DataFrame([*unchanged.to_dict("records"), *added.to_dict("records")], columns=EVALUATION.header)
 
 

@@ -169,11 +169,11 @@ class Race:
         nats = {_key(layout): whole.mean for layout, whole in zip(finished, self._whole(finished), strict=True)}
         # After each rung, estimate every running layout and stop those far behind their incumbent
         for laps in range(1, len(self.course.laps)):
-            others = np.stack(self._by_block(finished, laps), 1)
+            finished_losses = np.stack(self._by_block(finished, laps), 1)
             share = self.course.num_tokens(laps) / self.course.num_tokens(len(self.course.laps))
-            seen = self._by_block([layouts[number] for number in running], laps)
-            for (number, rival), losses in zip(list(running.items()), seen, strict=True):
-                estimate = Estimate.of(losses, others, np.array(list(nats.values())), share)
+            losses_by_layout = self._by_block([layouts[number] for number in running], laps)
+            for (number, rival), losses in zip(list(running.items()), losses_by_layout, strict=True):
+                estimate = Estimate.of(losses, finished_losses, np.array(list(nats.values())), share)
                 if estimate.nats - nats[rival] > _BEHIND * estimate.standard_error:
                     stops[number] = _Stop(laps, estimate)
                     del running[number]

@@ -41,8 +41,8 @@ class Ridge:
         design, centred = design - design.mean(0), responses - responses.mean()
         # Decompose the design, leaving out null directions
         left, singular, right = np.linalg.svd(design, full_matrices=False)
-        kept = singular > singular[0] * 1e-9
-        left, square, right = left[:, kept], singular[kept] ** 2, right[kept]
+        is_nonzero = singular > singular[0] * 1e-9
+        left, square, right = left[:, is_nonzero], singular[is_nonzero] ** 2, right[is_nonzero]
         # Compute the leave-one-out error of every penalty
         penalties = _PENALTIES * square.mean()
         shrunk = square / (square + penalties[:, None])  # [penalties, rank]

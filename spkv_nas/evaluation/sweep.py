@@ -68,6 +68,7 @@ def evaluate(
         if tau is not None:
             raise UserError("this model has no gates, so a threshold means nothing to it: leave tau out")
         return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
+    # Evaluate with hard gates, tracking density
     tau = gates.tau if tau is None else tau
     watch = DensityTracker(model)
     with gate_mode(model, "hard", tau):
@@ -108,6 +109,7 @@ def tau_sweep(
         if progress is not None:
             progress(len(sweep) * num_blocks + done, (1 + len(hard_taus)) * num_blocks)
 
+    # Evaluate with open gates, then at every threshold
     sweep: list[Evaluation] = []
     with gate_mode(model, "open"):
         sweep.append(Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=step), 0.0, 1.0))

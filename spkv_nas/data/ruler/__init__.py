@@ -1,1 +1,1 @@
-"""RULER's 13 tasks, made on the spot: pure functions of seed, index, length and tokenizer."""
+"""RULER's 13 tasks, generated on the fly as pure functions of seed, index, length and tokenizer."""

@@ -1,10 +1,11 @@
-"""Aggregation: which words a text has most often, in a numbered list (``cwe``) or among coded words (``fwe``).
+"""Aggregation: find the most frequent words of a numbered list (``cwe``) or of coded words (``fwe``).
 
-As in RULER: ten common words 30 times and the others 3 times (below 4,096 tokens 6 times and once), 120 new tokens, a
-worked example of a smaller list; coded words of six letters by a zeta distribution of exponent 2, whose most frequent
-is dots, a fiftieth of the length as many words, and 50 new tokens. Our own: the wording, answers between commas, at
-least ten other words, smaller forms of the list where there is no room for RULER's, and where a list needs more words
-than there are (8,166) pairs such as "quiet-harbour" beside them, where RULER draws all from a larger list of words.
+As in RULER: ten common words occur 30 times and the others 3 times (below 4,096 tokens 6 times and once), 120 new
+tokens, a worked example with a smaller list; coded words of six letters with a zeta distribution of exponent 2, whose
+most frequent word is dots, one word per fifty tokens of the length, and 50 new tokens. Different from RULER: the
+wording, answers separated by commas, at least ten other words, smaller forms of the list where RULER's do not fit, and
+where a list needs more words than exist (8,166) additional pairs such as "quiet-harbour", where RULER draws all words
+from a larger list.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from spkv_nas.data.ruler import words
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import Request, Sample, fill, first_fitting
 
-_LONG = 4096  # tokens, from which words are repeated most often
-_TOKENS = 3  # of an entry of the list at least: number, full stop, word
+_LONG = 4096  # tokens from which the form with most repetitions is tried
+_TOKENS = 3  # minimum tokens per entry of the list: number, full stop, word
 _DOTS = "..."
 
 
 class _Form(NamedTuple):
-    """How often common words and others are there; and of a worked example the number of words, and how often."""
+    """Form of the list.
+
+    Attributes:
+        often: occurrences of common words.
+        seldom: occurrences of other words.
+        example: (number of words, often, seldom) of the worked example; None without one.
+    """
 
     often: int
     seldom: int
@@ -37,51 +44,57 @@ _FORMS = (_Form(30, 3, (40, 10, 3)), _Form(6, 1, (20, 3, 1)), _Form(6, 1, None),
 
 @dataclass(frozen=True)
 class CommonWords:
-    """``num_common`` words are there more often than all others."""
+    """Task in which ``num_common`` words occur more often than all others."""
 
     num_common: int = 10
     new_tokens: int = 120
 
     def generate(self, request: Request, _material: Material) -> Sample:
-        """A sample in the first form that has room."""
+        """Generate a sample in the first form that fits."""
         forms = _FORMS if request.length >= _LONG else _FORMS[1:]
         return first_fitting(partial(self._make, request, form) for form in forms)
 
     def _make(self, request: Request, form: _Form) -> Sample:
+        """Generate a sample in one form."""
         rng = request.rng
         prefix = f"Answer: The {self.num_common} most frequent words of the list are"
+        # Write the worked example
         example = ""
         if form.example is not None:
             num_words, often, seldom = form.example
             common, others = self._drawn(rng, num_words)
             example = f"{self._prompt(rng, common * often + others * seldom)}\n{prefix} {', '.join(common)}\n\n"
-        most = request.length // (_TOKENS * form.seldom)
-        common, others = self._drawn(rng, most + self.num_common)
+        # Draw more words than can fit, and add as many as fit
+        max_words = request.length // (_TOKENS * form.seldom)
+        common, others = self._drawn(rng, max_words + self.num_common)
         order = rng.getrandbits(64)
 
         def render(number: int) -> str:
             return example + self._prompt(Random(order), common * form.often + others[:number] * form.seldom)
 
         least = self.num_common
-        return fill(request, render, prefix, common, new_tokens=self.new_tokens, least=least, most=max(least, most))
+        return fill(
+            request, render, prefix, common, new_tokens=self.new_tokens, least=least, most=max(least, max_words)
+        )
 
     def _drawn(self, rng: Random, number: int) -> tuple[list[str], list[str]]:
-        """Draw ``number`` distinct words, and pairs where there are too few: (the common ones, the others)."""
+        """Draw ``number`` distinct words, with pairs if there are too few; return (common ones, others)."""
         drawn = rng.sample(words.all_words(), min(number, len(words.all_words())))
         seen = set(drawn)
         drawn += [words.new(lambda: words.word_pair(rng), seen) for _ in range(number - len(drawn))]
         return drawn[: self.num_common], drawn[self.num_common :]
 
     def _prompt(self, rng: Random, entries: list[str]) -> str:
+        """Return the numbered list, shuffled, with its question."""
         rng.shuffle(entries)
-        listed = " ".join(f"{place}. {word}" for place, word in enumerate(entries, 1))
+        listed = " ".join(f"{position}. {word}" for position, word in enumerate(entries, 1))
         head = "Some words of this numbered list are in it more often than others. Remember them."
         return f"{head}\n{listed}\nQuestion: Which {self.num_common} words are in the list most often?"
 
 
 @dataclass(frozen=True)
 class FrequentWords:
-    """Word ``k`` by frequency is there ``n k^-exponent / zeta(exponent)`` times, of ``n`` words."""
+    """Task in which, of ``n`` words, the one of rank ``k`` occurs ``n k^-exponent / zeta(exponent)`` times."""
 
     exponent: float = 2.0
     num_letters: int = 6
@@ -90,14 +103,14 @@ class FrequentWords:
     new_tokens: int = 50
 
     def generate(self, request: Request, _material: Material) -> Sample:
-        """A sample."""
+        """Generate a sample."""
         rng = request.rng
         seen: set[str] = set()
-        number = max(request.length // self.tokens_per_word, self.num_answers + 2)
-        coded = [_DOTS, *(words.new(lambda: words.letters(rng, self.num_letters), seen) for _ in range(number - 1))]
-        shares = [rank**-self.exponent / _zeta(self.exponent) for rank in range(1, number + 1)]
+        num_words = max(request.length // self.tokens_per_word, self.num_answers + 2)
+        coded = [_DOTS, *(words.new(lambda: words.letters(rng, self.num_letters), seen) for _ in range(num_words - 1))]
+        shares = [rank**-self.exponent / _zeta(self.exponent) for rank in range(1, num_words + 1)]
         order = rng.getrandbits(64)
-        last = self.num_answers  # rank, from 0, of the last answer: it must be there more often than the next
+        last = self.num_answers  # rank, from 0, of the last answer, which must occur more often than the next word
 
         def render(size: int) -> str:
             entries = [word for word, share in zip(coded, shares, strict=True) for _ in range(int(size * share))]
@@ -111,6 +124,7 @@ class FrequentWords:
 
 
 def _zeta(exponent: float) -> float:
+    """Return the Riemann zeta function."""
     from scipy.special import zeta
 
     return float(zeta(exponent))

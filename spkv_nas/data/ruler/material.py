@@ -1,4 +1,4 @@
-"""What the user brings to RULER: essays to hide needles in, and questions on documents, neither of which is shipped."""
+"""User-supplied material for RULER: essays to hide needles in, and questions on documents; neither is shipped."""
 
 from __future__ import annotations
 
@@ -14,23 +14,27 @@ from spkv_nas.data.ruler.questions import Questions
 
 @dataclass(frozen=True)
 class Material:
-    """Essays, and questions by task; without essays RULER's noise takes their place."""
+    """Essays, and questions by task; without essays RULER's noise is used instead."""
 
     essays: Essays | None = None
     questions: Mapping[str, Questions] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
-        """Hexadecimal SHA-256 of all of it."""
+        """Return the SHA-256 of the material as hexadecimal."""
         return hashlib.sha256(repr(self).encode("utf-8", "surrogateescape")).hexdigest()
 
     @classmethod
     def read(cls, haystack: Sequence[str], questions: Sequence[str]) -> Material:
-        """From files. Raises ``UserError`` where one is not what it should be, or two are of one form."""
-        found: dict[str, Questions] = {}
+        """Read the material from files.
+
+        Raises:
+            UserError: if a file is malformed, or two question files have the same form.
+        """
+        questions_by_task: dict[str, Questions] = {}
         for file in questions:
-            read = Questions.read(Path(file))
-            if read.task in found:
-                raise UserError(f"--qa {file}: another file of this form was given; {read.task} takes one")
-            found[read.task] = read
-        return cls(Essays.read(haystack) if haystack else None, found)
+            file_questions = Questions.read(Path(file))
+            if file_questions.task in questions_by_task:
+                raise UserError(f"--qa {file}: another file of this form was given; {file_questions.task} takes one")
+            questions_by_task[file_questions.task] = file_questions
+        return cls(Essays.read(haystack) if haystack else None, questions_by_task)

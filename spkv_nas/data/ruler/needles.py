@@ -1,9 +1,9 @@
-"""Needles in a haystack: the eight tasks of RULER that ask for values which the text names for keys.
+"""Needle-in-a-haystack: the eight RULER tasks that ask for values which the text assigns to keys.
 
-As in RULER: what keys and values are, how many of each are hidden and asked for, values drawn independently, a line for
-each needle in noise or among needles, and 128 new tokens. Our own: the wording, keys that are drawn distinct (so that
-a question has one answer), needles at independent uniform depths (RULER takes distinct places, in essays 40 of
-them), and essays from a random sentence on.
+As in RULER: the kinds of keys and values, how many of each are hidden and asked for, values drawn independently, a line
+for each needle in noise or among needles, and 128 new tokens. Different from RULER: the wording, distinct keys (so that
+a question has one answer), needles at independent uniform depths (RULER draws distinct positions, 40 of them in
+essays), and essays that begin at a random sentence.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ NEW_TOKENS = 128
 
 @dataclass(frozen=True)
 class Needles:
-    """One of the tasks.
+    """One of the needle tasks.
 
     Attributes:
-        haystack: "noise", "essays", or "needles": sentences like the one that is asked for, with other keys.
-        key, value: "word", "number" or "uuid".
-        num_keys: hidden; ``num_queries`` of them are asked for.
-        num_values: of each key.
+        haystack: "noise", "essays", or "needles": sentences like the hidden one, with other keys.
+        key: kind of keys: "word", "number" or "uuid".
+        value: kind of values: "word", "number" or "uuid".
+        num_keys: number of hidden keys.
+        num_values: number of values per key.
+        num_queries: number of keys asked for.
     """
 
     haystack: str = "essays"
@@ -41,33 +43,40 @@ class Needles:
     num_queries: int = 1
 
     def generate(self, request: Request, material: Material) -> Sample:
-        """A sample; noise takes the place of essays where there are none."""
+        """Generate a sample; noise replaces essays if there are none."""
         rng = request.rng
         seen: set[str] = set()
         draw_key, draw_value = partial(_DRAW[self.key], rng), partial(_DRAW[self.value], rng)
+        # Draw keys, values, depths and queries
         keys = [words.new(draw_key, seen) for _ in range(self.num_keys)]
         values = [[draw_value() for _ in range(self.num_values)] for _ in keys]
-        needles = [self._needle(name, one) for name, own in zip(keys, values, strict=True) for one in own]
+        needles = [
+            self._needle(key, value) for key, key_values in zip(keys, values, strict=True) for value in key_values
+        ]
         depths = [rng.random() for _ in needles]
-        asked = rng.sample(range(self.num_keys), self.num_queries)
+        queried = rng.sample(range(self.num_keys), self.num_queries)
         haystack, separator = self._haystack(rng, seen, material)
-        answers = [value for number in asked for value in values[number]]
-        many = len(answers) > 1
-        what = f"magic {self.value}{'s' if many else ''} of {_listed([keys[number] for number in asked])}"
+        # Word the question
+        answers = [value for number in queried for value in values[number]]
+        is_plural = len(answers) > 1
+        values_of_keys = (
+            f"magic {self.value}{'s' if is_plural else ''} of {_listed([keys[number] for number in queried])}"
+        )
         head = f"Remember the magic {self.value}s that this text names. You will be asked for them.\n"
-        question = f"\nWhat {'are' if many else 'is'} the {what}?"
+        question = f"\nWhat {'are' if is_plural else 'is'} the {values_of_keys}?"
 
         def render(number: int) -> str:
             return f"{head}{hide(haystack(number), needles, depths, separator)}{question}"
 
-        prefix = f"In the text the {what} {'are' if many else 'is'}"
+        prefix = f"In the text the {values_of_keys} {'are' if is_plural else 'is'}"
         return fill(request, render, prefix, answers, new_tokens=NEW_TOKENS)
 
     def _needle(self, key: str, value: str) -> str:
+        """Return the sentence that assigns a value to a key."""
         return f"A magic {self.value} of {key} is {value}."
 
     def _haystack(self, rng: Random, seen: set[str], material: Material) -> tuple[Haystack, str]:
-        """Choose (parts by number of units, what joins them); other needles are the same however many are made."""
+        """Return (parts by number of units, separator); other needles stay the same however many are made."""
         if self.haystack == "essays" and material.essays is not None:
             return material.essays.start(rng), SPACE
         if self.haystack != "needles":
@@ -84,5 +93,5 @@ class Needles:
 
 
 def _listed(names: list[str]) -> str:
-    """Such as "a, b and c"."""
+    """Join names, for example "a, b and c"."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,4 +1,4 @@
-"""Files of questions on documents, in the form of SQuAD (RULER's ``qa_1``) or of HotpotQA (``qa_2``)."""
+"""Read files of questions on documents, in the form of SQuAD (RULER's ``qa_1``) or of HotpotQA (``qa_2``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from typing import Any
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import parse_json, read_text
 
-SQUAD, HOTPOT = "qa_1", "qa_2"  # the tasks that each form of a file is for
+SQUAD, HOTPOT = "qa_1", "qa_2"  # task for each form of file
 _MOST_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the answers any of which will do, and by number the documents that it needs and those akin to it."""
+    """A question on documents.
+
+    Attributes:
+        text: the question.
+        answers: answers, any one of which suffices.
+        own: indices of the documents that it needs.
+        akin: indices of related documents.
+    """
 
     text: str
     answers: tuple[str, ...]
@@ -33,40 +40,46 @@ class Questions:
 
     @classmethod
     def read(cls, file: Path) -> Questions:
-        """A file in the form of SQuAD or HotpotQA. Raises ``UserError``: neither, or no question has an answer."""
+        """Read a file in the form of SQuAD or HotpotQA.
+
+        Raises:
+            UserError: if it has neither form, or no question has an answer.
+        """
         try:
             content = parse_json(read_text(file, "questions", most=_MOST_BYTES))
-            found = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
+            questions = _squad(content["data"]) if isinstance(content, dict) else _hotpot(content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
                 f"--qa {file}: neither SQuAD's form (an object with 'data') nor HotpotQA's (a list with 'context')"
             ) from error
-        if not found.questions:
+        if not questions.questions:
             raise UserError(f"--qa {file}: no question has an answer")
-        return found
+        return questions
 
 
 def _squad(articles: list[dict[str, Any]]) -> Questions:
+    """Convert SQuAD; the other paragraphs of an article are akin to a question's own."""
     texts: dict[str, int] = {}
-    found = []
+    questions = []
     for article in articles:
-        numbers = [texts.setdefault(one["context"], len(texts)) for one in article["paragraphs"]]
+        numbers = [texts.setdefault(paragraph["context"], len(texts)) for paragraph in article["paragraphs"]]
         for number, paragraph in zip(numbers, article["paragraphs"], strict=True):
-            akin = tuple(one for one in dict.fromkeys(numbers) if one != number)
-            for asked in paragraph["qas"]:
-                answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                if answers and not asked.get("is_impossible", False):
-                    found.append(Question(asked["question"], answers, (number,), akin))
-    return Questions(SQUAD, tuple(texts), tuple(found))
+            akin = tuple(other for other in dict.fromkeys(numbers) if other != number)
+            for question in paragraph["qas"]:
+                answers = tuple(dict.fromkeys(answer["text"] for answer in question["answers"]))
+                if answers and not question.get("is_impossible", False):
+                    questions.append(Question(question["question"], answers, (number,), akin))
+    return Questions(SQUAD, tuple(texts), tuple(questions))
 
 
 def _hotpot(rows: list[dict[str, Any]]) -> Questions:
+    """Convert HotpotQA, where each question has its own documents."""
     texts: dict[str, int] = {}
-    found = []
+    questions = []
     for row in rows:
-        own = [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
-        numbers = tuple(dict.fromkeys(texts.setdefault(one, len(texts)) for one in own))
-        found.append(Question(row["question"], (row["answer"],), numbers))
-    return Questions(HOTPOT, tuple(texts), tuple(found))
+        paragraphs = [f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]]
+        numbers = tuple(dict.fromkeys(texts.setdefault(paragraph, len(texts)) for paragraph in paragraphs))
+        questions.append(Question(row["question"], (row["answer"],), numbers))
+    return Questions(HOTPOT, tuple(texts), tuple(questions))

@@ -1,7 +1,7 @@
-"""A sample of RULER (arXiv 2404.06654), and how any task fills the length that it is asked for.
+"""Generate samples of RULER (arXiv 2404.06654) that fill a given number of tokens.
 
-A task says what its prompt is with ``n`` units (sentences, words, documents); how many there is room for the tokenizer
-decides. As in RULER the length covers the prompt, the beginning of the answer, and the tokens that may be generated.
+A task renders its prompt with ``n`` units (sentences, words, documents); ``fill`` finds how many fit. As in RULER, the
+length covers the prompt, the beginning of the answer, and the tokens that may be generated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from spkv_nas.base.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 2  # of the text of samples, raised when it changes; 1 had spaces for line breaks in noise
-_ENOUGH, _AIM = 0.02, 0.01  # of the length may stay empty; what a guess aims at
-_FIRST, _GROWTH = 4, 16  # units of the first guess, and how many times as many the next may have
-_GUESSES, _TRIES = 16, 64  # by tokens per unit so far, before bisection, which 2^24 units take 24 of
+VERSION = 2  # version of the text of samples; 1 had spaces instead of line breaks in noise
+_ENOUGH, _AIM = 0.02, 0.01  # share of the length that may stay empty; share that a guess aims for
+_FIRST, _GROWTH = 4, 16  # units of the first guess; maximum growth factor of the next one
+_GUESSES, _TRIES = 16, 64  # guesses by tokens per unit before bisection, which takes 24 tries for 2^24 units
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class Sample:
     """One question with its text.
 
     Attributes:
+        task: name of the task.
         prompt: text and question.
-        answer_prefix: how the answer begins, on a line of its own.
-        answers: what must be in it; of questions on documents, any of which will do.
-        num_tokens: of prompt and prefix, special tokens included.
-        new_tokens: that may be generated: RULER's number, or the answer's own where the tokenizer needs more.
+        answer_prefix: beginning of the answer, on a line of its own.
+        answers: strings that the answer must contain; for questions on documents any one suffices.
+        num_tokens: tokens of prompt and prefix, including special tokens.
+        new_tokens: maximum tokens to generate: RULER's number, or that of the answer if the tokenizer needs more.
     """
 
     task: str
@@ -44,29 +45,35 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """What a model continues."""
+        """Return the text that a model continues."""
         return f"{self.prompt}\n{self.answer_prefix}"
 
     @property
     def continuation(self) -> str:
-        """How a model should: all answers in their order."""
+        """Return the ideal continuation: all answers in order."""
         return continuation(self.answers)
 
 
 def continuation(answers: Sequence[str]) -> str:
-    """What follows the beginning of an answer."""
+    """Return the text that continues the beginning of an answer."""
     return f" {', '.join(answers)}"
 
 
 class NoRoomError(UserError):
-    """A length in which not even the least of a task fits."""
+    """A length in which not even the smallest sample of a task fits."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Which sample of which task is asked for, and how many tokens it may take with its answer.
+    """Which sample of which task to generate, and its maximum length.
 
-    ``is_answered`` says that the answer is known, as in training, so that it needs no more room than it takes.
+    Attributes:
+        task: name of the task.
+        seed: seed of the samples.
+        index: index of the sample.
+        length: maximum tokens, including those of the answer.
+        tokenizer: tokenizer that counts them.
+        is_answered: True if the answer is known, as in training, so that only its own tokens are reserved.
     """
 
     task: str
@@ -78,11 +85,11 @@ class Request:
 
     @cached_property
     def rng(self) -> Random:
-        """The sample's own random numbers, the same in every process."""
+        """Return the sample's own random generator, the same in every process."""
         return Random(f"{self.seed}/{self.task}/{self.index}/{self.length}")
 
     def count(self, text: str) -> int:
-        """Tokens of a text as a model is given it."""
+        """Return the number of tokens of a text as model input."""
         return len(self.tokenizer(text, verbose=False)["input_ids"])
 
 
@@ -96,56 +103,64 @@ def fill(
     least: int = 1,
     most: int | None = None,
 ) -> Sample:
-    """The sample with as many units as fit, but for at most 2 % of the length.
+    """Return the sample with as many units as fit, leaving at most 2 % of the length empty.
 
     Args:
-        render: the prompt with so many units.
-        answers: what is to be found.
-        new_tokens: RULER's number for the task.
-        least: units without which there is no task.
-        most: units that there are; None: any number, each of at least a token.
+        request: which sample to generate.
+        render: returns the prompt with a number of units.
+        answer_prefix: beginning of the answer.
+        answers: strings that the answer must contain.
+        new_tokens: RULER's maximum of generated tokens for the task.
+        least: minimum number of units.
+        most: number of units that exist; None for any number, each of at least one token.
 
     Raises:
-        NoRoomError: the least does not fit.
+        NoRoomError: if the minimum does not fit.
     """
-    written = len(request.tokenizer(continuation(answers), add_special_tokens=False)["input_ids"])
-    room = written + 1 if request.is_answered else max(new_tokens, written)  # with the token that ends it
+    # Reserve tokens for the answer, and one for the end-of-text token after a known answer
+    answer_tokens = len(request.tokenizer(continuation(answers), add_special_tokens=False)["input_ids"])
+    reserved = answer_tokens + 1 if request.is_answered else max(new_tokens, answer_tokens)
 
     def sample(number: int) -> Sample:
-        made = Sample(request.task, render(number), answer_prefix, tuple(answers), 0, room)
-        return replace(made, num_tokens=request.count(made.text))
+        rendered = Sample(request.task, render(number), answer_prefix, tuple(answers), 0, reserved)
+        return replace(rendered, num_tokens=request.count(rendered.text))
 
-    limit = request.length - room
+    limit = request.length - reserved
     best = sample(least)
     if best.num_tokens > limit:
         raise NoRoomError(
-            f"RULER's {request.task} needs at least {best.num_tokens + room} tokens with this tokenizer: "
+            f"RULER's {request.task} needs at least {best.num_tokens + reserved} tokens with this tokenizer: "
             f"{request.length} are too few"
         )
+    # Search for the largest number of units that fits: guess by tokens per unit, then bisect
     low, high = least, (limit if most is None else most) + 1  # units that fit, units that do not
     guess = least + _FIRST
     for attempt in range(_TRIES):
         if high - low <= 1 or best.num_tokens >= limit - _ENOUGH * request.length:
             break
         guess = min(max(guess, low + 1), high - 1) if attempt < _GUESSES else (low + high) // 2
-        tried = sample(guess)
-        per_unit = max((tried.num_tokens - best.num_tokens) / (guess - low), 0.1)
-        if tried.num_tokens <= limit:
-            best, low = tried, guess
+        candidate = sample(guess)
+        per_unit = max((candidate.num_tokens - best.num_tokens) / (guess - low), 0.1)
+        if candidate.num_tokens <= limit:
+            best, low = candidate, guess
         else:
             high = guess
-        wanted = limit - _AIM * request.length - best.num_tokens
-        guess = min(low + int(wanted / per_unit), _GROWTH * max(low, _FIRST))
+        missing_tokens = limit - _AIM * request.length - best.num_tokens
+        guess = min(low + int(missing_tokens / per_unit), _GROWTH * max(low, _FIRST))
     return best
 
 
 def first_fitting(makes: Iterable[Callable[[], Sample]]) -> Sample:
-    """The sample of the first of ``makes`` that has room. Raises ``NoRoomError``, that of the last, where none has."""
+    """Return the first sample of ``makes`` that fits.
+
+    Raises:
+        NoRoomError: that of the last one, if none fits.
+    """
     error: NoRoomError | None = None
     for make in makes:
         try:
             return make()
-        except NoRoomError as found:
-            error = found
+        except NoRoomError as last_error:
+            error = last_error
     assert error is not None
     raise error

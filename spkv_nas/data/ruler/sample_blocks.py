@@ -1,4 +1,4 @@
-"""Samples of RULER, with their answers, as blocks of tokens to train on."""
+"""Pack RULER samples, with their answers, into token blocks for training."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOMAIN = "ruler"
-_FIRST_SEED = MOST_SEED + 1  # so that no sample is one of an evaluation's
-_HELD_OUT_SEED = 2 * _FIRST_SEED  # nor, of those held out, one of a run's
+_FIRST_SEED = MOST_SEED + 1  # disjoint from the seeds of evaluations
+_HELD_OUT_SEED = 2 * _FIRST_SEED  # disjoint from the seeds of training runs
 
 
 @dataclass(frozen=True)
 class RulerBlocks:
-    """Blocks of ``block_size`` tokens, by number, the same in every process.
+    """Generated blocks of ``block_size`` tokens, addressed by index, the same in every process.
 
     Attributes:
-        tasks: of which each sample's is drawn; of one without room another takes the place.
-        lengths: in tokens, of which each block's samples have one that is drawn; a block has as many as fit.
-        learns_all: whether text and question are learned too, and not the answers alone.
+        tokenizer: tokenizer of the model.
+        block_size: tokens per block.
+        tasks: tasks that each sample is drawn from; a task that does not fit is replaced by another.
+        lengths: token lengths; each block draws one for its samples, and holds as many as fit.
+        learns_all: True if text and question are learned too, not only the answers.
+        seed: seed of the samples.
+        material: essays and questions of the user.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -44,46 +48,53 @@ class RulerBlocks:
     material: Material
 
     def check(self) -> None:
-        """Raise ``UserError`` for a task that has no room in the longest samples, or a length without any."""
+        """Check that every task fits in the longest samples, and that some task fits in every length.
+
+        Raises:
+            UserError: if not.
+        """
         for task in self.tasks:
             self._generate(task, 0, max(self.lengths))
         for length in self.lengths:
             self._draw(Random(0), 0, length)
 
     def block(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """(tokens, which of them are learned), both [block_size].
+        """Return (tokens int64, mask of the tokens that are learned), both [block_size].
 
-        A sample ends as a text does. What samples leave empty is filled up, and not learned.
+        A sample ends like a text. What the samples leave empty is padded, and not learned.
         """
         rng = Random(f"{self.seed}/{number}")
         length = rng.choice(self.lengths)
-        stop = self.tokenizer.eos_token_id
-        tokens = np.full(self.block_size, stop or 0, dtype=np.int64)
+        end_of_text = self.tokenizer.eos_token_id
+        tokens = np.full(self.block_size, end_of_text or 0, dtype=np.int64)
         learned = np.zeros(self.block_size, dtype=np.bool_)
-        done = place = 0
-        while self.block_size - place >= length:
-            sample = self._draw(rng, number * self.block_size + done, length)
-            asked, answered = encode([sample.text, sample.continuation], self.tokenizer)
-            answer = place + len(asked)
-            answered = np.append(answered, [] if stop is None else [stop])
-            end = answer + len(answered)
-            tokens[place:answer], tokens[answer:end] = asked, answered
-            learned[place if self.learns_all else answer : end] = True
-            done, place = done + 1, end
+        num_samples = position = 0
+        # Append samples while another one fits
+        while self.block_size - position >= length:
+            sample = self._draw(rng, number * self.block_size + num_samples, length)
+            prompt, answer_tokens = encode([sample.text, sample.continuation], self.tokenizer)
+            answer = position + len(prompt)
+            answer_tokens = np.append(answer_tokens, [] if end_of_text is None else [end_of_text])
+            end = answer + len(answer_tokens)
+            tokens[position:answer], tokens[answer:end] = prompt, answer_tokens
+            learned[position if self.learns_all else answer : end] = True
+            num_samples, position = num_samples + 1, end
         return tokens, learned
 
     def held_out(self, num_blocks: int) -> TokenBlocks:
-        """Blocks that no run learns from, each a document of the domain ``ruler``."""
-        other = replace(self, seed=_HELD_OUT_SEED)
-        tokens = np.stack([other.block(number)[0] for number in range(num_blocks)]).astype(np.int32)
+        """Return blocks that no run learns from, each a document of the domain ``ruler``."""
+        held_out_blocks = replace(self, seed=_HELD_OUT_SEED)
+        tokens = np.stack([held_out_blocks.block(number)[0] for number in range(num_blocks)]).astype(np.int32)
         owner = np.repeat(np.arange(num_blocks, dtype=np.int32)[:, None], self.block_size, 1)
         infos = tuple(DocumentInfo(f"{DOMAIN}-{number}", DOMAIN, f"sample {number}") for number in range(num_blocks))
         return TokenBlocks(tokens, owner, infos)
 
     def _draw(self, rng: Random, index: int, length: int) -> Sample:
+        """Generate a sample of the first task, in random order, that fits."""
         order = rng.sample(self.tasks, len(self.tasks))
         return first_fitting(partial(self._generate, task, index, length) for task in order)
 
     def _generate(self, task: str, index: int, length: int) -> Sample:
+        """Generate a sample of one task, with its answer."""
         seed = _FIRST_SEED + self.seed
         return generate(task, seed, index, length, self.tokenizer, self.material, is_answered=True)

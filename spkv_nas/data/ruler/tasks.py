@@ -1,8 +1,8 @@
-"""The 13 tasks by RULER's names, and the one function that makes their samples.
+"""Registry of the 13 tasks by RULER's names, and the function that generates their samples.
 
     generate("niah_single_1", seed=0, index=7, length=4096, tokenizer=tokenizer)
 
-The same arguments give the same bytes in every process. ``index`` counts samples; another seed gives other ones.
+The same arguments give the same bytes in every process. ``index`` counts samples; another seed gives other samples.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class Task(Protocol):
-    """What makes the samples of a task."""
+    """Generator of a task's samples."""
 
     def generate(self, request: Request, _material: Material, /) -> Sample:
-        """The sample that is asked for."""
+        """Generate the requested sample."""
 
 
 _QUESTIONS: dict[str, Task] = {SQUAD: DocumentQuestions("SQuAD"), HOTPOT: DocumentQuestions("HotpotQA")}
@@ -48,18 +48,22 @@ NO_MATERIAL = Material()
 
 
 def available(material: Material) -> list[str]:
-    """The tasks that can be made: without questions on documents the eleven others."""
+    """Return the tasks that can be generated: eleven, and those on documents for which there are questions."""
     return [task for task in TASKS if task not in _QUESTIONS or task in material.questions]
 
 
 def check_task(task: str) -> None:
-    """Raise ``UserError`` for what is no task."""
+    """Check that a task exists.
+
+    Raises:
+        UserError: if it does not.
+    """
     if task not in TASKS:
         raise UserError(f"RULER has no task '{task}'; it has {', '.join(TASKS)}")
 
 
 def accepts_any(task: str) -> bool:
-    """Whether one of a sample's answers will do; of all other tasks the share of them counts."""
+    """Return True if any one of the answers suffices; other tasks score the share of answers."""
     return task in _QUESTIONS
 
 
@@ -73,13 +77,19 @@ def generate(
     *,
     is_answered: bool = False,
 ) -> Sample:
-    """Sample ``index`` of a task, with its answer at most ``length`` tokens.
+    """Generate sample ``index`` of a task, of at most ``length`` tokens including its answer.
 
     Args:
-        is_answered: whether the answer is known, and needs no more room than it takes.
+        task: name of the task.
+        seed: seed of the samples.
+        index: index of the sample.
+        length: maximum tokens.
+        tokenizer: tokenizer that counts them.
+        material: essays and questions of the user.
+        is_answered: True if the answer is known, so that only its own tokens are reserved.
 
     Raises:
-        UserError: no such task, a task on documents without them, or a length that has no room for it.
+        UserError: if there is no such task, its documents are missing, or it does not fit in the length.
     """
     check_task(task)
     return TASKS[task].generate(Request(task, seed, index, length, tokenizer, is_answered), material)

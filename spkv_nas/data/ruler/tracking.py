@@ -1,8 +1,8 @@
-"""Variable tracking: which variables have a value, when each is assigned from the one before.
+"""Variable tracking: find the variables that have a value, where each is assigned from the one before.
 
 As in RULER: one chain of five variables of five letters (four hops), each assigned on a line between lines of noise, 30
-new tokens, and a worked example with names of three letters. Our own: the wording, assignments at independent uniform
-depths, and no example where it has no room.
+new tokens, and a worked example with names of three letters. Different from RULER: the wording, assignments at
+independent uniform depths, and no example where it does not fit.
 """
 
 from __future__ import annotations
@@ -25,34 +25,38 @@ _LETTERS, _EXAMPLE_LETTERS, _EXAMPLE_SENTENCES, _LEAST_SENTENCES = 5, 3, 10, 10
 
 @dataclass(frozen=True)
 class VariableTracking:
-    """``num_hops`` assignments from another variable follow one from a number."""
+    """Task with one assignment from a number, and ``num_hops`` assignments from another variable."""
 
     num_hops: int = 4
 
     def generate(self, request: Request, _material: Material) -> Sample:
-        """A sample."""
+        """Generate a sample."""
         rng = request.rng
-        shown, shown_prefix, shown_names = self._problem(rng, _EXAMPLE_LETTERS)
-        example = f"{shown(_EXAMPLE_SENTENCES)}\n{shown_prefix} {', '.join(shown_names)}\n\n"
+        render_example, example_prefix, example_names = self._problem(rng, _EXAMPLE_LETTERS)
+        example = f"{render_example(_EXAMPLE_SENTENCES)}\n{example_prefix} {', '.join(example_names)}\n\n"
         render, prefix, names = self._problem(rng, _LETTERS)
 
-        def make(before: str) -> Sample:
-            def whole(number: int) -> str:
-                return f"{before}{render(number)}"
+        def make(leading_text: str) -> Sample:
+            def render_all(number: int) -> str:
+                return f"{leading_text}{render(number)}"
 
-            return fill(request, whole, prefix, names, new_tokens=NEW_TOKENS, least=_LEAST_SENTENCES)
+            return fill(request, render_all, prefix, names, new_tokens=NEW_TOKENS, least=_LEAST_SENTENCES)
 
-        return first_fitting(partial(make, before) for before in (example, ""))
+        return first_fitting(partial(make, leading_text) for leading_text in (example, ""))
 
     def _problem(self, rng: Random, length: int) -> tuple[Callable[[int], str], str, list[str]]:
-        """(prompt by sentences of noise, prefix, answers) of one chain with names of so many letters."""
+        """Create one chain, with names of ``length`` letters.
+
+        Returns:
+            (prompt by number of noise sentences, prefix of the answer, answers).
+        """
         seen: set[str] = set()
         names = [
             words.new(lambda: words.letters(rng, length, string.ascii_uppercase), seen)
             for _ in range(self.num_hops + 1)
         ]
         value = rng.randint(10_000, 99_999)
-        chain = [f"VAR {names[0]} = {value}.", *(f"VAR {to} = VAR {one}." for one, to in pairwise(names))]
+        chain = [f"VAR {names[0]} = {value}.", *(f"VAR {target} = VAR {source}." for source, target in pairwise(names))]
         depths = sorted(rng.random() for _ in chain)
 
         def render(number: int) -> str:

@@ -1,4 +1,4 @@
-"""What RULER hides and counts: English words, numbers of seven digits, UUIDs, and words of random letters."""
+"""Vocabulary of RULER: English words, numbers of seven digits, UUIDs, and words of random letters."""
 
 from __future__ import annotations
 
@@ -8,58 +8,59 @@ from functools import cache
 from random import Random
 from uuid import UUID
 
-_TRIES = 100  # to find a word that is not there yet, of at least thousands
+_TRIES = 100  # draws until a new word is found, among at least thousands
 
 
 @cache
 def nouns() -> tuple[str, ...]:
-    """6,782, sorted."""
+    """Return 6,782 nouns, sorted."""
     return _category("noun")
 
 
 @cache
 def adjectives() -> tuple[str, ...]:
-    """910, sorted."""
+    """Return 910 adjectives, sorted."""
     return _category("adjective")
 
 
 @cache
 def all_words() -> tuple[str, ...]:
-    """Nouns, adjectives and verbs, each once, sorted."""
+    """Return all nouns, adjectives and verbs, sorted, without duplicates."""
     return tuple(sorted({*nouns(), *adjectives(), *_category("verb")}))
 
 
 def _category(name: str) -> tuple[str, ...]:
+    """Return the words of a category, sorted."""
     from wonderwords import RandomWord
 
     return tuple(sorted(set(RandomWord().filter(include_categories=[name]))))
 
 
 def word_pair(rng: Random) -> str:
-    """Such as "quiet-harbour": one of six million."""
+    """Draw a word pair such as "quiet-harbour", one of six million."""
     return f"{rng.choice(adjectives())}-{rng.choice(nouns())}"
 
 
 def number(rng: Random) -> str:
-    """Seven digits."""
+    """Draw a number of seven digits."""
     return str(rng.randint(10**6, 10**7 - 1))
 
 
 def uuid(rng: Random) -> str:
-    """A random UUID, 36 characters."""
+    """Draw a random UUID, 36 characters."""
     return str(UUID(int=rng.getrandbits(128), version=4))
 
 
 def letters(rng: Random, length: int, alphabet: str = string.ascii_lowercase) -> str:
-    """Random letters."""
+    """Draw a word of random letters."""
     return "".join(rng.choices(alphabet, k=length))
 
 
 def new(draw: Callable[[], str], seen: set[str]) -> str:
-    """What ``draw`` gives and is not yet in ``seen``, which then has it."""
+    """Draw until the result is not in ``seen``, and add it there."""
     for _ in range(_TRIES):
-        found = draw()
-        if found not in seen:
-            seen.add(found)
-            return found
+        word = draw()
+        if word not in seen:
+            seen.add(word)
+            return word
     raise AssertionError("the draws of a task are from sets far larger than what it takes")

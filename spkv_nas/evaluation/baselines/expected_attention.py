@@ -77,8 +77,8 @@ class Rotation:
             layer_fits.append(fits)
             return read.v.repeat_interleave(read.q.shape[1] // read.v.shape[1], 1), torch.zeros(())
 
-        with reading(model) as read:
-            read.rule = check_layer
+        with reading(model) as reader:
+            reader.rule = check_layer
             model.get_decoder()(input_ids=torch.ones(1, _CHECKED, dtype=torch.int64, device=model.device))
         return all(layer_fits)
 

@@ -91,9 +91,9 @@ class KVzap:
         """
         weights = protocol.num_outside(blocks.block_size).double()
         threshold, reached_density, best = -torch.inf, 1.0, (1.0, -torch.inf)
-        with reading(model) as read:
+        with reading(model) as reader:
             for _ in range(_ROUNDS):
-                scores, reached_density = self._read(read, model, blocks, protocol, threshold, batch_size)
+                scores, reached_density = self._read(reader, model, blocks, protocol, threshold, batch_size)
                 best = min(best, (abs(reached_density - density), threshold))
                 if best[0] <= _CLOSE:
                     break
@@ -102,7 +102,7 @@ class KVzap:
 
     def _read(
         self,
-        read: Reading,
+        reader: Reading,
         model: PreTrainedModel,
         blocks: TokenBlocks,
         protocol: Protocol,
@@ -121,15 +121,16 @@ class KVzap:
             all_scores.append(scores.flatten(0, 1).cpu())
             return keeping(layer_read, protocol, scores >= threshold)
 
-        read.rule = rule
-        kept = 0
+        # Read all blocks, counting the kept pairs
+        reader.rule = rule
+        num_kept = 0
         for start in range(0, blocks.num_blocks, batch_size):
-            read.begin(start)
+            reader.begin(start)
             tokens = block_tokens(blocks, start, batch_size, model.device)
             model.get_decoder()(input_ids=tokens, use_cache=False)
-            kept += sum(int(num_pairs) for num_pairs in read.kept)
-        outside = int(protocol.num_outside(blocks.block_size).sum()) * read.num_heads * blocks.num_blocks
-        return torch.cat(all_scores), kept / outside
+            num_kept += sum(int(num_pairs) for num_pairs in reader.kept)
+        outside = int(protocol.num_outside(blocks.block_size).sum()) * reader.num_heads * blocks.num_blocks
+        return torch.cat(all_scores), num_kept / outside
 
 
 def _weighted_quantile(scores: Tensor, weight: Tensor, density: float, sinks: int) -> float:
@@ -211,18 +212,19 @@ def _targets(
     Raises:
         UserError: if memory is too small, or the model lacks what KVzip+ needs.
     """
-    with reading(model) as read, torch.inference_mode():
-        num_bytes = number * len(read.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
-        description = f"hidden states of {number:,} tokens in {len(read.layers)} layers, which kvzap learns from"
+    with reading(model) as reader, torch.inference_mode():
+        num_bytes = number * len(reader.layers) * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
+        description = f"hidden states of {number:,} tokens in {len(reader.layers)} layers, which kvzap learns from"
         require(num_bytes, description, "leave it out of --methods, or use a smaller model")
-        hidden: list[list[Tensor]] = [[] for _ in read.layers]
-        target: list[list[Tensor]] = [[] for _ in read.layers]
+        hidden: list[list[Tensor]] = [[] for _ in reader.layers]
+        target: list[list[Tensor]] = [[] for _ in reader.layers]
 
+        # Collect the inputs and scores of every layer
         def collect(layer_read: Read, scores: Tensor) -> None:
             hidden[layer_read.layer].append(layer_read.hidden[:, :context].cpu())
             target[layer_read.layer].append(scores.clamp(min=_SMALLEST).log().transpose(1, 2).cpu())
 
-        read.rule = repeating(read.layers, context, collect)
+        reader.rule = repeating(reader.layers, context, collect)
         for done, tokens in enumerate(texts, 1):
             model.get_decoder()(input_ids=tokens, use_cache=False)
             step(done)

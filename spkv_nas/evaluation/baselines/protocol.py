@@ -123,7 +123,7 @@ def chunked_attention(
     queries = q.to(dtype).view(batch, num_kv_heads, -1, length, head_size)
     keys, values = k.to(dtype).unsqueeze(2), v.to(dtype).unsqueeze(2)
     out = torch.empty_like(queries)
-    kept = torch.zeros((), dtype=torch.int64, device=k.device)
+    num_kept = torch.zeros((), dtype=torch.int64, device=k.device)
     for chunk in protocol.chunks(length):
         start, stop, edge = chunk
         # Make visible the window and the keys kept outside it: bool [B, Hkv, c, stop]
@@ -131,7 +131,7 @@ def chunked_attention(
         visible = near.expand(batch, num_kv_heads, -1, -1)
         if edge:
             far = keep(chunk)[..., None, :] & ~near[:, :edge]  # bool [B, Hkv, c, edge]: outside the window
-            kept += far.sum()
+            num_kept += far.sum()
             visible = torch.cat([visible[..., :edge] | far, visible[..., edge:]], -1)
         # Attend: weights [B, Hkv, G, c, stop]
         scores = queries[..., start:stop, :] @ keys[..., :stop, :].transpose(-1, -2) * scale
@@ -139,4 +139,4 @@ def chunked_attention(
         out[..., start:stop, :] = weights @ values[..., :stop, :]
         if see is not None:
             see(chunk, weights)
-    return out.flatten(1, 2).to(v.dtype), kept
+    return out.flatten(1, 2).to(v.dtype), num_kept

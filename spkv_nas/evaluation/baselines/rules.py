@@ -81,12 +81,12 @@ def reading(model: PreTrainedModel) -> Iterator[Reading]:
     """
     with full_attention(model) as states, ExitStack() as hooks:
         layers = [layer for layer in attention_layers(model).values() if layer_state(layer).native_window is None]
-        read = Reading(layers, sum(state.num_kv_heads for state in states if state.native_window is None))
-        for number, layer in enumerate(layers):
+        reader = Reading(layers, sum(state.num_kv_heads for state in states if state.native_window is None))
+        for layer_index, layer in enumerate(layers):
             hidden: list[Tensor] = []
             hooks.callback(layer.register_forward_pre_hook(_see_input(hidden), with_kwargs=True).remove)
-            layer_state(layer).observer = _observer(read, number, hidden)
-        yield read
+            layer_state(layer).observer = _observer(reader, layer_index, hidden)
+        yield reader
 
 
 def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]], None]:
@@ -98,14 +98,14 @@ def _see_input(hidden: list[Tensor]) -> Callable[[nn.Module, Any, dict[str, Any]
     return see
 
 
-def _observer(read: Reading, layer: int, hidden: list[Tensor]) -> Any:
+def _observer(reader: Reading, layer: int, hidden: list[Tensor]) -> Any:
     """Return the attention replacement that applies the rule to one layer."""
 
     def observe(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
-        if read.rule is None:
+        if reader.rule is None:
             return None
-        out, kept = read.rule(Read(layer, read.block, hidden[0], q, k, v, scale))
-        read.kept.append(kept)
+        out, num_kept = reader.rule(Read(layer, reader.block, hidden[0], q, k, v, scale))
+        reader.kept.append(num_kept)
         return out
 
     return observe

@@ -157,6 +157,7 @@ def measure(
             progress(len(measurements) * num_blocks + done, (1 + len(rows)) * num_blocks)
 
     measurements: list[Measurement] = []
+    # Measure the dense model, then every row
     dense = document_nll(model, blocks, batch_size=batch_size, progress=step)
     measurements.append(Measurement(FULL_ATTENTION, None, None, 1.0, dense))
     for method, sinks, density in rows:
@@ -190,23 +191,24 @@ def pruned_nll(
     Raises:
         UserError: if the model cannot be hooked, or an NLL is not finite.
     """
-    sums, kept = DocumentSums(blocks), 0
-    with reading(model) as read:
-        read.rule = rule
+    sums, num_kept = DocumentSums(blocks), 0
+    with reading(model) as reader:
+        # Evaluate under the rule, counting the kept pairs
+        reader.rule = rule
 
         def run(start: int, tokens: Tensor) -> tuple[Tensor, int]:
-            read.begin(start)
+            reader.begin(start)
             losses = token_nll(model, tokens)
-            return losses, sum(int(num_pairs) for num_pairs in read.kept)
+            return losses, sum(int(num_pairs) for num_pairs in reader.kept)
 
         def add(start: int, result: tuple[Tensor, int]) -> None:
-            nonlocal kept
+            nonlocal num_kept
             sums.add(start, result[0])
-            kept += result[1]
+            num_kept += result[1]
 
         run_own_batches(run, add, blocks, batch_size, model.device, progress)
-    outside = int(protocol.num_outside(blocks.block_size).sum()) * blocks.num_blocks * read.num_heads
-    return sums.result(), kept / outside
+    outside = int(protocol.num_outside(blocks.block_size).sum()) * blocks.num_blocks * reader.num_heads
+    return sums.result(), num_kept / outside
 
 
 @torch.inference_mode()
@@ -241,16 +243,17 @@ def own_rows(
             progress(len(measurements) * num_blocks + done, len(all_taus) * num_blocks)
 
     for tau in all_taus:
-        kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
+        # Count the kept pairs outside the window in a pass at each threshold
+        num_kept, outside = torch.zeros((), dtype=torch.int64, device=model.device), 0
 
         def count_kept(_layer: int, logits: Tensor, tau: float = tau) -> None:
-            nonlocal kept, outside
-            kept = kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(kept.device)
+            nonlocal num_kept, outside
+            num_kept = num_kept + (keeps(logits, tau) * num_outside.to(logits.device)).sum().to(num_kept.device)
             outside += int(num_outside.sum()) * logits.shape[0] * logits.shape[1]
 
         with gate_mode(model, "hard", tau), watch_logits(model, count_kept):
             nll = document_nll(model, blocks, batch_size=batch_size, progress=step)
-        measurements.append(Measurement(SP_KV, gates.sinks, None, int(kept) / outside, nll, tau))
+        measurements.append(Measurement(SP_KV, gates.sinks, None, int(num_kept) / outside, nll, tau))
     return measurements
 
 
@@ -280,9 +283,9 @@ def _competes(row: Measurement, target: float) -> bool:
     return row.target == target or (row.method == SP_KV and abs(row.density - target) <= NEAR_DENSITY)
 
 
-def _cells(found: Sequence[Measurement]) -> Iterator[tuple[Any, ...]]:
+def _cells(measurements: Sequence[Measurement]) -> Iterator[tuple[Any, ...]]:
     """Yield the cells of each row."""
-    for row in found:
-        change = paired_difference(row.nll, found[0].nll)
+    for row in measurements:
+        change = paired_difference(row.nll, measurements[0].nll)
         numbers = (row.nll.mean, change.percent, change.standard_error)
         yield row.method, row.sinks, row.target, row.density, row.tau, *numbers, np.nan, np.nan

@@ -112,13 +112,13 @@ class CheckpointLM(HFLM):
         return [answers_of[number] for number in range(len(requests))]
 
     def _read(
-        self, texts: Sequence[Text], asked: dict[Text, list[int]], requests: Sequence[Request]
+        self, texts: Sequence[Text], requests_of: dict[Text, list[int]], requests: Sequence[Request]
     ) -> dict[int, Answer]:
         """Answer all requests that read a batch of texts.
 
         Args:
             texts: tokens of each text, longest first.
-            asked: indices of the requests that read each text.
+            requests_of: indices of the requests that read each text.
             requests: all requests.
         """
         longest = len(texts[0])
@@ -129,7 +129,9 @@ class CheckpointLM(HFLM):
             tokens[row, : len(text)] = torch.tensor(text)
             real[row, : len(text)] = True
         # Compute only the last logits that some continuation needs
-        num_logits = max(longest - len(text) + len(requests[number][2]) for text in texts for number in asked[text])
+        num_logits = max(
+            longest - len(text) + len(requests[number][2]) for text in texts for number in requests_of[text]
+        )
         options = {"logits_to_keep": num_logits} if self._keeps_some else {}
         self._count_only(real.to(self.device))
         logits = self.model(input_ids=tokens.to(self.device), use_cache=False, **options).logits
@@ -137,7 +139,7 @@ class CheckpointLM(HFLM):
         answers = {}
         for text, text_logits in zip(texts, logits, strict=True):
             end = len(text_logits) - (longest - len(text))
-            for number in asked[text]:
+            for number in requests_of[text]:
                 continuation = torch.tensor(requests[number][2], device=text_logits.device)
                 scores = text_logits[end - len(continuation) : end].float().log_softmax(-1)
                 total = float(scores.gather(1, continuation[:, None]).sum())
@@ -156,9 +158,9 @@ class CheckpointLM(HFLM):
             UserWarning: if prompts had to be truncated.
         """
         new_tokens = [normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"] for request in requests]
-        if (most := max(new_tokens, default=0)) >= self.max_length:
+        if (max_new := max(new_tokens, default=0)) >= self.max_length:
             raise UserError(
-                f"{requests[0].task_name} has up to {most} tokens generated, and the model has room for "
+                f"{requests[0].task_name} has up to {max_new} tokens generated, and the model has room for "
                 f"{self.max_length} with the prompt\nleave the task out, or give max_gen_toks in a YAML of your own"
             )
         self._say_cut(
@@ -219,11 +221,11 @@ class CheckpointLM(HFLM):
         if self._watch is not None:
             self._watch.only(real)
 
-    def _shared(self, asked: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
-        """Apply ``work`` to each process's share of ``asked``, and gather the results; must be called on all ranks."""
-        share = own_share(len(asked))
+    def _shared(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:
+        """Apply ``work`` to each process's share of ``items``, and gather the results; must be called on all ranks."""
+        share = own_share(len(items))
         self._done, self._total = 0, len(share)
-        results = work(asked[share.start : share.stop])
+        results = work(items[share.start : share.stop])
         return [result for part in gathered(results) for result in part]
 
     def _in_batches(self, items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]) -> list[Result]:

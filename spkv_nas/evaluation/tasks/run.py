@@ -60,10 +60,12 @@ def run_task(
         limit: maximum number of samples, from the first; None runs all.
         allow_code: True if the task may run code that the model writes.
     """
+    # Build the requests, which the file name depends on
     with _without_bars():
         task.build_all_requests(limit=limit, rank=0, world_size=1)
         file = sample_file(folder, task.task_name, _content(task, identity))
         was_kept = on_main(partial(is_file, file))
+        # Answer them unless an earlier run has
         if not was_kept:
             lm.start()
             results = evaluate(

@@ -26,10 +26,23 @@ from spkv_nas.base.progress import Announce, silent
 
 PAPER = "paper"
 _SHOTS = {  # few-shot examples of the paper's tasks; lm-eval has none for HumanEval+
-    "arc_challenge": 0, "arc_easy": 0, "boolq": 0, "commonsense_qa": 7, "gsm8k": 8, "hellaswag": 0, "humaneval_plus": 0,
-    "mbpp": 3, "mmlu": 5, "nq_open": 5, "openbookqa": 0, "piqa": 0, "race": 0, "race_middle": 0, "triviaqa": 5,
+    "arc_challenge": 0,
+    "arc_easy": 0,
+    "boolq": 0,
+    "commonsense_qa": 7,
+    "gsm8k": 8,
+    "hellaswag": 0,
+    "humaneval_plus": 0,
+    "mbpp": 3,
+    "mmlu": 5,
+    "nq_open": 5,
+    "openbookqa": 0,
+    "piqa": 0,
+    "race": 0,
+    "race_middle": 0,
+    "triviaqa": 5,
     "winogrande": 0,
-}  # fmt: skip
+}
 _FEWSHOT_SEED = 1234  # default of lm-eval
 _ALLOW_CODE = "HF_ALLOW_CODE_EVAL"  # required by the library ``evaluate`` to run generated code
 

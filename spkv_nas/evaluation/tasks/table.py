@@ -75,18 +75,18 @@ def _cells(results: Results) -> list[tuple[str, _Cell]]:
     ]
 
 
-def _cell(metric: str, own: Found, against: Found | None) -> _Cell:
+def _cell(metric: str, found: Found, against: Found | None) -> _Cell:
     """Return the cell of a metric of one task."""
-    values = own.values[metric]
-    aggregate = own.wholes.get(metric)
+    values = found.values[metric]
+    aggregate = found.wholes.get(metric)
     value, error = _spread(aggregate, values)
     if against is None:
         nan = float("nan")
-        return _Cell(len(values), value, error, own.density, nan, nan, nan, nan)
+        return _Cell(len(values), value, error, found.density, nan, nan, nan, nan)
     other_values = against.values[metric]
     other_value, _ = _spread(aggregate, other_values)
     difference = _spread(aggregate, values, other_values)
-    return _Cell(len(values), value, error, own.density, other_value, against.density, *difference)
+    return _Cell(len(values), value, error, found.density, other_value, against.density, *difference)
 
 
 def _spread(whole: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
