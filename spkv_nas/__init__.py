@@ -43,12 +43,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _register() -> None:
+    """Register the model type ``spkv`` with the Auto classes of transformers."""
     from spkv_nas.model.custom_model_type import register
 
     register(_restoring_class)
 
 
 def _restoring_class(stock: Any) -> Any:
+    """Return a subclass of a transformers model that restores gates and windows from its config on loading."""
     from spkv_nas.model.restore import restoring_class  # imports torch: only once a model is loaded
 
     return restoring_class(stock)

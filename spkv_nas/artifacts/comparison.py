@@ -25,6 +25,7 @@ BASELINES = (DENSE, FULL_ATTENTION, SP_KV)  # rows that are not layouts
 
 
 def _number(name: str, low: float = 0.0) -> Column:
+    """Declare an optional column of numbers."""
     return Column(name, "number", low=low, high=MOST_SHOWN, default="", gaps=True)
 
 

@@ -55,6 +55,7 @@ class GateConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sound(self) -> GateConfig:
+        """Check the fields against each other."""
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size must be odd; found {self.kernel_size}")
         if self.predictor == "bidirectional" and self.kernel_size // 2 >= self.window:

@@ -56,6 +56,7 @@ def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
 
 
 def _check_complete(rows: pd.DataFrame, where: str) -> None:
+    """Check that every domain has every head of the grid."""
     layers, heads = int(rows["layer"].max()) + 1, int(rows["kv_head"].max()) + 1
     for domain, domain_rows in rows.groupby("domain"):
         present = set(zip(domain_rows["layer"], domain_rows["kv_head"], strict=True))

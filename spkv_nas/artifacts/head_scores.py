@@ -204,11 +204,7 @@ class HeadScores:
         return float(self.density.std())
 
     def domain_density(self, domain: str, *, signed: bool = False) -> NDArray[np.float64]:
-        """Return the scores of one domain, [L, Hkv], clipped at 0 unless ``signed``.
-
-        Raises:
-            UserError: the table has no such domain.
-        """
+        """Return one domain's scores [L, Hkv], clipped at 0 unless ``signed``. Raises ``UserError`` if unknown."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
         values = self._on_grid(self.rows[self.rows["domain"] == domain], "density")
@@ -353,6 +349,7 @@ class HeadScores:
             write_record(new / RECORD, {**self.metadata, **record})
 
     def _need_histogram(self) -> LogitHistogram:
+        """Return the histogram, or raise ``UserError`` without one."""
         if self.histogram is None:
             raise UserError(
                 f"density table '{self.name}' has no histogram of utilities, so its density is known at "
@@ -361,11 +358,13 @@ class HeadScores:
         return self.histogram
 
     def _on_grid(self, rows: pd.DataFrame, column: str) -> NDArray[np.float64]:
+        """Arrange a column of one domain as [L, Hkv]."""
         grid = np.full(self.grid, np.nan)
         grid[rows["layer"].to_numpy(), rows["kv_head"].to_numpy()] = rows[column].to_numpy()
         return grid
 
     def _combine(self, column: str, reduce: Any) -> NDArray[np.float64]:
+        """Apply ``reduce`` to a column and the domains' shares of the tokens, both [P, L, Hkv]."""
         parts = [self.rows[self.rows["domain"] == domain] for domain in self.domains]
         tokens = np.stack([self._on_grid(part, "num_tokens") for part in parts])
         values = np.stack([self._on_grid(part, column) for part in parts])
@@ -373,6 +372,7 @@ class HeadScores:
 
 
 def _read_documents(path: Path, table: HeadScores) -> DocumentCounts | None:
+    """Read the counts per document and check that they add up to the table's densities; None without a file."""
     counts = DocumentCounts.read(path, table.domains, table.grid)
     if counts is not None:
         density = np.stack([table.domain_density(domain) for domain in table.domains])

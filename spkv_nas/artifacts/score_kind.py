@@ -41,8 +41,10 @@ class Scale:
 
     def fraction(self, value: ArrayLike) -> NDArray[np.float64]:
         """Return the position of values on the scale: 0 at ``low``, 1 at ``high``; NaN stays NaN."""
-        low, high, at = (self._place(np.asarray(number, dtype=np.float64)) for number in (self.low, self.high, value))
-        return np.asarray((at - low) / (high - low))
+        low, high, position = (
+            self._place(np.asarray(number, dtype=np.float64)) for number in (self.low, self.high, value)
+        )
+        return np.asarray((position - low) / (high - low))
 
     def text(self, value: float) -> str:
         """Format a value for a shaded cell, in three or four characters."""
@@ -55,8 +57,8 @@ class Scale:
         """Return the values to mark: 0, and the ends and the positive midpoint if they are far enough from it."""
         even, zero = self.even, float(self.fraction(0.0))
         middle = even * math.sinh(math.asinh(self.high / even) / 2) if self.is_stretched else self.high / 2
-        far = (value for value in (self.low, middle, self.high) if abs(self.fraction(value) - zero) > _APART)
-        return tuple(sorted((0.0, *far)))
+        ends = (value for value in (self.low, middle, self.high) if abs(self.fraction(value) - zero) > _APART)
+        return tuple(sorted((0.0, *ends)))
 
     @property
     def largest(self) -> float:
@@ -69,6 +71,7 @@ class Scale:
         return _EVEN * self.largest
 
     def _place(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Transform values to a linear scale."""
         return np.arcsinh(values / self.even) if self.is_stretched else values
 
 
@@ -138,6 +141,7 @@ class Measure:
         return 3 + max(0, -math.floor(math.log10(self.scale.largest)))
 
     def _written(self, value: SupportsFloat, digits: int) -> str:
+        """Format a number with a typographic minus sign."""
         return f"{float(value):.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 

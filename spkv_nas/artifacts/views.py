@@ -44,6 +44,7 @@ def grid_html(caption: str, values: ArrayLike, texts: Sequence[Sequence[str]]) -
 
 
 def _cell(value: float, text: str) -> str:
+    """Return one coloured table cell."""
     red, green, blue = np.rint(255 + value * (_FULL - 255)).astype(int)
     ink = "white" if value >= _LIGHT else "black"
     style = f"background: rgb({red}, {green}, {blue}); color: {ink}; text-align: center"

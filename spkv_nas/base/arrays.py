@@ -69,6 +69,7 @@ def read_arrays(path: Path, arrays: Sequence[Array], remedy: str) -> dict[str, N
 
 
 def _wrong_kind(values: NDArray[Any], array: Array) -> str:
+    """Return an error if the dtype is not of the declared kind, else ""."""
     kinds = {"text": "U", "number": "iuf", "whole": "iu"}[array.kind]
     expected = {"text": "text", "number": "numbers", "whole": "whole numbers"}[array.kind]
     return "" if values.dtype.kind in kinds else f"holds {str(values.dtype)[:40]}; expected {expected}"
@@ -90,6 +91,7 @@ def _wrong_shape(values: NDArray[Any], array: Array, lengths: dict[str, int]) ->
 
 
 def _wrong_values(values: NDArray[Any], array: Array) -> str:
+    """Return an error if a value is out of range or out of order, else ""."""
     if array.kind == "text":
         try:
             values.tolist()

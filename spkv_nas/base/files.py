@@ -256,6 +256,7 @@ def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
 
 
 def _refusal(reason: str, event: Any) -> yaml.YAMLError:
+    """Create a YAML error at the position of ``event``."""
     return yaml.composer.ComposerError(None, None, reason, event.start_mark)
 
 

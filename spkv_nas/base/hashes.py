@@ -67,10 +67,12 @@ def named_hash(path: Path) -> str | None:
 
 
 def _folder() -> Path:
+    """Return the folder of cached hashes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spkv-nas" / "hashes"
 
 
 def _file_state(status: os.stat_result) -> dict[str, Any]:
+    """Return the size and timestamps for which a cached hash is valid."""
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 

@@ -47,6 +47,7 @@ class Pending:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
+    """Handle a signal: ignore later ones, except Ctrl-C, and raise ``Interrupted``."""
     for other_signal in _SIGNALS:
         if other_signal != signal.SIGINT and signal.getsignal(other_signal) is _raise:
             signal.signal(other_signal, signal.SIG_IGN)  # do not interrupt the shutdown
@@ -82,6 +83,7 @@ def deferred() -> Iterator[Pending]:
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> Iterator[None]:
+    """Install ``handler`` for signals while the block runs."""
     previous_handlers = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -78,6 +78,7 @@ class FolderLock:
             self._lock.release()
 
     def _get(self, seconds: float) -> bool:
+        """Try to acquire the lock within a timeout; return whether it succeeded."""
         try:
             self._lock.acquire(timeout=seconds)
         except Timeout:
@@ -106,6 +107,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _owner(folder: Path) -> str:
+    """Describe the process that holds the lock of a folder."""
     try:
         owner = json.loads((folder / _OWNER).read_text())
         return f"process {int(owner['process'])} on {str(owner['host'])[:64]}"

@@ -102,6 +102,7 @@ def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what
 
 
 def _compare(folder: Path, expected: Mapping[str, str], wait: Callable[[], list[str]], what: str) -> None:
+    """Wait for the hashes and compare them with the manifest; raise ``UserError`` if one differs."""
     try:
         computed_hashes = wait()
     except OSError as error:

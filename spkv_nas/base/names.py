@@ -28,6 +28,7 @@ def check_name(name: str, what: str) -> str:
 
 
 def _invalid_reason(name: str) -> str | None:
+    """Return why a name is invalid; None if it is valid."""
     if not name or name != name.strip():
         return "it is empty, or begins or ends with a blank"
     if len(name) > MOST_CHARACTERS or len(name.encode("utf-8", "surrogatepass")) > MOST_BYTES:

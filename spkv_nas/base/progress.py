@@ -31,6 +31,7 @@ def no_progress(done: int, total: int, note: str = "") -> None:
 
 @contextmanager
 def _no_bar(_: str) -> Iterator[Bar]:
+    """Yield a bar that shows nothing."""
     yield no_progress
 
 

@@ -67,6 +67,7 @@ def settle(folder: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
+    """Move committed files to their target; the caller holds the lock."""
     commit = folder / _COMMIT
     if not commit.is_dir():
         return

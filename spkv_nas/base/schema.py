@@ -52,6 +52,7 @@ def validate(schema: type[Schema], data: dict[str, Any], where: str) -> Schema:
 
 
 def _explain(schema: type[BaseModel], problem: dict[str, Any]) -> str:
+    """Describe a pydantic error: the key, what was expected and what was found."""
     location = problem["loc"]
     key = shortened(".".join(str(part) for part in location), _MOST_SHOWN)
     if problem["type"] == "missing":

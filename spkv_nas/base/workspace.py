@@ -55,6 +55,7 @@ class Workspace:
         return self._dir("runs", name)
 
     def _dir(self, kind: str, name: str) -> Path:
+        """Return the folder of one result, completing an interrupted replacement."""
         folder = self.root / kind / check_name(name, "the name")
         for path in (self.root, folder.parent, folder):
             if is_file(path):

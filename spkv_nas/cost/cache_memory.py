@@ -74,5 +74,6 @@ class CacheCost:
         return int(number)
 
     def _head(self, density: float) -> int:
+        """Return the bytes of one KV head, over all sequences."""
         keys = visible_keys(self.context, density=density, window=self.window)
         return self.batch * int(head_bytes(keys, self.head_dim, ITEM_BYTES[self.dtype]))

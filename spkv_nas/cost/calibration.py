@@ -174,9 +174,7 @@ class Calibration(AttentionTimes):
 
     @property
     def is_disturbed(self) -> bool:
-        """Return whether a longer context was decoded over 10 % faster, which means that other work disturbed the
-        measurement.
-        """
+        """Return whether a longer context was decoded over 10 % faster, so other work disturbed the timing."""
         _, _, seconds = self.grid("decode")
         return bool((seconds[1:] < 0.9 * seconds[:-1]).any())
 
@@ -301,6 +299,8 @@ class Calibration(AttentionTimes):
 
 
 class _CalibrationFile(Section):
+    """Schema of ``calibration.yaml``."""
+
     format: str
     num_heads: int
     num_kv_heads: int
@@ -326,8 +326,10 @@ def default_contexts(largest: int) -> tuple[int, ...]:
 
 
 def _title(heads: LayerCase | Shape) -> str:
+    """Describe the heads of a layer."""
     return f"{heads.num_heads} query heads, {heads.num_kv_heads} KV heads of size {heads.head_dim}"
 
 
 def _sha256(text: str) -> str:
+    """Return the hexadecimal SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

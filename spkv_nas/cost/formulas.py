@@ -52,6 +52,7 @@ def mean_visible_keys(context: int, *, density: float = 1.0, window: int = 0) ->
 
 
 def _check(context: int, density: float, window: int) -> None:
+    """Check the arguments of ``visible_keys``."""
     if context < 1:
         raise UserError(f"a context has at least 1 token; found {context}")
     if not 0.0 <= density <= 1.0:

@@ -219,6 +219,7 @@ def ffn_width(hidden_size: int, multiple_of: int = 1024) -> int:
 
 
 def _level(row: dict[str, str]) -> Level:
+    """Create a level of the paper from a row of its table."""
     sizes = {key: int(row[key]) for key in ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "batch_tokens")}
     return Level(
         name=row["name"],
@@ -230,6 +231,7 @@ def _level(row: dict[str, str]) -> Level:
 
 
 def _micro(number: int) -> Level:
+    """Create a level of the micro ladder, with batch size and learning rate from its training FLOPs."""
     width, num_layers, num_heads, num_kv_heads = _MICRO[number]
     level = Level(
         name=f"micro-{number}",
@@ -251,8 +253,10 @@ def _micro(number: int) -> Level:
 
 
 def _mapping(section: Any) -> dict[str, Any]:
+    """Return a section as a dict; empty if it is not a mapping."""
     return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _size(value: Any) -> int | None:
+    """Return a positive integer, or None for any other value."""
     return value if type(value) is int and value > 0 else None

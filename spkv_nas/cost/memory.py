@@ -146,6 +146,7 @@ class PassMemory:
 
     @property
     def _attention_item(self) -> int:
+        """Return the bytes of an activation in attention."""
         return FLOAT32 if self.on_cpu and self.gates is not None else self.item
 
     @property

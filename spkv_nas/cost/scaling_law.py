@@ -103,14 +103,17 @@ class ScalingLaw:
         return Interval(value, value - half_width, value + half_width)
 
     def _interval(self, weights: Array) -> Interval:
+        """Return the interval of a linear combination of the parameters."""
         value = float(weights @ self.parameters)
         half_width = self._quantile() * float(np.sqrt(weights @ self.covariance @ weights))
         return Interval(value, value - half_width, value + half_width)
 
     def _quantile(self) -> float:
+        """Return the quantile of Student's t; NaN without degrees of freedom."""
         return float(scipy.stats.t.ppf(0.5 + CONFIDENCE / 2, self.num_runs - 3)) if self.num_runs > 3 else np.nan
 
     def _x(self, compute: ArrayLike) -> Array:
+        """Return log(compute / reference)."""
         return np.asarray(np.log(np.asarray(compute, dtype=np.float64) / self.reference))
 
 
@@ -232,6 +235,7 @@ def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:
     # Predict the last run from the others
+    """Describe one variant's law as plain values."""
     fitted = rows[~rows["held_out"]]
     last = fitted.iloc[-1]
     try:
@@ -267,11 +271,13 @@ def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, An
 
 
 def _law(parameters: Array, x: Array) -> Array:
+    """Evaluate the law at ``x`` = log(compute / reference), [n]."""
     irreducible, log_amplitude, exponent = parameters
     return np.asarray(irreducible + np.exp(log_amplitude - exponent * x))
 
 
 def _jacobian(parameters: Array, x: Array) -> Array:
+    """Return the derivatives of ``_law`` by its parameters, [n, 3]."""
     reducible = np.exp(parameters[1] - parameters[2] * x)
     return np.column_stack([np.ones_like(x), reducible, -x * reducible])
 
@@ -298,11 +304,12 @@ def _start(x: Array, loss: Array) -> Array:
             else "the runs show no power law: the NLL falls in one step"
         )
     # Refine the exponent
-    around = (_EXPONENTS[best - 1], _EXPONENTS[best + 1])
-    exponent = float(scipy.optimize.minimize_scalar(lambda e: solve(e)[0], bounds=around, method="bounded").x)
+    bounds = (_EXPONENTS[best - 1], _EXPONENTS[best + 1])
+    exponent = float(scipy.optimize.minimize_scalar(lambda e: solve(e)[0], bounds=bounds, method="bounded").x)
     irreducible, amplitude = solve(exponent)[1]
     return np.array([irreducible, np.log(amplitude), exponent])
 
 
 def _plain(value: float, digits: int = 6) -> float:
+    """Round to significant digits."""
     return float(f"{value:.{digits}g}")

@@ -196,10 +196,10 @@ class Stages:
         weights = self._weights(gated=of_keys)
         gates, on_cpu = self.gates if of_keys else None, self.site.is_cpu
         passes = PassMemory(self.size, self.item, gates, mixes=not of_keys, on_cpu=on_cpu)
-        wanted = max(1, step_tokens // self.block_size)
-        blocks, recomputes = fitting_pass(passes, self.block_size, wanted, room * (self.site.memory - weights))
+        step_blocks = max(1, step_tokens // self.block_size)
+        blocks, recomputes = fitting_pass(passes, self.block_size, step_blocks, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))
-        tokens = steps * wanted * self.block_size
+        tokens = steps * step_blocks * self.block_size
         flops = tokens * self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes)
 
         def better(length: int) -> StageCost:
@@ -254,26 +254,20 @@ class Stages:
         memory = self._training_bytes(how, devices, micro, gated)
         passes = self._how(micro, how.recomputes)
         if not how.recomputes:
-            again = self._training_bytes(replace(how, recomputes=True), devices, micro, gated).total
-            passes += f"; {format_bytes(round(again))} with gradient_checkpointing"
+            recomputed = self._training_bytes(replace(how, recomputes=True), devices, micro, gated).total
+            passes += f"; {format_bytes(round(recomputed))} with gradient_checkpointing"
         work = self._work(name, memory, tokens, flops, devices, passes)
         return work if work.fits else replace(work, remedy=self._training_remedy(how, gated))
 
     def export(self, name: str) -> StageCost:
-        """Return the cost of an export: the largest part of the model (a layer or the embedding) in float32.
-
-        All other weights stay in their files.
-        """
+        """Return the cost of an export, which converts one part (a layer or the embedding) at a time to float32."""
         size = self.size
         part = max(size.without_embeddings / size.heads.num_layers, size.vocabulary * size.hidden_size)
         work = self._work(name, Bytes(FLOAT32 * part), 0, 0.0, how="on the CPU")
         return replace(work, seconds=None, remedy=work.remedy if self.site.is_cpu else None)
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
-        """Return the cost of one decoded token after a prompt of ``context`` tokens, which is processed in one pass.
-
-        The KV cache is that of ``formulas.kv_cache_bytes``.
-        """
+        """Return the cost of one decoded token after a prompt of ``context`` tokens that is processed in one pass."""
         cache = kv_cache_bytes(self.size.shape, context, density=density, window=window, element_size=self.item)
         weights = self._weights(gated=False)
         passing = PassMemory(self.size, self.item).forward(context)
@@ -373,10 +367,12 @@ class Stages:
         return Bytes(weights, gradients + moments + copies, passing)
 
     def _micro(self, how: Training) -> int:
+        """Return the blocks per pass on one device."""
         blocks_per_device = max(1, how.batch_size // self.site.devices)
         return min(blocks_per_device, how.micro_batch_size or blocks_per_device)
 
     def _weights(self, *, gated: bool) -> int:
+        """Return the bytes of the weights in measurements."""
         return self.item * self.size.num_parameters + (FLOAT32 * self.num_predictor_parameters if gated else 0)
 
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
@@ -393,5 +389,6 @@ class Stages:
         passes = 3 if learns is Learns.ALL else 2
         return passes * forward + 3 * added + (forward + added if recomputes else 0.0)
 
-    def _how(self, blocks: int, again: bool = False) -> str:
-        return f"{blocks} x {self.block_size:,} tokens a pass" + (", layers computed again" if again else "")
+    def _how(self, blocks: int, recomputes: bool = False) -> str:
+        """Describe the micro-batch size for messages."""
+        return f"{blocks} x {self.block_size:,} tokens a pass" + (", layers computed again" if recomputes else "")

@@ -111,6 +111,7 @@ def _decode_step(case: LayerCase, num_global: int, layers: int, q: Tensor, k: Te
 
 
 def _time_prefill(case: LayerCase, context: int) -> list[Timing]:
+    """Time prefill of ``context`` tokens for every number of global heads."""
     q, k, v = _tensors(case, context)
     heads = torch.arange(case.num_kv_heads, device=k.device)
 
