@@ -15,6 +15,8 @@ from spkv_nas.cli.console import caution, err, out, say, say_where
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pandas as pd
+
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.model.generation import Generation
@@ -245,6 +247,8 @@ def ruler(result: RulerResult) -> None:
         pair_cells = [_share(row.against), change(row.difference, row.difference_standard_error)] if against else []
         grid.add_row(*cells, *pair_cells, end_section=row.task.startswith("average"))
     out.print(grid)
+    single_tasks = result.rows[~result.rows["task"].str.startswith("average")]
+    _say_sample_count(single_tasks["num_samples"], "samples of a task")
     say_where("scores", result.folder / "ruler.csv")
     say_where("answers", result.samples)
 
@@ -268,6 +272,7 @@ def tasks(result: TasksResult) -> None:
             cells += [_share(row.against), _percent(row.against_density), difference]
         grid.add_row(*cells)
     out.print(grid)
+    _say_sample_count(result.rows["num_samples"], "samples of a task")
     say_where("values", result.folder / "tasks.csv")
     say_where("samples", result.samples)
 
@@ -287,10 +292,18 @@ def longppl(result: LongPPLResult) -> None:
             cells += [_share(row.against), _percent(row.against_density), difference]
         grid.add_row(*cells)
     out.print(grid)
+    _say_sample_count(result.rows["num_documents"], "documents")
     for domain, reason in result.withheld.items():
         say(f"{domain}: {reason}")
     say_where("values", result.folder / "longppl.csv")
     say_where("key tokens and NLL by text", result.samples)
+
+
+def _say_sample_count(counts: pd.Series[int], unit: str) -> None:
+    """Print how many samples the standard errors of a table rest on."""
+    fewest, most = int(counts.min()), int(counts.max())
+    number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    out.print(f"±: one standard error over {number} {unit}")
 
 
 def _percent(share: float) -> str:
