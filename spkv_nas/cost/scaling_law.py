@@ -234,8 +234,8 @@ def write_laws(folder: Path, laws: list[dict[str, Any]], source: str) -> None:
 
 
 def _describe(variant: str, law: ScalingLaw, rows: pd.DataFrame) -> dict[str, Any]:
-    # Predict the last run from the others
     """Describe one variant's law as plain values."""
+    # Predict the last run from the others
     fitted = rows[~rows["held_out"]]
     last = fitted.iloc[-1]
     try:
