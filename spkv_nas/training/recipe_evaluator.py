@@ -1,8 +1,8 @@
-"""The judge of a search: a recipe's dense checkpoint scores layouts, and its branches retrain them.
+"""Evaluator of a layout search: score layouts on a recipe's dense checkpoint, and retrain them as its branches.
 
-What a layout measures lies in files named by its hash, which make a result of an interrupted search good for the next
-one. Held-out text is parted by document: scores and short retrainings count on documents of the first half alone, full
-retrainings on the others.
+Measurements are cached in files named by the layout's hash, so that an interrupted search resumes from them. Held-out
+text is split by document: scores and short retrainings use documents of the first half only, full retrainings the
+others.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from spkv_nas.training.variants import Variant
 
 
 class RecipeEvaluator:
-    """Scores and retrains by a recipe, as a search asks for it.
+    """Evaluator that scores and retrains layouts with a recipe.
 
     Args:
-        max_tokens: held-out tokens to choose on; half of them all at most.
-        short_steps: of a short retraining; a fourth of the recipe's by default.
-        racing: whether a layout may be stopped on a part of the text.
+        trunk: context of the recipe's branches.
+        max_tokens: maximum number of held-out tokens for selection, capped at half of the held-out text.
+        short_steps: steps of a short retraining; defaults to a fourth of the recipe's.
+        racing: True to stop scoring poor layouts early, on a part of the text.
     """
 
     def __init__(
         self, trunk: BranchContext, *, max_tokens: int, short_steps: int | None = None, racing: bool = True
     ) -> None:
+        """Keep one context per fidelity of retraining."""
         short = shortened(trunk.recipe, short_steps)
-        self._trunk, self._max_tokens, self._racing = trunk, max_tokens, racing
-        self._trunks: dict[Retraining, BranchContext] = {"short": replace(trunk, recipe=short), "full": trunk}
+        self._context, self._max_tokens, self._racing = trunk, max_tokens, racing
+        self._contexts: dict[Retraining, BranchContext] = {"short": replace(trunk, recipe=short), "full": trunk}
 
     @classmethod
     def prepare(
@@ -63,134 +65,171 @@ class RecipeEvaluator:
         device: str | None = None,
         reporter: Reporter = SILENT,
     ) -> RecipeEvaluator:
-        """Read the text and train the dense model, unless that is done; of several workers one does so, others wait.
+        """Tokenize the text and train the dense model, or reuse earlier results; concurrent workers wait for the first.
 
         Args:
+            recipe: the recipe.
             base: folder that the recipe's relative paths start from.
             runs: folder of checkpoints and caches.
+            max_tokens: maximum number of held-out tokens for selection.
+            short_steps: steps of a short retraining; defaults to a fourth of the recipe's.
+            racing: True to stop scoring poor layouts early.
+            device: device to use; chosen automatically by default.
+            reporter: receives messages and progress.
         """
         join_processes(recipe, device)
-        trunk = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
-        return cls(trunk, max_tokens=max_tokens, short_steps=short_steps, racing=racing)
+        context = BranchContext.prepare(recipe, base, runs, device=device, reporter=reporter)
+        return cls(context, max_tokens=max_tokens, short_steps=short_steps, racing=racing)
 
     @cached_property
     def shape(self) -> Shape:
-        """Of the dense checkpoint."""
-        return read_shape(str(self._trunk.dense))
+        """Return the shape of the dense checkpoint."""
+        return read_shape(str(self._context.dense))
 
     @property
     def identity(self) -> str:
-        """Changes with the checkpoint and with the text that the search chooses on."""
+        """Return a name that changes with the checkpoint and with the text used for selection."""
         return self._cache.name
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The recipe."""
-        return self._trunk.recipe.model_dump(mode="json")
+        """Return the recipe as JSON data."""
+        return self._context.recipe.model_dump(mode="json")
 
     @property
     def tokens_chosen_on(self) -> int:
-        """Held-out tokens of the scores and of the short retrainings. Raises ``UserError`` if there is too little."""
+        """Return the number of held-out tokens used for scores and short retrainings.
+
+        Raises:
+            UserError: there is too little held-out text.
+        """
         return self._chosen_on.tokens.size
 
     @property
     def judged_on(self) -> NDArray[np.int64]:
-        """Tokens of each held-out document of the full retrainings; the search sees no token of these documents."""
-        heldout = self._trunk.corpus.heldout
+        """Return the tokens of each held-out document used for full retrainings, int64 [documents].
+
+        These documents are not used for selection.
+        """
+        heldout = self._context.corpus.heldout
         counts = np.bincount(heldout.document.ravel(), minlength=len(heldout.documents))
-        own: NDArray[np.int64] = counts[~self._seen]
-        return own
+        unseen_counts: NDArray[np.int64] = counts[~self._selection_documents]
+        return unseen_counts
 
     @cached_property
     def _chosen_on(self) -> TokenBlocks:
-        """The held-out text that the search sees."""
-        heldout = self._trunk.corpus.heldout
+        """Return the held-out text used for selection."""
+        heldout = self._context.corpus.heldout
         number = min(self._max_tokens // heldout.block_size, heldout.num_blocks // 2)
         if number < 1:
             raise UserError(
                 f"{heldout.num_blocks} held-out blocks of {heldout.block_size} tokens are too few to search on\n"
                 "give more text, a larger data.heldout or more --max-tokens"
             )
-        return heldout.take(heldout.num_blocks // 2).spread(number)  # documents of the other half remain unseen
+        return heldout.take(heldout.num_blocks // 2).spread(number)  # the other half's documents remain unseen
 
     @cached_property
     def _dense(self) -> DocumentNLL:
-        """NLL of the dense model as it is, on all held-out text."""
-        heldout = self._trunk.corpus.heldout
-        batch_size = self._trunk.recipe.evaluation.batch_size
+        """Return the NLL of the unchanged dense model on all held-out text."""
+        heldout = self._context.corpus.heldout
+        batch_size = self._context.recipe.evaluation.batch_size
         return zero_shot(self._model, [None], heldout, batch_size=batch_size, cache=self._cache_of(heldout))[0]
 
     @property
-    def _seen(self) -> np.ndarray:
-        """Bool [documents], whether the search has seen a token of it."""
-        seen = np.zeros(len(self._trunk.corpus.heldout.documents), dtype=bool)
-        seen[np.unique(self._chosen_on.document)] = True
-        return seen
+    def _selection_documents(self) -> np.ndarray:
+        """Return bool [documents], True for held-out documents used for selection."""
+        is_selected = np.zeros(len(self._context.corpus.heldout.documents), dtype=bool)
+        is_selected[np.unique(self._chosen_on.document)] = True
+        return is_selected
 
     def _part(self, nll: DocumentNLL, fidelity: Retraining) -> DocumentNLL:
-        """The documents on which a retraining counts; the counts of the others are 0."""
-        kept = self._seen if fidelity == "short" else ~self._seen
-        return DocumentNLL(np.where(kept, nll.total, 0.0), np.where(kept, nll.num_tokens, 0))
+        """Restrict an NLL to the documents that a retraining is evaluated on; the others get 0 tokens."""
+        is_counted = self._selection_documents if fidelity == "short" else ~self._selection_documents
+        return DocumentNLL(np.where(is_counted, nll.total, 0.0), np.where(is_counted, nll.num_tokens, 0))
 
     def steps(self, fidelity: Retraining) -> int:
-        """Training steps of a retraining."""
-        return self._trunks[fidelity].recipe.branch.steps
+        """Return the training steps of a retraining."""
+        return self._contexts[fidelity].recipe.branch.steps
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        return self._trunk.load_dense()
+        """Return the dense model."""
+        return self._context.load_dense()
 
     @cached_property
     def _cache(self) -> Path:
+        """Return the folder of scores on the text used for selection."""
         return self._cache_of(self._chosen_on)
 
     def _cache_of(self, text: TokenBlocks) -> Path:
-        return cache_folder(self._trunk.runs / "zero-shot", self._model, self._trunk.dense, text)
+        """Return the folder of scores on ``text``."""
+        return cache_folder(self._context.runs / "zero-shot", self._model, self._context.dense, text)
 
     @cached_property
     def _race(self) -> Race | None:
-        """None: every layout is scored on the whole text."""
-        course = RungSchedule.of(self._chosen_on) if self._racing else None
-        if course is None:
+        """Return the early-stopping race, or None if every layout is scored on the whole text."""
+        schedule = RungSchedule.of(self._chosen_on) if self._racing else None
+        if schedule is None:
             return None
-        batch_size = self._trunk.recipe.evaluation.batch_size
-        return Race(self._model, course, batch_size, self._cache, [self._cache_of(lap) for lap in course.laps[:-1]])
+        batch_size = self._context.recipe.evaluation.batch_size
+        return Race(self._model, schedule, batch_size, self._cache, [self._cache_of(lap) for lap in schedule.laps[:-1]])
 
     def score(
         self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
-        """Change of NLL by each layout on the dense checkpoint, without training; an estimate if it is stopped."""
+        """Score each layout by its change of NLL on the dense checkpoint without training.
+
+        Args:
+            layouts: layouts to score.
+            rivals: incumbent of each layout for early stopping, one of ``finished``; None scores on the whole text.
+            finished: layouts scored on the whole text, which estimates are based on.
+
+        Returns:
+            One score per layout; an estimate if it was stopped early.
+        """
         if self._race is not None:
             return self._race.run(layouts, rivals, finished)
+        batch_size = self._context.recipe.evaluation.batch_size
         full, *scores = zero_shot(
-            self._model, [None, *layouts], self._chosen_on,
-            batch_size=self._trunk.recipe.evaluation.batch_size, cache=self._cache,
-        )  # fmt: skip
+            self._model, [None, *layouts], self._chosen_on, batch_size=batch_size, cache=self._cache
+        )
         return [Score.of(paired_difference(score, full), self.tokens_chosen_on) for score in scores]
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
-        """Name of the branch's folder, which changes with whatever decides its result; None is full attention."""
-        return self._trunks[fidelity].folder(_variant(layout)).name
+        """Return the name of the branch's folder, which encodes everything that determines its result.
+
+        ``layout`` is None for full attention.
+        """
+        return self._contexts[fidelity].folder(_variant(layout)).name
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        """Train the branch, unless that is done; compare the control with the dense model as it is at once."""
-        trunk = self._trunks[fidelity]
-        branch = trunk.train(_variant(layout))
+        """Train the branch unless it has finished, and report the change of the control by retraining."""
+        context = self._contexts[fidelity]
+        branch = context.train(_variant(layout))
         if layout is None:
             control, dense = (self._part(nll, fidelity) for nll in (branch.nll, self._dense))
-            compare_control(control, dense, trunk.recipe, trunk.reporter)
+            compare_control(control, dense, context.recipe, context.reporter)
 
     def control(self, fidelity: Retraining) -> PairedDifference:
-        """Change of NLL of full attention retrained, against the dense model as it is. Raises as ``retrained``."""
+        """Return the change of NLL of full attention by retraining, relative to the unchanged dense model.
+
+        Raises:
+            UserError: the branch's folder is missing.
+        """
         return paired_difference(self._finished(fidelity, None), self._part(self._dense, fidelity))
 
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Change of NLL by each layout, on the documents that count. Raises ``UserError``: a branch is gone."""
+        """Return the change of NLL of each retrained layout relative to full attention, on the fidelity's documents.
+
+        Raises:
+            UserError: a branch's folder is missing.
+        """
         full, *others = (self._finished(fidelity, layout) for layout in (None, *layouts))
         return [paired_difference(nll, full) for nll in others]
 
     def _finished(self, fidelity: Retraining, layout: Layout | None) -> DocumentNLL:
-        final = self._trunks[fidelity].folder(_variant(layout)) / "final"
+        """Read the NLL of a finished branch on the fidelity's documents."""
+        final = self._contexts[fidelity].folder(_variant(layout)) / "final"
         if not is_finished(final):
             raise UserError(
                 f"{final} is not here, though the search has trained it\n"
@@ -200,11 +239,12 @@ class RecipeEvaluator:
 
 
 def shortened(recipe: Recipe, steps: int | None = None) -> Recipe:
-    """The recipe of short retrainings, of ``steps``; by default a fourth of the recipe's."""
+    """Return the recipe of short retrainings with ``steps`` steps, by default a fourth of the recipe's."""
     steps = steps or max(1, recipe.branch.steps // 4)
     fewer = {"steps": steps, "warmup_steps": min(recipe.branch.warmup_steps, steps - 1)}
     return recipe.model_copy(update={"branch": recipe.branch.model_copy(update=fewer)})
 
 
 def _variant(layout: Layout | None) -> Variant:
+    """Return the variant of a layout; None is full attention."""
     return Variant.full_attention() if layout is None else Variant.hybrid(layout)

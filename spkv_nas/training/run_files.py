@@ -1,4 +1,4 @@
-"""The files of a training run: checkpoints to resume from, the optimizer's state, and the logs of a finished run."""
+"""Files of a training run: checkpoints to resume from, optimizer state, and the logs of a finished run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from spkv_nas.training.sharding import like, whole
 OPTIMIZER_STATE = "optimizer-state.safetensors"
 _LEARNED = "learned.safetensors"
 _TEXT = "text.json"
-_PATIENCE = 600.0  # seconds
-KEPT = 2  # checkpoints of a run: the newest, and one to go on from should it be damaged
+_PATIENCE = 600.0  # seconds to wait for a lock before other ranks hear from rank 0
+KEPT = 2  # checkpoints to keep: the newest, and one to fall back on if it is damaged
 _TRAIN_LOG = ("step", "loss", "learning_rate", "density", "tokens_per_second")
-_HELDOUT_LOG = {  # columns, by what the log history calls them
+_HELDOUT_LOG = {  # CSV columns by key of the log history
     "step": "step",
     "heldout_soft_nll": "soft_nll",
     "heldout_hard_nll": "hard_nll",
@@ -44,13 +44,13 @@ _DENSITY_LOG = ("step", "layer", "kv_head", "density")
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest ``checkpoint-N`` that is complete and sound: its manifest, which is written last, agrees with it.
+    """Find the newest intact ``checkpoint-N``: one whose files match its manifest, which is written last.
 
-    Without a manifest in any of them, as in runs of the first version and where the first was cut short by a kill, the
-    newest whose last file but that is whole; it gets one.
+    If no checkpoint has a manifest, as in runs of the first version or if the first was interrupted, choose the newest
+    one with a readable trainer state, and write a manifest for it.
 
     Warns:
-        UserWarning: a newer one is damaged, or there are no manifests.
+        UserWarning: a newer checkpoint is damaged, or there are no manifests.
     """
     damaged: list[UserError] = []
     newest_first = sorted(_checkpoints(folder), key=_step, reverse=True)
@@ -71,63 +71,68 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest complete checkpoint, which a run would go on from if it is sound; 0 without any."""
+    """Return the step of the newest complete checkpoint without checking its hashes; 0 if there is none."""
     return max((_step(checkpoint) for checkpoint in _checkpoints(folder) if is_complete(checkpoint)), default=0)
 
 
 def _unverified(newest_first: list[Path]) -> Path | None:
+    """Find the newest checkpoint with a readable trainer state, and write a manifest for it."""
     for checkpoint in newest_first:
         with suppress(UserError):
             read_json(checkpoint / "trainer_state.json", "trainer's state")
             warnings.warn(f"{checkpoint} has no manifest to check it with; going on from it", stacklevel=3)
-            write_manifest(checkpoint)  # from now on it is one of ours
+            write_manifest(checkpoint)
             return checkpoint
     return None
 
 
 def remove_newer(folder: Path, checkpoint: Path | None) -> None:
-    """Remove the checkpoints that are newer than ``checkpoint``, all without one: incomplete or damaged ones."""
+    """Remove the incomplete or damaged checkpoints that are newer than ``checkpoint``, or all if it is None."""
     for other in _checkpoints(folder):
         if checkpoint is None or _step(other) > _step(checkpoint):
             _remove(other)
 
 
 def remove_older(folder: Path) -> None:
-    """Remove all checkpoints but the newest ``KEPT``."""
+    """Remove all checkpoints except the newest ``KEPT``."""
     for checkpoint in sorted(_checkpoints(folder), key=_step)[:-KEPT]:
         _remove(checkpoint)
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove what a finished run no longer needs; another process may be at it too."""
+    """Remove all checkpoints of a finished run; safe if another process does the same."""
     for checkpoint in _checkpoints(folder):
         _remove(checkpoint)
 
 
 def _remove(checkpoint: Path) -> None:
-    (checkpoint / MANIFEST).unlink(missing_ok=True)  # what is left of a killed removal is incomplete, not damaged
+    """Remove a checkpoint, manifest first, so that an interrupted removal leaves it incomplete and not damaged."""
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
+    """List the checkpoints in a run's folder."""
     return [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-[0-9]{1,18}", path.name)]
 
 
 def _step(checkpoint: Path) -> int:
+    """Return the step of a checkpoint from its name."""
     return int(checkpoint.name.split("-")[1])
 
 
 def _warn_of(damaged: list[UserError], consequence: str) -> None:
+    """Warn about each damaged checkpoint."""
     for error in damaged:
         warnings.warn(f"{error}; {consequence}", stacklevel=3)
 
 
 @contextmanager
 def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
-    """Hold a run's folder for this command; under torchrun process 0 does so for all."""
+    """Hold the lock of a run's folder; with torchrun, rank 0 holds it for all ranks."""
     lock = FolderLock(folder, "trains the same run")
     while not on_main(lambda: lock.take(_PATIENCE, announce)):
-        continue  # the others hear of it now and then, lest they think that process 0 is gone
+        continue  # on_main reports to the other ranks each time, so that their collectives do not time out
     try:
         yield
     finally:
@@ -135,30 +140,32 @@ def run_lock(folder: Path, announce: Announce = silent) -> Iterator[None]:
 
 
 def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: str = "text") -> None:
-    """Note with a run which text it learns from, or see that it is the same; ``text`` is its hash.
+    """Record the hash of a run's text, or check that it has not changed.
 
     Args:
-        key: names what ``text`` is a hash of; a note without it, of another version, is replaced.
-        tokenizer: what was trained on the text before it, if it is there.
+        folder: folder of the run.
+        text: hash of the text.
+        tokenizer: folder of the tokenizer trained on the text, named in the error if it exists.
+        key: name of the hash; a record without this key, from another version, is replaced.
 
     Raises:
-        UserError: the run has begun, or was finished, on another text.
+        UserError: the run was begun on another text.
     """
     file = folder / _TEXT
-    known = read_json(file, "note of a run's text").get(key) if file.is_file() else None
-    if known is None:
+    recorded = read_json(file, "note of a run's text").get(key) if file.is_file() else None
+    if recorded is None:
         write_json(file, {key: text})
-    elif known != text:
-        beside = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
+    elif recorded != text:
+        also = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
         raise UserError(
             f"the text has changed since {folder} was begun: a file was edited, added or removed\n"
-            f"give the recipe another name, or restore the text; to start over, remove that folder{beside}"
+            f"give the recipe another name, or restore the text; to start over, remove that folder{also}"
         )
 
 
 @contextmanager
 def writing(checkpoint: Path) -> Iterator[None]:
-    """Say in one line why a checkpoint cannot be written, and leave no part of it: libraries raise many errors."""
+    """Convert errors while writing a checkpoint to a one-line ``UserError``, and remove the incomplete checkpoint."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -174,24 +181,26 @@ def writing(checkpoint: Path) -> Iterator[None]:
 def save_run(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, weights: dict[str, Tensor] | None, folder: Path
 ) -> None:
-    """The model of a finished run and its log, without a manifest yet.
+    """Write the model and the training log of a finished run, without a manifest.
 
     Args:
-        weights: of a sharded model (``whole_weights``), gathered before; None: the model has its own.
-        folder: a new one (``base.replace.new_folder``).
+        trainer: trainer of the run.
+        tokenizer: tokenizer to save with the model.
+        weights: gathered weights of a sharded model (``whole_weights``); None to save the model's own.
+        folder: new folder (``base.replace.new_folder``).
     """
     save_files(trainer.model, tokenizer, folder, weights)
     write_train_log(trainer.state, folder / "train-log.csv")
 
 
 def write_train_log(state: TrainerState, path: Path) -> None:
-    """Write the log history as CSV: step, loss, learning_rate, density (empty without gates), tokens_per_second."""
+    """Write the training log as CSV: step, loss, learning_rate, density (empty without gates), tokens_per_second."""
     rows = [entry for entry in state.log_history if "loss" in entry]
     write_csv(path, pd.DataFrame(rows).reindex(columns=list(_TRAIN_LOG)))
 
 
 def write_heldout_log(state: TrainerState, path: Path) -> None:
-    """Write the evaluations of ``HeldoutCallback`` as CSV, if there were any: step, soft_nll, hard_nll, density."""
+    """Write the evaluations of ``HeldoutCallback`` as CSV, if there are any: step, soft_nll, hard_nll, density."""
     rows = [entry for entry in state.log_history if "heldout_hard_nll" in entry]
     if rows:
         write_csv(path, pd.DataFrame(rows)[list(_HELDOUT_LOG)].rename(columns=_HELDOUT_LOG))
@@ -211,31 +220,38 @@ def write_density_log(state: TrainerState, path: Path) -> None:
 
 
 def save_learned(model: nn.Module, checkpoint: Path) -> None:
-    """Write the parameters that learn, of a model of which some are frozen, into an interrupted run's checkpoint."""
-    learning = {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
+    """Write the trainable parameters of a partly frozen model to a checkpoint."""
+    trainable = {name: p.detach().contiguous() for name, p in model.named_parameters() if p.requires_grad}
     checkpoint.mkdir(parents=True, exist_ok=True)
-    save_file(learning, checkpoint / _LEARNED)
+    save_file(trainable, checkpoint / _LEARNED)
 
 
 def load_learned(model: nn.Module, checkpoint: Path) -> bool:
-    """Read what ``save_learned`` wrote; False where it wrote nothing. Raises ``UserError``: it is another model's."""
+    """Load the parameters that ``save_learned`` wrote, in place.
+
+    Returns:
+        False if the checkpoint has none.
+
+    Raises:
+        UserError: they belong to another model.
+    """
     file = checkpoint / _LEARNED
     if not file.is_file():
         return False
-    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved = _read_tensors(file)
-    if {name: p.shape for name, p in learning.items()} != {name: value.shape for name, value in saved.items()}:
+    if {name: p.shape for name, p in trainable.items()} != {name: value.shape for name, value in saved.items()}:
         raise UserError(f"{file} is of another model: remove that folder, and the run starts over")
     with torch.no_grad():
-        for name, parameter in learning.items():
+        for name, parameter in trainable.items():
             parameter.copy_(saved[name])
     return True
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
+    """Return AdamW's moments by parameter name, so that branches with other parameter groups can start from them.
 
-    On the CPU of process 0, empty elsewhere; a sharded state takes all processes.
+    The tensors are on the CPU of rank 0; other ranks return none. Must be called on all ranks if the state is sharded.
     """
     names: dict[Any, str] = {p: name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
@@ -248,27 +264,33 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 
 def save_optimizer_state(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write ``optimizer_tensors`` to a checkpoint's folder. Raises ``UserError``."""
+    """Write ``optimizer_tensors`` to a checkpoint's folder.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     with writing(folder):
         save_file(tensors, folder / OPTIMIZER_STATE)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path | None) -> None:
-    """Fill AdamW's moments from ``save_optimizer_state``; a parameter that the file lacks gets a fresh state.
+    """Load AdamW's moments from ``save_optimizer_state``; parameters that the file lacks get zero moments.
 
-    Explicitly, also without any file: a sharded checkpoint is read only into what is there.
+    Without a file, zero moments are created explicitly, because a sharded checkpoint is loaded into existing tensors.
 
     Raises:
-        UserError: the file cannot be read, or is of another model.
+        UserError: the file cannot be read, or belongs to another model.
 
     Warns:
-        UserWarning: the file is of another kind of AdamW, so all states are fresh.
+        UserWarning: the file is from another kind of AdamW, so its state is not used.
     """
+    # Read the file, and ignore it if it is from another optimizer
     saved: Mapping[str, Tensor] = {} if path is None else _read_tensors(path)
     of_torch = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
     if saved and of_torch != any(key.endswith("::exp_avg") for key in saved):
         warnings.warn(f"{path} is of another optimizer than the recipe's, which starts without it", stacklevel=2)
         saved = {}
+    # Fill the state of each trainable parameter
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -281,7 +303,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
 
 
 def _moments(saved: Mapping[str, Tensor], parameter: Tensor, what: str) -> dict[str, Tensor]:
-    """torch's AdamW's state of a parameter, fresh where nothing of it was saved; ``what`` begins an error."""
+    """Return torch's AdamW state for a parameter, zero where it was not saved; ``what`` begins error messages."""
     step, *moments = (saved.get(key) for key in ("step", "exp_avg", "exp_avg_sq"))
     if any(value is not None and value.shape != parameter.shape for value in moments):
         raise UserError(f"{what} has another shape")
@@ -295,6 +317,7 @@ def _moments(saved: Mapping[str, Tensor], parameter: Tensor, what: str) -> dict[
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file, and raise ``UserError`` if it is damaged."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, ValueError, KeyError) as error:

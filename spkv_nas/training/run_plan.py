@@ -1,8 +1,8 @@
-"""What a command would train, before it does: runs, tokens, time and memory. Nothing is written.
+"""Planning of training commands: estimate runs, tokens, time and memory before training, without writing anything.
 
-What is finished is found where training would find it, so a plan is right about what is reused, as long as the text is
-what it was: whether it has changed, training finds out when it reads it. One step of every kind
-of variant that is left to train is tried (``step_cost``).
+Finished runs are looked up where training would look for them, so a plan is right about reuse unless the text has
+changed, which only training detects. One training step is measured for each kind of variant with runs left to train
+(``step_cost``).
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from spkv_nas.training.step_cost import MOST_SECONDS, StepCost, estimate, how_tr
 from spkv_nas.training.text_size import TextSize, count_text
 from spkv_nas.training.variants import Kind, Variant
 
-ROOM = 0.8  # share of the free memory that training is planned to take
+ROOM = 0.8  # share of the free memory that trial steps may use
 FINISHED = "finished"
-_WARNING = "warning: "  # what those of a recipe begin with
+_WARNING = "warning: "  # prefix of a recipe's warnings among the remarks
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run, or one pass over text.
+    """Planned training run, or planned forward passes over text.
 
     Attributes:
-        name: of the variant, or of what passes.
-        steps: in all; 0 of a pass that trains nothing.
-        tokens: that are left to train on, or to pass.
-        seconds: that they take; of a run its evaluation too.
-        state: "" for a new one, ``FINISHED``, or from where it goes on.
+        name: name of the variant or of the measurement.
+        steps: total number of training steps; 0 for forward passes.
+        tokens: number of tokens left to process.
+        seconds: estimated time for them, including a run's evaluation.
+        state: "" for a new run, ``FINISHED``, or the step that it resumes from.
     """
 
     name: str
@@ -61,14 +61,14 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a command would do.
+    """Plan of a command.
 
     Attributes:
-        name: of the recipe or the results.
-        runs: in their order.
+        name: name of the recipe or of the results.
+        runs: runs in order.
         remarks: sentences about text, time and memory.
-        memory: bytes at the peak of a training step; 0 where nothing is left to train.
-        available: bytes that are free on the device.
+        memory: peak bytes of a training step; 0 if nothing is left to train.
+        available: free bytes on the device.
     """
 
     name: str
@@ -79,17 +79,17 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of everything that is left."""
+        """Return the estimated time for all work left."""
         return sum(run.seconds for run in self.runs)
 
     @property
     def fits(self) -> bool:
-        """Whether there is memory for it."""
+        """Return True if the memory is sufficient."""
         return self.memory <= self.available
 
 
 def together(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
-    """Runs of equal steps in one line."""
+    """Summarize runs with the same number of steps as one."""
     finished = sum(run.state == FINISHED for run in runs)
     state = FINISHED if finished == len(runs) else f"{finished} of {len(runs)} finished" if finished else ""
     return PlannedRun(
@@ -98,7 +98,7 @@ def together(name: str, runs: Sequence[PlannedRun]) -> PlannedRun:
 
 
 def combined(name: str, plans: Sequence[Plan]) -> Plan:
-    """Several plans as one, with the remarks of the one that takes most memory, and the warnings of all."""
+    """Merge plans, with the remarks of the one that needs the most memory and the warnings of all."""
     first = max(plans, key=lambda plan: plan.memory)
     warned = [remark for plan in plans for remark in plan.remarks if remark.startswith(_WARNING)]
     runs = tuple(run for plan in plans for run in plan.runs)
@@ -106,16 +106,18 @@ def combined(name: str, plans: Sequence[Plan]) -> Plan:
 
 
 class Planner:
-    """Plans the runs of one recipe.
+    """Planner of the runs of one recipe.
 
     Args:
+        recipe: the recipe.
         base: folder that the recipe's relative paths start from.
-        runs: folder of its checkpoints and caches, which may not be there yet.
-        announce: told what is tried.
-        text: how much text there is, where that is known.
+        runs: folder of its checkpoints and caches, which may not exist yet.
+        device: device to plan for; chosen automatically by default.
+        announce: receives a line for each measurement.
+        text: size of the text, if it is known.
 
     Attributes:
-        available: bytes that were free on the device before anything was tried.
+        available: free bytes on the device before any measurement.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Planner:
         announce: Announce = silent,
         text: TextSize | None = None,
     ) -> None:
+        """Resolve the recipe for the device; everything else is measured when it is needed."""
         self.device, self._announce = choose_device(device), announce
         self.recipe = recipe.settled(self.device)
         self.available = available_bytes(self.device)
@@ -135,7 +138,7 @@ class Planner:
         self._costs: dict[Kind, StepCost] = {}
 
     def other(self, recipe: Recipe) -> Planner:
-        """Plans another recipe of the same folders, with what is known already of its text and its steps."""
+        """Create a planner for another recipe in the same folders, which reuses measurements that apply to it."""
         text = self._text if _text_of(recipe) == _text_of(self.recipe) else None
         planner = Planner(recipe, self._base, self._runs, device=self.device, announce=self._announce, text=text)
         if _step_of(planner.recipe) == _step_of(self.recipe):
@@ -145,17 +148,18 @@ class Planner:
 
     @cached_property
     def dense_path(self) -> Path:
-        """The dense checkpoint, there or not."""
+        """Return the folder of the dense checkpoint, which may not exist yet."""
         folder = dense_run(self.recipe, self._runs)
         return resolve(str(self.recipe.model.path)) if folder is None else folder / "final"
 
     @cached_property
     def _has_dense(self) -> bool:
+        """Return True if the dense checkpoint exists."""
         return self.recipe.model.path is not None or is_dense_trained(self.dense_path.parent)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The recipe's; a BPE that is still to be trained is trained in memory."""
+        """Return the recipe's tokenizer; a BPE that does not exist yet is trained in memory."""
         recipe = self.recipe
         if recipe.tokenizer is None or recipe.tokenizer.path is not None:
             return load_tokenizer(str(recipe.tokenizer.path if recipe.tokenizer else recipe.model.path))
@@ -167,7 +171,7 @@ class Planner:
 
     @property
     def text(self) -> TextSize:
-        """How much text the recipe has."""
+        """Return the size of the recipe's text."""
         if self._text is None:
             self._announce("counting the tokens of the text")
             self._text = count_text(self.recipe.data.sources, self._base, self.tokenizer)
@@ -175,12 +179,12 @@ class Planner:
 
     @cached_property
     def size(self) -> ModelSize:
-        """How large the model is, its gates aside."""
+        """Return the size of the model without gates."""
         path = self.recipe.model.path
         return config_size(new_config(self.recipe, self.tokenizer)) if path is None else read_size(path)
 
     def dense(self) -> list[PlannedRun]:
-        """The run of the dense model; none where the recipe is given one."""
+        """Plan the run of the dense model; the list is empty if the recipe names an existing model."""
         phase = self.recipe.dense
         if phase is None:
             return []
@@ -188,7 +192,7 @@ class Planner:
         return [self._run("dense", phase, done, Variant.full_attention(), evaluated=False)]
 
     def branch(self, name: str, variant: Variant, seed: int | None = None) -> PlannedRun:
-        """The run of a variant."""
+        """Plan the branch of a variant, reusing its checkpoints if there are any."""
         recipe, seed = self.recipe, self.recipe.seed if seed is None else seed
         phase: BranchConfig = recipe.branch
         if variant.kind is Kind.SP_KV and recipe.gates.training == "from-scratch" and recipe.dense is not None:
@@ -200,71 +204,79 @@ class Planner:
         return self._run(name, phase, done, variant)
 
     def new_branch(self, name: str, variant: Variant) -> PlannedRun:
-        """A run of a variant that is not trained yet, whatever its layout will be."""
+        """Plan a new branch of a variant, whose layout may not be known yet."""
         return self._run(name, self.recipe.branch, 0, variant)
 
     def heldout_pass(self, name: str, variant: Variant, times: int = 1, tokens: int | None = None) -> PlannedRun:
-        """Passes over the held-out text, or over ``tokens`` of it, without training."""
+        """Plan ``times`` forward passes over the held-out text, or over ``tokens`` of it, without training."""
         seen = times * (self.text.heldout(self.recipe.data) if tokens is None else tokens)
         return PlannedRun(name, 0, seen, self._forward_seconds(variant, seen))
 
     def cost(self, variant: Variant) -> StepCost:
-        """What a step of the variant takes; hybrids cost about the same, whatever their layouts."""
+        """Return the cost of a training step, measured once per kind of variant: all hybrids cost about the same."""
         if variant.kind not in self._costs:
             self._costs[variant.kind] = self._cost(variant)
         return self._costs[variant.kind]
 
     def plan(self, runs: Iterable[PlannedRun]) -> Plan:
-        """The plan of runs that this planner made."""
+        """Assemble the plan from runs of this planner."""
         runs = tuple(runs)
         if not self._costs:  # nothing is left to do
             return Plan(self.recipe.name, runs)
-        together = max(phase.per_device_train_batch_size for phase in self._arguments)
+        micro_batch_size = max(phase.per_device_train_batch_size for phase in self._arguments)
         trains = any(run.steps and run.state != FINISHED for run in runs)
-        needed = max(cost.memory(together) for cost in self._costs.values()) if trains else 0
+        needed = max(cost.memory(micro_batch_size) for cost in self._costs.values()) if trains else 0
         warned = [f"{_WARNING}{line}" for line in self.recipe.warnings()] if Kind.SP_KV in self._costs else []
         return Plan(self.recipe.name, runs, (*self._remarks(needed), *warned), needed, self.available)
 
     def _run(
         self, name: str, phase: DenseConfig | BranchConfig, done: int, variant: Variant, *, evaluated: bool = True
     ) -> PlannedRun:
-        left = phase.steps - done
-        if left <= 0:
+        """Plan the remaining steps of a run after ``done`` steps."""
+        remaining = phase.steps - done
+        if remaining <= 0:
             return PlannedRun(name, phase.steps, 0, 0.0, FINISHED)
-        tokens = left * phase.batch_size * self.recipe.data.block_size
-        seconds = left * self.cost(variant).seconds(phase.batch_size)
+        tokens = remaining * phase.batch_size * self.recipe.data.block_size
+        seconds = remaining * self.cost(variant).seconds(phase.batch_size)
         if evaluated:
             seconds += self._forward_seconds(variant, self.text.heldout(self.recipe.data))
         return PlannedRun(name, phase.steps, tokens, seconds, f"goes on from step {done}" if done else "")
 
     def _forward_seconds(self, variant: Variant, tokens: int) -> float:
+        """Return the estimated time of forward passes over ``tokens``."""
         return self.cost(variant).forward_seconds * tokens / self.recipe.data.block_size
 
     @cached_property
     def _arguments(self) -> list[TrainingArguments]:
-        """Of the phases, as training has them."""
+        """Return the training arguments of the dense phase, if any, and the branch phase."""
         phases = [phase for phase in (self.recipe.dense, self.recipe.branch) if phase is not None]
         return [training_arguments(self.recipe, phase, self._runs, device=self.device) for phase in phases]
 
     def _cost(self, variant: Variant) -> StepCost:
+        """Measure the cost of a step, or estimate it if a trial would take too much memory or time."""
+        # Size of the trial batch that fits
         recipe, device = self.recipe, self.device
         block_size, gated = recipe.data.block_size, variant.kind is Kind.SP_KV
         how = how_trained(recipe, recipe.branch, self.size, bfloat16=self._arguments[-1].bf16, gated=gated)
         guess = estimate(self.size, block_size, how, device=device)
-        room = (ROOM * self.available - guess.fixed_bytes) / guess.block_bytes
-        tried = min(self._arguments[-1].per_device_train_batch_size, int(room), int(MOST_SECONDS / guess.pass_seconds))
-        if tried < 1:
+        max_blocks = (ROOM * self.available - guess.fixed_bytes) / guess.block_bytes
+        num_blocks = min(
+            self._arguments[-1].per_device_train_batch_size, int(max_blocks), int(MOST_SECONDS / guess.pass_seconds)
+        )
+        if num_blocks < 1:
             return guess
+        # Measure
         self._announce(f"trying a step: {variant.name if variant.layout is None else 'a layout'}")
         model = dense_model(recipe, self.dense_path, variant) if self._has_dense else new_model(recipe, self.tokenizer)
         dress(model, recipe, variant, recipe.seed)
         try:
-            return measure(model, (tried, block_size), how, device=device)
-        except (torch.OutOfMemoryError, MemoryError):  # the plan says what is needed
+            return measure(model, (num_blocks, block_size), how, device=device)
+        except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed
             return guess
 
     def _remarks(self, needed: int) -> Iterator[str]:
-        """Sentences about the text, the time and the memory of what is left to train."""
+        """Yield sentences about the text, the time and the memory of the training left."""
+        # Text
         recipe, text = self.recipe, self.text
         training, heldout = text.training(recipe.data), text.heldout(recipe.data)
         some = "about" if text.is_whole else "at least"
@@ -274,11 +286,13 @@ class Planner:
             yield f"that is less than one batch of {batch:,} tokens: give more text, or a smaller batch or block"
         elif text.is_whole and (epochs := recipe.branch.steps * batch / training) > 1:
             yield f"every run of {recipe.branch.steps} steps reads that text {epochs:.1f} times"
+        # Time
         cost = next(iter(self._costs.values()))
         how = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
         yield f"time: {how} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         if (extend := recipe.branch.extend) is not None:
             yield f"attention takes longer than that in blocks of {extend.block_size:,} tokens (branch.extend)"
+        # Memory
         free = format_bytes(self.available)
         if not needed:  # nothing is left to train
             return
@@ -293,12 +307,12 @@ class Planner:
 
 
 def _text_of(recipe: Recipe) -> str:
-    """Changes with the text and with what makes tokens of it."""
+    """Return a hash that changes with the text and its tokenization."""
     return recipe.content_hash("model", "tokenizer", "data")
 
 
 def _step_of(recipe: Recipe) -> list[object]:
-    """Changes with what a training step does."""
+    """Return a key that changes with the computation of a training step."""
     gates = recipe.gates.model_dump(include={"predictor", "hidden_size", "kernel_size", "window", "heads", "training"})
     sections = ("model", "tokenizer", "data", "precision", "micro_batch_size", "gradient_checkpointing")
     hashed = recipe.content_hash(*sections, "lora", "optimizer")

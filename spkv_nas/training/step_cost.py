@@ -1,13 +1,13 @@
-"""What a training step takes on this machine: a few real ones are timed, and what they keep in memory is counted.
+"""Cost of a training step on this machine: time a few real steps and count the memory that they keep.
 
-A step is ``blocks / micro_batch`` passes, forward and backward, and an update by AdamW (torch's, whichever the recipe
-names). In float32, as training has them, weights and gradients take 8 bytes per parameter that learns, the optimizer's
-two moments up to 8 more (``cost.optimizers``); weights that do not learn may be bfloat16. Activations
-are the tensors that autograd keeps for the backward pass, and the logits, a chunk of them at most, of which the loss
-makes two more float32 copies.
+A step consists of ``blocks / micro_batch`` forward and backward passes and an update by torch's AdamW, whichever
+variant the recipe names. Trained weights and their gradients are float32 and take 8 bytes per parameter; the
+optimizer's two moments take up to 8 more (``cost.optimizers``). Frozen weights may be bfloat16. Activations are the
+tensors that autograd saves for the backward pass, plus two float32 copies that the loss makes of the logits, of at most
+one chunk of them.
 
-A model that does not fit, or of which one pass would take too long to try, is estimated: 6 FLOPs per parameter and
-token and attention's, at half the speed of a matrix product measured here (``EFFICIENCY``).
+If the model does not fit, or a trial pass would take too long, the cost is estimated: 6 FLOPs per parameter and token
+plus attention, at half the measured speed of a matrix product (``EFFICIENCY``).
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.training.branch_setup import frozen_dtype
 from spkv_nas.training.recipe import OFFLOAD, BranchConfig, DenseConfig, Recipe
 
-MOST_SECONDS = 5.0  # of a pass that is tried
-EFFICIENCY = 0.5  # speed of training over that of a matrix product
-_LOGIT_COPIES = 2 * 4  # bytes per logit beyond what autograd keeps
-_ROUNDS = 3  # passes that are timed, if they are quick
-_PATIENCE = 1.5  # seconds after which no further one is timed
+MOST_SECONDS = 5.0  # maximum duration of a trial pass
+EFFICIENCY = 0.5  # speed of training relative to a matrix product
+_LOGIT_COPIES = 2 * 4  # bytes per logit in addition to what autograd saves
+_ROUNDS = 3  # maximum number of timed calls
+_PATIENCE = 1.5  # seconds after which no further call is timed
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds and bytes of training one variant.
+    """Time and memory of a training step of one variant.
 
     Attributes:
         pass_seconds: forward and backward pass of one block.
-        forward_seconds: a block's forward pass without gradients.
-        update_seconds: the optimizer's step.
+        forward_seconds: forward pass of one block without gradients.
+        update_seconds: optimizer step.
         fixed_bytes: weights, gradients and moments.
         block_bytes: activations of one block.
-        is_measured: False where the numbers are estimates.
+        is_measured: False if the numbers are estimates.
     """
 
     pass_seconds: float
@@ -63,23 +63,29 @@ class StepCost:
     is_measured: bool
 
     def seconds(self, batch_size: int) -> float:
-        """Of a training step on ``batch_size`` blocks."""
+        """Return the time of a training step on ``batch_size`` blocks."""
         return batch_size * self.pass_seconds + self.update_seconds
 
     def memory(self, micro_batch_size: int) -> int:
-        """Bytes while ``micro_batch_size`` blocks pass."""
+        """Return the peak memory in bytes with micro-batches of ``micro_batch_size`` blocks."""
         return self.fixed_bytes + micro_batch_size * self.block_bytes
 
 
 def how_trained(
     recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
 ) -> Training:
-    """How a recipe trains the dense model or a branch, with gates if so."""
+    """Return the settings that determine the cost of a dense or branch phase; ``gated`` for an SP-KV branch."""
     how = Training(
-        phase.steps, phase.batch_size, recipe.micro_batch_size, sharded=recipe.sharding != "none",
-        offloads=recipe.sharding == OFFLOAD, bfloat16=bfloat16, recomputes=recipe.gradient_checkpointing,
-        moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes, frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
-    )  # fmt: skip
+        phase.steps,
+        phase.batch_size,
+        recipe.micro_batch_size,
+        sharded=recipe.sharding != "none",
+        offloads=recipe.sharding == OFFLOAD,
+        bfloat16=bfloat16,
+        recomputes=recipe.gradient_checkpointing,
+        moment_bytes=OPTIMIZERS[recipe.optimizer].moment_bytes,
+        frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
+    )
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
         return replace(how, learns=Learns.GATES)
     if isinstance(phase, BranchConfig) and recipe.lora is not None:
@@ -89,28 +95,31 @@ def how_trained(
 
 
 def _frozen_item(recipe: Recipe, *, bfloat16: bool) -> int:
-    """Bytes of a weight that does not learn; a dense model that the recipe trains is float32."""
+    """Return the bytes per frozen weight; a dense model trained by the recipe is float32."""
     path = recipe.model.path
     return FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
 
 
 def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, device: str) -> StepCost:
-    """Time passes and updates of a model, which it changes, on random tokens.
+    """Measure passes and updates of a model on random tokens; the weights change.
 
     Args:
-        shape: blocks of a pass and tokens of a block.
-        how: it trains; what learns, the model says.
+        model: model to train, with its frozen parameters marked.
+        shape: (blocks per pass, tokens per block).
+        how: settings of the training.
+        device: device to train on.
 
     Raises:
-        torch.OutOfMemoryError: the GPU has no room for it.
+        torch.OutOfMemoryError: the GPU's memory is too small.
     """
+    # Model, random tokens and optimizer
     model.to(device).train()
     tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
     autocast: Callable[[], AbstractContextManager[object]] = (
         (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if how.bfloat16 else nullcontext
     )
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=1e-6, fused=True)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
 
     def train() -> None:
         with autocast(), loss_in_chunks(model), recomputed(model) if how.recomputes else nullcontext():
@@ -122,26 +131,31 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, de
         with autocast():
             model(input_ids=tokens, use_cache=False)
 
-    kept = _Kept(model)
-    first = _seconds(lambda: kept.watch(train), device)
-    passes = _median(train, device, first)
-    optimizer.step()  # makes the moments
+    # Time passes and updates
+    saved = _Kept(model)
+    first = _seconds(lambda: saved.watch(train), device)
+    pass_seconds = _median(train, device, first)
+    optimizer.step()  # allocates the moments
     update = _median(optimizer.step, device, 0.0)
+    # Count memory
     num_blocks, vocabulary = shape[0], vocabulary_size(model)
     copies = _LOGIT_COPIES * vocabulary * min(tokens.numel(), chunk_tokens(vocabulary))
-    weights, own = sum(parameter.nbytes for parameter in model.parameters()), sum(one.numel() for one in learning)
+    weights, num_trainable = (
+        sum(parameter.nbytes for parameter in model.parameters()),
+        sum(parameter.numel() for parameter in trainable),
+    )
     return StepCost(
-        pass_seconds=passes / num_blocks,
-        forward_seconds=_median(forward, device, passes) / num_blocks,
+        pass_seconds=pass_seconds / num_blocks,
+        forward_seconds=_median(forward, device, pass_seconds) / num_blocks,
         update_seconds=update,
-        fixed_bytes=weights + round((FLOAT32 + how.moment_bytes) * own),
-        block_bytes=(kept.num_bytes + copies) // num_blocks,
+        fixed_bytes=weights + round((FLOAT32 + how.moment_bytes) * num_trainable),
+        block_bytes=(saved.num_bytes + copies) // num_blocks,
         is_measured=True,
     )
 
 
 def estimate(size: ModelSize, block_size: int, how: Training, *, device: str) -> StepCost:
-    """The cost of a model's training by its size, gates aside."""
+    """Estimate the cost of a training step from the model's size, without gates."""
     speed = EFFICIENCY * matmul_speed(device, bfloat16=how.bfloat16)
     number = size.num_parameters if how.learns is Learns.ALL else how.adapters
     forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
@@ -160,23 +174,27 @@ def estimate(size: ModelSize, block_size: int, how: Training, *, device: str) ->
 
 
 class _Kept:
-    """The bytes that autograd keeps for the backward pass, the model's own tensors aside."""
+    """Counter of the bytes that autograd saves for the backward pass, without the model's parameters and buffers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self._seen: dict[int, int] = {}
+        """Exclude the tensors of ``model``."""
+        self._model_storages = {
+            tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
+        }
+        self._storages: dict[int, int] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._seen.values())
+        """Return the bytes saved."""
+        return sum(self._storages.values())
 
     def watch(self, call: Callable[[], None]) -> None:
-        """Run ``call`` and note what it keeps; a tensor that is kept twice counts once."""
+        """Run ``call`` and count the tensors it saves, each storage once."""
 
         def note(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._own:
-                self._seen[storage.data_ptr()] = storage.nbytes()
+            if storage.data_ptr() not in self._model_storages:
+                self._storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -184,7 +202,7 @@ class _Kept:
 
 
 def _median(call: Callable[[], object], device: str, known: float) -> float:
-    """Seconds of a call that took ``known`` seconds before, which will do where it is slow."""
+    """Return the median time of a call, or ``known``, its duration before, if the call is slow."""
     if known > _PATIENCE:
         return known
     times: list[float] = []
@@ -194,6 +212,7 @@ def _median(call: Callable[[], object], device: str, known: float) -> float:
 
 
 def _seconds(call: Callable[[], object], device: str) -> float:
+    """Time one call, with synchronisation."""
     synchronise(device)
     start = perf_counter()
     call()
@@ -202,7 +221,7 @@ def _seconds(call: Callable[[], object], device: str) -> float:
 
 
 def matmul_speed(device: str, *, bfloat16: bool, width: int = 2048) -> float:
-    """FLOP/s of a product of two square matrices."""
+    """Measure the FLOP/s of a product of two square matrices."""
     x = torch.randn(width, width, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
     first = _seconds(lambda: x @ x, device)
     return 2 * width**3 / min(first, _median(lambda: x @ x, device, 0.0))

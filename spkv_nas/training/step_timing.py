@@ -1,13 +1,13 @@
-"""Times whole training steps of a model with gates, and of a hybrid, against the same model with full attention.
+"""Benchmark of whole training steps: a model with gates, and a hybrid, against the same model with full attention.
 
-Two subjects. On the CPU the embedded reference (21 layers x 3 KV heads), with the batch of its own training and the
-precision that suits the machine. On any device a level of the ladder (``spkv_nas.cost.ladder``): a Llama of its shape,
-whose FFN width, which the paper's table leaves open, follows Llama 3's rule, with random weights in bfloat16 (float32
-where that is emulated) and one sequence a step; hard gates keep a given share of random tokens. The paper has .60 to
-.62 (soft) and .82 to .90 (hard) at 8,192 tokens.
+There are two subjects. On the CPU, the embedded reference (21 layers x 3 KV heads), with the batch of its own training
+and the precision that suits the machine. On any device, a level of the ladder (``spkv_nas.cost.ladder``): a Llama of
+that shape with random weights in bfloat16 (float32 where bfloat16 is emulated) and one sequence per step. Its FFN
+width, which the paper's table does not state, follows Llama 3's rule, and hard gates keep a given share of random
+tokens. The paper reports relative speeds of 0.60 to 0.62 (soft) and 0.82 to 0.90 (hard) at 8,192 tokens.
 
-The dense model runs PyTorch's SDPA, as transformers would, forced to cuDNN on a GPU, where the default is slower. All
-candidates take their turn in each round, in both orders, in one process (``spkv_kernels.timing.interleaved``).
+The dense model uses PyTorch's SDPA, like transformers, with the cuDNN backend on a GPU, where the default is slower.
+All candidates take turns in each round, in both orders, in one process (``spkv_kernels.timing.interleaved``).
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from spkv_nas.probing.density import probe
 from spkv_nas.proposal.propose import propose
 from spkv_nas.training.recipe import Recipe
 
-DENSITIES = (0.25, 0.11)  # of hard gates
-BARS = {"soft": 0.8, "hybrid": 0.9, "probe": 0.85}  # of the embedded reference
-VOCABULARY = 32000  # of a level
-HYBRID_BUDGET = "28.6%"  # of all heads, as in the paper: 18 of the embedded reference's 63
+DENSITIES = (0.25, 0.11)  # densities of hard gates
+BARS = {"soft": 0.8, "hybrid": 0.9, "probe": 0.85}  # minimum ratios for the embedded reference
+VOCABULARY = 32000  # vocabulary size of a level
+HYBRID_BUDGET = "28.6%"  # share of global heads, as in the paper: 18 of the embedded reference's 63
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """The time of one candidate.
+    """Timing of one candidate.
 
     Attributes:
-        case: "dense", "soft", "hard 0.25" (the density), "hybrid": a training step; "dense forward"; "probe".
-        seconds: median of a call.
-        tokens_per_second: of a call.
-        ratio: time of the dense model / of this one: 0.8 means 0.8 of its tokens/s. A probe is compared with "dense
-            forward", a step with "dense".
-        bar: what the ratio must reach; None where nothing is required.
+        case: "dense", "soft", "hard 0.25" (with the density) or "hybrid" for a training step; "dense forward"; "probe".
+        seconds: median duration of a call.
+        tokens_per_second: tokens per second of a call.
+        ratio: duration of the dense model's call divided by this one's: 0.8 means 0.8 times its tokens per second. A
+            probe is compared with "dense forward", a step with "dense".
+        bar: minimum ratio required; None if there is no requirement.
     """
 
     case: str
@@ -68,7 +68,8 @@ class StepTiming:
 
 
 def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
-    """Steps of the embedded reference on the CPU: dense, with soft gates, as a hybrid; a forward pass and a probe."""
+    """Time the embedded reference on the CPU: dense, soft-gate and hybrid steps, a forward pass, and a probe."""
+    # Models and random tokens
     recipe = Recipe.read(EMBEDDED / "recipe.yaml").settled("cpu")
     precision = None if recipe.precision == "float32" else torch.bfloat16
     dense, tokenizer = load("embedded:dense", dtype=torch.float32)
@@ -79,6 +80,7 @@ def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
     apply_layout(hybrid, propose(probe(gated, blocks), budget=HYBRID_BUDGET)["densest"])
     probed = copy.deepcopy(gated)
     set_gate_mode(gated, "soft")
+    # Candidates, in turn
     candidates: dict[str, Call] = {
         "dense": _training_step(dense, tokens, precision),
         "soft": _training_step(gated, tokens, precision),
@@ -92,12 +94,16 @@ def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
 def time_level_steps(
     level: Level, *, device: str, length: int | None = None, num_layers: int | None = None, rounds: int = 7
 ) -> list[StepTiming]:
-    """Steps of a level of the ladder: dense, with soft gates, with hard ones at ``DENSITIES``, as a hybrid.
+    """Time training steps of a level of the ladder: dense, soft gates, hard gates at ``DENSITIES``, and a hybrid.
 
     Args:
-        length: tokens of the sequence; the level's block size by default.
-        num_layers: fewer layers than the level has, to rehearse.
+        level: level of the ladder.
+        device: device to train on.
+        length: tokens per sequence; defaults to the level's block size.
+        num_layers: smaller number of layers for a trial run; defaults to the level's.
+        rounds: number of rounds.
     """
+    # Dense, gated and hybrid models with the same random weights
     length = length or level.block_size
     blocks = _random_blocks(1, length, VOCABULARY)
     tokens = torch.from_numpy(blocks.tokens).long().to(device)
@@ -107,12 +113,13 @@ def time_level_steps(
     gated, hybrid = copy.deepcopy(dense), copy.deepcopy(dense)
     attach_gates(gated, GateConfig(bias=0.0), seed=0)
     for predictor in predictors(gated).values():
-        torch.nn.init.normal_(predictor.down.weight, std=2.0)  # logits far apart, so that a threshold gives any density
+        torch.nn.init.normal_(predictor.down.weight, std=2.0)  # spread logits so that thresholds reach any density
     table = probe(gated, blocks, tau=0.5, batch_size=1)
     apply_layout(hybrid, propose(table, budget=HYBRID_BUDGET)["densest"])
     gated.train()
     train = _training_step(gated, tokens, None)
 
+    # Candidates, in turn
     def in_mode(mode: str, tau: float) -> Call:
         def call() -> None:
             set_gate_mode(gated, mode, tau)
@@ -127,13 +134,13 @@ def time_level_steps(
 
 
 def _random_blocks(num_blocks: int, block_size: int, vocabulary: int) -> TokenBlocks:
-    """Blocks of random tokens, all of one document: a step takes as long as on text."""
+    """Return blocks of random tokens, all of one document; steps take as long as on text."""
     tokens = np.random.default_rng(0).integers(0, vocabulary, (num_blocks, block_size), dtype=np.int32)
     return TokenBlocks(tokens, np.zeros_like(tokens), (DocumentInfo("random", "random", "random"),))
 
 
 def _random_model(level: Level, length: int) -> PreTrainedModel:
-    """A model of the level's shape with PyTorch's SDPA."""
+    """Initialize a model of the level's shape with PyTorch's SDPA and random weights."""
     config = AutoConfig.for_model(
         **level.config(), vocab_size=VOCABULARY, max_position_embeddings=length, attn_implementation="sdpa"
     )
@@ -143,7 +150,7 @@ def _random_model(level: Level, length: int) -> PreTrainedModel:
 
 
 def _training_step(model: PreTrainedModel, tokens: Tensor, precision: torch.dtype | None) -> Call:
-    """Forward, loss, backward and optimizer step on tokens [B, T], under autocast to ``precision`` unless None."""
+    """Return a training step on tokens [B, T], with autocast to ``precision`` unless it is None."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
     def call() -> None:
@@ -157,7 +164,7 @@ def _training_step(model: PreTrainedModel, tokens: Tensor, precision: torch.dtyp
 
 
 def _on_cudnn(step: Call, tokens: Tensor) -> Call:
-    """``step``, on a GPU with attention by cuDNN."""
+    """Wrap ``step`` so that attention uses cuDNN on a GPU."""
 
     def call() -> None:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if tokens.is_cuda else nullcontext():
@@ -167,7 +174,7 @@ def _on_cudnn(step: Call, tokens: Tensor) -> Call:
 
 
 def _timings(seconds: Mapping[str, float], num_tokens: int, bars: Mapping[str, float]) -> list[StepTiming]:
-    """Each candidate against its baseline; ``num_tokens`` of a call."""
+    """Compare each candidate with its baseline; ``num_tokens`` is the number of tokens per call."""
     baselines = {"probe": "dense forward", "dense forward": "dense forward"}
     return [
         StepTiming(case, taken, num_tokens / taken, seconds[baselines.get(case, "dense")] / taken, bars.get(case))

@@ -1,1 +1,1 @@
-"""The paper's toy task: reverse a list from beyond the window."""
+"""The SP-KV paper's toy task: reverse a list that lies outside the local window."""

@@ -1,4 +1,4 @@
-"""What a model makes of the palindrome task: NLL of the output, and what its gates keep."""
+"""Evaluation on the palindrome task: NLL of the output, and utility and density of the gates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from spkv_nas.training.palindrome.task import KINDS, Palindromes
 
 @dataclass(frozen=True)
 class Measures:
-    """What a model makes of the task; the figures of its gates are None if it has none.
+    """Results of a model on the task; those of gates are None if it has none.
 
     Attributes:
-        nll, hard_nll: nats per output token with soft gates, and with hard ones.
-        mean_utility, density: means over heads and tokens, soft and hard.
-        kept: the density by kind of token.
+        nll: nats per output token with soft gates.
+        hard_nll: nats per output token with hard gates.
+        mean_utility: mean utility over heads and tokens.
+        density: density of hard gates, mean over heads and tokens.
+        kept: density by kind of token.
     """
 
     nll: float
@@ -39,13 +41,15 @@ class Measures:
 def take_measures(
     model: PreTrainedModel, sequences: Palindromes, tau: float = 0.5, *, batch_size: int = 64
 ) -> Measures:
-    """What a model makes of ``sequences``; hard gates are those at ``tau``."""
+    """Evaluate a model on ``sequences``, with soft gates and with hard gates at threshold ``tau``."""
     if not predictors(model):
         return Measures(output_nll(model, sequences, batch_size))
+    # Soft gates
     watch = GateWatch(model, tau)
     watch.start()
     nll = output_nll(model, sequences, batch_size)
     soft = watch.stop()
+    # Hard gates
     watch.start()
     with gate_mode(model, "hard", tau):
         hard_nll = output_nll(model, sequences, batch_size)
@@ -64,7 +68,7 @@ def take_measures(
 
 @torch.inference_mode()
 def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) -> float:
-    """Nats per output token, in evaluation mode, with the gates as they are."""
+    """Compute nats per output token in evaluation mode, in the current gate mode."""
     was_training = model.training
     model.eval()
     total = 0.0
@@ -72,35 +76,40 @@ def output_nll(model: PreTrainedModel, sequences: Palindromes, batch_size: int) 
         rows = [sequences[index] for index in range(start, min(start + batch_size, len(sequences)))]
         tokens = torch.stack([row["input_ids"] for row in rows]).to(model.device)
         logits = model(input_ids=tokens, use_cache=False).logits[:, -sequences.num_outputs - 1 : -1]
-        wanted = tokens[:, -sequences.num_outputs :].flatten()
-        total += float(F.cross_entropy(logits.flatten(0, 1).float(), wanted, reduction="sum"))
+        targets = tokens[:, -sequences.num_outputs :].flatten()
+        total += float(F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum"))
     model.train(was_training)
     return total / (len(sequences) * sequences.num_outputs)
 
 
 class GateWatch:
-    """Utility and keep (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
+    """Recorder of mean utility and density (``u >= tau``) of all gates by position, between ``start`` and ``stop``."""
 
     def __init__(self, model: nn.Module, tau: float = 0.5) -> None:
+        """Record the gates of ``model``, with density at threshold ``tau``."""
         self._model = model
-        self._limit = threshold_logit(tau)
-        self._watch = ExitStack()
-        self._sums: list[Tensor] = []  # [2, T] for each forward pass and layer
-        self._seen = 0
+        self._threshold_logit = threshold_logit(tau)
+        self._hooks = ExitStack()
+        self._sums: list[Tensor] = []  # [2, T] sums over heads and sequences, by forward pass and layer
+        self._num_rows = 0
 
     def start(self) -> None:
-        """Watch from now on."""
+        """Start recording, and discard what was recorded before."""
         self.stop()
-        self._watch = watch_logits(self._model, self._see)
+        self._hooks = watch_logits(self._model, self._add)
 
-    def _see(self, _layer: int, logits: Tensor) -> None:
-        logits = logits.detach().flatten(0, 1)
-        self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._limit).float().sum(0)]))
-        self._seen += len(logits)
+    def _add(self, _layer: int, logits: Tensor) -> None:
+        """Add the utility logits [B, H, T] of one layer."""
+        logits = logits.detach().flatten(0, 1)  # [B * H, T]
+        self._sums.append(torch.stack([torch.sigmoid(logits).sum(0), (logits >= self._threshold_logit).float().sum(0)]))
+        self._num_rows += len(logits)
 
     def stop(self) -> NDArray[np.float64] | None:
-        """Mean utility and density by position, [2, T], over layers, heads and sequences; None if no gate ran."""
-        self._watch.close()
-        seen = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._seen if self._sums else None
-        self._sums, self._seen = [], 0
-        return seen
+        """Stop, and return mean utility and density by position [2, T]; None if no gate ran.
+
+        The means are over layers, heads and sequences.
+        """
+        self._hooks.close()
+        means = torch.stack(self._sums).double().sum(0).cpu().numpy() / self._num_rows if self._sums else None
+        self._sums, self._num_rows = [], 0
+        return means

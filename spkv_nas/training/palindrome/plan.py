@@ -1,4 +1,4 @@
-"""What the palindrome comparison would train, as ``training.run_plan`` has it of recipes."""
+"""Planning of the palindrome comparison, like ``training.run_plan`` for recipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spkv_nas.training.step_cost import measure
 
 
 def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, device: str | None = None) -> Plan:
-    """The plan of all variants; ``runs`` is the folder of their checkpoints, which may not be there yet."""
+    """Plan the training of all variants; ``runs`` is the folder of their checkpoints, which may not exist yet."""
     shape, how = (
         (settings.batch_size, Palindromes(0).length),
         Training(settings.steps, settings.batch_size, bfloat16=False),
@@ -22,13 +22,15 @@ def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, devi
     planned = []
     for variant in VARIANTS:
         folder = variant_folder(settings, variant, runs)
+        # Finished run
         if is_finished(folder):
             planned.append(PlannedRun(variant, settings.steps, 0, 0.0, FINISHED))
             continue
+        # New or interrupted run
         done = newest_step(folder)
         cost = measure(new_model(settings, variant), shape, how, device=choose_device(device))
-        left = settings.steps - done
+        remaining = settings.steps - done
         state = f"goes on from step {done}" if done else ""
-        tokens, seconds = left * shape[0] * shape[1], left * cost.seconds(settings.batch_size)
+        tokens, seconds = remaining * shape[0] * shape[1], remaining * cost.seconds(settings.batch_size)
         planned.append(PlannedRun(variant, settings.steps, tokens, seconds, state))
     return Plan(name, tuple(planned))

@@ -1,4 +1,4 @@
-"""The results of the palindrome comparison: a table, the training curves, and what the tables leave out."""
+"""Output files of the palindrome comparison: result table, training curves, and a record of settings and versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ COLUMNS = ("variant", "nll", "hard_nll", "mean_utility", "density", "steps", "se
 
 
 def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> pd.DataFrame:
-    """One row per variant, columns ``COLUMNS``. Full attention keeps every key, the sliding window none outside it."""
+    """Tabulate the results, one row per variant with columns ``COLUMNS``.
+
+    The density of full attention is 1, that of the sliding window 0.
+    """
     rows = [{**vars(run), "steps": settings.steps} for run in finished]
     table = pd.DataFrame(rows, columns=list(COLUMNS))
     return table.assign(
@@ -30,7 +33,7 @@ def result_table(settings: PalindromeSettings, finished: Sequence[PalindromeRun]
 
 
 def curve_table(finished: Sequence[PalindromeRun]) -> pd.DataFrame:
-    """The training curves of all variants, columns ``spkv_nas.training.palindrome.run.CURVE_COLUMNS``."""
+    """Concatenate the training curves of all variants (``spkv_nas.training.palindrome.run.CURVE_COLUMNS``)."""
     return pd.concat([run.curve for run in finished])
 
 
@@ -43,7 +46,7 @@ def write_results(folder: Path, settings: PalindromeSettings, finished: Sequence
 
 
 def _background(settings: PalindromeSettings, finished: Sequence[PalindromeRun]) -> dict[str, Any]:
-    """What the tables leave out: the task, the settings, what was kept, where it ran."""
+    """Return the record: task, settings, density by kind of token, hardware and versions."""
     task = Palindromes(settings.num_heldout)
     return {
         "settings": asdict(settings),

@@ -1,12 +1,12 @@
-"""The palindrome comparison: full attention, a sliding window and SP-KV learn to reverse a list from scratch.
+"""Palindrome comparison: train full attention, a sliding window and SP-KV from scratch to reverse a list.
 
-SP-KV paper, appendix "Palindrome reversal with long instruction gap", sized for a CPU: 0.1 M parameters in place of
-2.25 B and 32 sequences a step in place of 64; list, window, cosine decay and the 500 steps are the paper's. The sliding
-window fails by construction: its two layers see 62 tokens back, and the instruction is 65 long.
+SP-KV paper, appendix "Palindrome reversal with long instruction gap", scaled down for a CPU: 0.1 M parameters instead
+of 2.25 B, and 32 sequences per step instead of 64. List length, window, cosine decay and the 500 steps are those of the
+paper. The sliding window must fail: its two layers reach 62 tokens back, and the instruction has 65.
 
-Gates are soft throughout. They start at bias 2, u = 0.88, where the paper has 5, u = 0.993: an open gate passes only
-1 - u of its gradient, and 500 steps leave little time to close it. Query heads share no KV head, because gates of
-shared ones, which must keep what any of their queries needs, close for some seeds only (``reports/LOG.md``).
+Gates are soft throughout. Their bias starts at 2 (u = 0.88) instead of the paper's 5 (u = 0.993): an open gate passes
+only 1 - u of its gradient, and 500 steps leave little time to close it. Query heads do not share KV heads: a shared
+gate must keep what any of its query heads needs, and closes for some seeds only (``reports/LOG.md``).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CURVE_COLUMNS = tuple(column.name for column in _CURVE)
 
 @dataclass(frozen=True)
 class PalindromeSettings:
-    """Everything that decides the result."""
+    """Settings that determine the result."""
 
     steps: int = PALINDROME_STEPS
     batch_size: int = PALINDROME_BATCH
@@ -68,7 +68,7 @@ class PalindromeSettings:
     num_heads: int = 4
     num_kv_heads: int = 4
     head_dim: int = 32
-    initializer_range: float = 0.06  # at the library's 0.02 the same loss takes twice the steps
+    initializer_range: float = 0.06  # with transformers' 0.02, the same loss takes twice the steps
     learning_rate: float = 5e-3
     warmup_steps: int = 50
     final_learning_rate: float = 0.01  # share of the peak
@@ -81,17 +81,25 @@ class PalindromeSettings:
 
     @property
     def content_hash(self) -> str:
-        """12 hexadecimal digits that change with any setting."""
+        """Hash all settings: 12 hexadecimal digits."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class PalindromeRun:
-    """A finished variant.
+    """Results of a finished variant.
 
-    ``nll`` (soft gates) and ``hard_nll`` are nats per output token on held-out sequences; ``mean_utility`` and
-    ``density`` are means over heads and tokens; ``kept`` is the density by kind of token; ``curve`` is the training
-    log, columns ``CURVE_COLUMNS``.
+    Attributes:
+        variant: one of ``VARIANTS``.
+        nll: nats per output token on held-out sequences, with soft gates.
+        hard_nll: the same with hard gates; None without gates.
+        mean_utility: mean utility over heads and tokens; None without gates.
+        density: density of hard gates, mean over heads and tokens; None without gates.
+        kept: density by kind of token; None without gates.
+        seconds: training time.
+        num_parameters: number of parameters.
+        hardware: device that trained the variant.
+        curve: training log with columns ``CURVE_COLUMNS``.
     """
 
     variant: str
@@ -107,7 +115,11 @@ class PalindromeRun:
 
     @classmethod
     def read(cls, final: Path) -> PalindromeRun:
-        """What ``train_variant`` left. Raises ``UserError`` if it is damaged."""
+        """Read the results of ``train_variant``.
+
+        Raises:
+            UserError: the folder is damaged.
+        """
         check_manifest(final)
         record = read_json(final / "run.json", "run record")
         fields = {key: record[key] for key in cls.__dataclass_fields__ if key != "curve"}
@@ -118,25 +130,27 @@ class PalindromeRun:
 def compare(
     settings: PalindromeSettings, runs: Path, *, device: str = "cpu", reporter: Reporter = SILENT
 ) -> list[PalindromeRun]:
-    """Train every variant on the same sequences in the same order. Finished ones are not trained again.
+    """Train every variant on the same sequences in the same order, reusing finished ones.
 
     Args:
+        settings: settings of the comparison.
         runs: folder of the variants' checkpoints.
-        reporter: told what starts, one line each, and shows how far it is.
+        device: device to train on.
+        reporter: receives a line for each run that starts, and its progress.
     """
     folders = {variant: variant_folder(settings, variant, runs) for variant in VARIANTS}
-    there = [variant for variant, folder in folders.items() if is_finished(folder)]
-    reporter.reused(len(there), len(VARIANTS), "runs")
+    finished_variants = [variant for variant, folder in folders.items() if is_finished(folder)]
+    reporter.reused(len(finished_variants), len(VARIANTS), "runs")
     finished = []
     for number, (variant, folder) in enumerate(folders.items(), 1):
-        if variant not in there:
+        if variant not in finished_variants:
             reporter.announce(f"{variant} ({number} of {len(VARIANTS)})")
         finished.append(train_variant(settings, variant, folder, device=device, reporter=reporter))
     return finished
 
 
 def variant_folder(settings: PalindromeSettings, variant: str, runs: Path) -> Path:
-    """Of a variant's run, trained or not."""
+    """Return the folder of a variant's run, trained or not."""
     return runs / f"{variant}-{settings.content_hash}"
 
 
@@ -148,10 +162,14 @@ def train_variant(
     device: str = "cpu",
     reporter: Reporter = SILENT,
 ) -> PalindromeRun:
-    """Train and measure one of ``VARIANTS``. Resumes, or returns the finished run.
+    """Train and evaluate one of ``VARIANTS``; an interrupted run resumes, a finished one is read.
 
     Args:
-        reporter: shows the steps, and is told if another process trains it already, for which this one waits.
+        settings: settings of the comparison.
+        variant: one of ``VARIANTS``.
+        folder: folder of the run.
+        device: device to train on.
+        reporter: shows progress, and announces waiting for another process that trains the same run.
     """
     if not is_finished(folder):
         with run_lock(folder, reporter.announce):
@@ -162,12 +180,13 @@ def train_variant(
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a variant was trained and measured to the end."""
+    """Return True if a variant was trained and evaluated to the end."""
     return is_complete(folder / "final", _FILES)
 
 
 def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str, reporter: Reporter) -> None:
-    """Train, measure, and write ``folder``'s ``final``."""
+    """Train and evaluate a variant, and write the subfolder ``final`` of ``folder``."""
+    # Train
     model = new_model(settings, variant)
     sequences = Palindromes(settings.steps * settings.batch_size, settings.seed)
     trainer = SPKVTrainer(
@@ -187,6 +206,7 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
         callbacks=[UtilityCallback()],
     )
     trainer.train_or_resume()
+    # Evaluate on held-out sequences
     curve = pd.DataFrame([entry for entry in trainer.state.log_history if "loss" in entry])
     heldout = Palindromes(settings.num_heldout, settings.seed, heldout=True)
     record = {
@@ -198,6 +218,7 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
         "settings": asdict(settings),
         "environment": environment(),
     }
+    # Write results and model
     with new_folder(folder / "final") as new:
         write_csv(new / "curve.csv", curve.assign(variant=variant).reindex(columns=list(CURVE_COLUMNS)))
         write_json(new / "run.json", record)
@@ -205,7 +226,8 @@ def _train(settings: PalindromeSettings, variant: str, folder: Path, device: str
 
 
 def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
-    """A Llama with fresh weights, the same for every variant, attending as ``variant`` says."""
+    """Initialize a Llama with the same random weights for every variant, and apply the variant's attention."""
+    # Model
     config = AutoConfig.for_model(
         "llama",
         vocab_size=len(VOCABULARY),
@@ -222,6 +244,7 @@ def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
     )
     set_seed(settings.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Attention
     if variant == SLIDING_WINDOW:
         apply_layout(model, Layout(("L" * settings.num_kv_heads,) * settings.num_layers, window=settings.window))
     elif variant == SP_KV:
@@ -232,22 +255,26 @@ def new_model(settings: PalindromeSettings, variant: str) -> PreTrainedModel:
 
 
 class UtilityCallback(TrainerCallback):
-    """Adds the mean utility of the logged step to the log history."""
+    """Callback that adds the mean utility of each logged step to the log history."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Attach to the model."""
         self._gates = GateWatch(kwargs["model"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start recording in steps that will be logged."""
         if (state.global_step + 1) % args.logging_steps == 0:
             self._gates.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        seen = self._gates.stop()
-        if seen is not None:
-            state.log_history[-1]["mean_utility"] = float(seen[0].mean())
+        """Add the mean utility to the last log entry."""
+        means = self._gates.stop()
+        if means is not None:
+            state.log_history[-1]["mean_utility"] = float(means[0].mean())
 
 
 def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> TrainingArguments:
+    """Build the ``TrainingArguments`` of a variant's run."""
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
@@ -263,11 +290,12 @@ def _arguments(settings: PalindromeSettings, folder: Path, device: str) -> Train
         use_cpu=device == "cpu",
         dataloader_pin_memory=device != "cpu",
         report_to=[],
-        disable_tqdm=True,  # of the library's own bar; ours is a callback
+        disable_tqdm=True,  # replaced by TokenProgressCallback
     )
 
 
 def _hardware(device: str) -> str:
+    """Describe the device."""
     if device != "cpu":
         return torch.cuda.get_device_name()
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads"

@@ -1,12 +1,12 @@
-"""The palindrome task: numbers, a long instruction, then the same numbers in reverse.
+"""Dataset of the palindrome task: numbers, a long instruction, then the same numbers in reverse.
 
 SP-KV paper, appendix "Palindrome reversal with long instruction gap". A token is a two-digit number, a whitespace, a
 word of the instruction, or the start of the sequence:
 
     <s> 57 _ 12 _ ... _ 70 now read the list ... written backwards 70 _ ... _ 12 _ 57
 
-Only the output, behind the instruction, is scored. Whitespace is easily learnt, so a model that knows nothing of the
-input reaches N ln(100) / (2N - 1) nats per output token: 2.34 for N = 32 numbers.
+Only the output after the instruction is scored. Whitespace is easy to learn, so a model without access to the input
+reaches N ln(100) / (2N - 1) nats per output token: 2.34 for N = 32 numbers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _INSTRUCTION = np.array([_ID[word] for word in INSTRUCTION.split()])
 
 @dataclass(frozen=True)
 class Palindromes(Dataset[dict[str, Tensor]]):
-    """``num_sequences`` sequences; each follows from ``seed``, ``heldout`` and its index alone, so none is stored.
+    """Dataset of ``num_sequences`` sequences, generated on access from ``seed``, ``heldout`` and the index.
 
-    100^N sequences exist: repeats, and held-out sequences in training, do not happen in practice.
+    With 100^N possible sequences, repeats and overlaps between training and held-out data do not occur in practice.
     """
 
     num_sequences: int
@@ -46,10 +46,15 @@ class Palindromes(Dataset[dict[str, Tensor]]):
     num_numbers: int = 32  # N
 
     def __len__(self) -> int:
+        """Return the number of sequences."""
         return self.num_sequences
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels``, int64 [T]; labels are -100 but on the output. Raises ``IndexError``."""
+        """Return ``input_ids`` and ``labels``, int64 [T]; labels are -100 outside the output.
+
+        Raises:
+            IndexError: there is no such sequence.
+        """
         if not 0 <= index < self.num_sequences:
             raise IndexError(index)
         values = np.random.default_rng([self.seed, self.heldout, index]).integers(NUM_VALUES, size=self.num_numbers)
@@ -62,27 +67,28 @@ class Palindromes(Dataset[dict[str, Tensor]]):
 
     @property
     def num_outputs(self) -> int:
-        """Scored tokens of a sequence: N numbers and the whitespace between them."""
+        """Return the number of scored tokens: N numbers and the whitespace between them."""
         return 2 * self.num_numbers - 1
 
     @property
     def length(self) -> int:
-        """Tokens of a sequence, T."""
+        """Return the number of tokens per sequence, T."""
         return 1 + 2 * self.num_outputs + len(_INSTRUCTION)
 
     @property
     def chance_nll(self) -> float:
-        """Nats per output token of a model that knows the format and nothing of the numbers."""
+        """Return the nats per output token of a model that knows the format but not the numbers."""
         return self.num_numbers * math.log(NUM_VALUES) / self.num_outputs
 
     @property
     def kinds(self) -> list[str]:
-        """What stands at each of the T positions, one of ``KINDS``."""
+        """Return the kind of token at each of the T positions, from ``KINDS``."""
         listed = ["number", "whitespace"] * self.num_numbers
         return ["start", *listed[:-1], *["instruction"] * len(_INSTRUCTION), *["output"] * self.num_outputs]
 
 
 def _spaced(values: np.ndarray) -> np.ndarray:
+    """Insert whitespace tokens between values."""
     spaced = np.full(2 * len(values) - 1, _ID[WHITESPACE])
     spaced[::2] = values
     return spaced
