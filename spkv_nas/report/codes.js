@@ -1,4 +1,4 @@
-/* Numbers as `codes.py` writes them: exponential-Golomb codes, six bits to a letter. */
+/* Decode the numbers that `codes.py` writes: exponential-Golomb codes, six bits per letter. */
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
 function unzigzag(number) { return number % 2 ? (number + 1) / 2 : -number / 2; }
 class Code {
@@ -20,7 +20,7 @@ class Code {
   flags(length) { return Uint8Array.from({ length }, () => this.bit()); }
 }
 
-/* Of a signal, for every threshold: levels of the heads over all text and by domain, their order, and what the first cover. */
+/* Decode a probe (`choices.coded`) at every threshold: levels of the heads over all text and by domain, order, coverage. */
 function decode(signal, total) {
   const code = new Code(signal.tables), tables = [], zeros = new Array(total).fill(0);
   const parts = Math.max(1, signal.shares.length), orders = Array.from({ length: parts }, () => zeros.map(() => signal.order));
@@ -39,11 +39,13 @@ function decode(signal, total) {
   }
   return tables;
 }
+/* Levels over all text: their prediction from the domains' levels, plus the coded differences. */
 function mixed(code, shares, levels) {
   const whole = Math.max(1, shares.reduce((sum, share) => sum + share, 0));
   return code.run(levels[0].map(() => 0)).numbers.map((number, head) =>
     Math.floor(levels.reduce((sum, one, part) => sum + shares[part] * (2 * one[head] + 1), 0) / (2 * whole)) + unzigzag(number));
 }
+/* Coverage of the first heads of the order: its prediction from the levels, plus the coded differences. */
 function covered(code, all, order) {
   const heights = all.map(level => Math.max(0, 2 * level + 1)), whole = heights.reduce((sum, height) => sum + height, 0);
   let sum = 0, off = 0;

@@ -1,5 +1,5 @@
-/* Layouts beside each other, the table of all that were measured, and points of charts that lead to the map. */
-function smallMap(figure, layers, heads) { /* global heads are filled: those of both grey, those of this one alone not */
+/* Compare two layouts side by side, list all measured layouts, and link points of charts to the map. */
+function smallMap(figure, layers, heads) { /* draw a layout's global heads: grey if global in both layouts, coloured if only in this one */
   const svg = figure.querySelector("svg"), parts = ["pair-none", "pair-both", "pair-own"].map(name => make(svg, "path", { class: name, d: "" }));
   svg.setAttribute("viewBox", "-0.6 -0.6 " + (layers + 0.2) + " " + (heads + 0.2));
   svg.setAttribute("width", 20 * layers);
@@ -12,11 +12,11 @@ function smallMap(figure, layers, heads) { /* global heads are filled: those of 
     figure.querySelector("h3").textContent = name;
   };
 }
-const REACH = 8; /* of the pointer, from a dot */
+const REACH = 8; /* greatest distance of the pointer from a dot */
 function delta(change, error) {
   return (change < 0 ? "\u2212" : "+") + Math.abs(change).toFixed(3) + " \u00b1 " + (error === null ? "\u2014" : error.toFixed(3));
 }
-/* Dots of one element, each of a layout: the nearest to the pointer, or by arrow keys along the axis; click, or Enter. */
+/* Select a layout among the dots of one element: the nearest to the pointer, or by arrow keys; open it by click or Enter. */
 function linkClouds(given, layouts, goTo) {
   const said = at => [layouts[at].name, count(layouts[at].mask) + " global heads", ...given.measured.flatMap(([how, , results]) =>
     results.filter(([one]) => one === at).map(([, change, error]) => delta(change, error) + " %, " + how)),
@@ -63,6 +63,7 @@ function linkClouds(given, layouts, goTo) {
     move(0);
   }
 }
+/* Fill the table of all measured layouts, which can be filtered and sorted. */
 function measuredTable(given, layouts, coverage, goTo) {
   const element = name => document.getElementById("measured-" + name);
   if (!element("all")) return;
@@ -125,7 +126,7 @@ function measuredTable(given, layouts, coverage, goTo) {
   element("more").addEventListener("click", () => { whole = true; draw(); });
   draw();
 }
-/* Points whose tip begins with the name of one layout: click, or Enter; arrow keys from one to the next. */
+/* Link points whose tooltip starts with the name of a layout: open it by click or Enter; arrow keys move between points. */
 function linkPoints(given, goTo) {
   const places = new Map();
   for (const [name, at] of [...given.layouts.map(([name], at) => [name, at]), ...given.aliases])

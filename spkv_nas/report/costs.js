@@ -1,4 +1,4 @@
-/* What a layout costs: bytes of its cache, seconds of its attention, and the NLL that the search's scores predict. */
+/* Compute a layout's costs: bytes of its cache, seconds of its attention, and the NLL predicted from the search's scores. */
 function percent(number) { return (number < 0 ? "\u2212" : "+") + Math.abs(number).toFixed(2) + " %"; }
 function size(number) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -16,10 +16,10 @@ function count(mask) { return mask.reduce((number, one) => number + one, 0); }
 function bytes(cache, budget, total, context) {
   return cache.token * (budget * context + (total - budget) * Math.min(cache.window, context));
 }
-/* Seconds per token of all layers when decoding: as measured, between what was measured, or the bound. */
+/* Seconds per decoded token over all layers: interpolated between measurements, or else the roofline bound. */
 function seconds(times, cache, heads, mask, context) {
   const { contexts, counts, seconds: measured, window, bandwidth } = times;
-  const between = (at, places) => { /* [place below, share of the way to the next] */
+  const between = (at, places) => { /* [index below, fraction of the way to the next] */
     const above = Math.max(1, places.findIndex(place => place >= at));
     return [above - 1, (at - places[above - 1]) / (places[above] - places[above - 1])];
   };
@@ -34,7 +34,7 @@ function seconds(times, cache, heads, mask, context) {
   }
   return [sum, "when decoding (" + times.measured + ")"];
 }
-function predictor(signal) { /* of [mean, deviation] in percent, by threshold, of the budgets that were scored */
+function predictor(signal) { /* returns [mean, deviation] in percent for a threshold and budget; null where nothing was predicted */
   if (!signal.predicted) return () => null;
   const { low, count, order, code } = signal.predicted, reader = new Code(code), orders = new Array(count).fill(order);
   const pairs = signal.taus.map(() => [reader.run(orders).numbers, reader.run(orders).numbers]);

@@ -1,4 +1,4 @@
-/* The instrument: heads chosen by hand on the first map. What varies is in `state`; `draw` shows it. */
+/* The layout explorer: choose heads on the first map. All settings are in `state`; `draw` shows them. */
 function instrument(given) {
   const element = name => document.getElementById("instrument-" + name);
   const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = given.grid, total = layers * heads;
@@ -26,7 +26,7 @@ function instrument(given) {
     return mask;
   }
   function own() { return state.shown < 0 ? first(table().order) : layouts[state.shown].mask; }
-  function against() { /* a layout, or from -2 downward as many heads by another probe at its own threshold */
+  function against() { /* the layout to compare with; -2 and below: as many heads by another probe at its own threshold */
     if (state.other >= 0) return layouts[state.other];
     const probe = -2 - state.other;
     return probe < 0 ? null : { name: "those by " + given.signals[probe].name, mask: first(decoded[probe][given.signals[probe].own].order) };
@@ -75,7 +75,7 @@ function instrument(given) {
   }
   function drawMeasured(mask) {
     const away = layouts.map(layout => distance(mask, layout.mask));
-    given.measured.forEach(([, , results], row) => { /* the best comes first */
+    given.measured.forEach(([, , results], row) => { /* the lowest NLL comes first */
       let best = results[0];
       for (const result of results) if (away[result[0]] < away[best[0]]) best = result;
       const [at, change, error] = best, cells = element("measured").rows[row].cells;
@@ -95,7 +95,7 @@ function instrument(given) {
     });
     return whole ? part / whole : NaN;
   }
-  function drawDomains(signal, values, mask) { /* to a percent: values are known to a thousandth or so */
+  function drawDomains(signal, values, mask) { /* rounded to a percent, because the coded values are not exact */
     const covered = values.slice(1).map(one => 100 * coverageOf(one, mask, signal));
     const named = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
     const say = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
@@ -112,7 +112,7 @@ function instrument(given) {
     before = mask;
     rival = other;
     map.closest("section").querySelector("h2").textContent = signal.noun[0].toUpperCase() + signal.noun.slice(1) + " by layer and KV head";
-    element("scale").hidden = element("about").hidden = state.signal > 0; /* these are of the first */
+    element("scale").hidden = element("about").hidden = state.signal > 0; /* both describe the first probe */
     element("shades").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; the higher, the lighter." : "";
     element("budget").value = state.budget;
     element("heads").textContent = state.budget + " of " + total + " KV heads";
@@ -134,7 +134,7 @@ function instrument(given) {
     clearTimeout(waiting);
     waiting = setTimeout(settle, 400);
   }
-  function drawFile(signal, made) { /* the layout that is shown, and the command that gives it */
+  function drawFile(signal, made) { /* the file of the layout shown, and the command that produces it */
     const next = state.shown === given.start ? document.getElementById("next-1") : null;
     element("layout-row").hidden = !made;
     element("command-row").hidden = state.shown >= 0 && !next;
@@ -188,7 +188,7 @@ function instrument(given) {
       ...values.slice(1).map((one, domain) => signal.domains[domain] + ": " + exact(one))].join("\n");
   }
   let waiting = 0, applied = "", touched = false;
-  /* What need not follow every step: labels, and the address, which browsers let a page change only so often. */
+  /* Update, once the reader pauses, the labels and the address, which browsers let a page change only so often. */
   function settle() {
     cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
     if (!touched) return;
@@ -228,7 +228,7 @@ function instrument(given) {
     fillLayouts();
     draw();
   }
-  function fit() { /* as many global heads as the memory holds, one at least */
+  function fit() { /* set the budget to as many global heads as fit into the memory limit, at least one */
     const { cache } = given.signals[state.signal];
     if (!cache || !Number(state.limit)) return;
     const local = memory(cache, 0), each = (memory(cache, total) - local) / total;
@@ -242,7 +242,7 @@ function instrument(given) {
     state.limit = "";
     fillLayouts();
   }
-  function goTo(at) { /* from elsewhere on the page */
+  function goTo(at) { /* show a layout that was chosen elsewhere on the page */
     touched = true;
     show(at);
     draw();

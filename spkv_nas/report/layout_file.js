@@ -1,5 +1,5 @@
-/* What a layout file needs: its hashes, and YAML as PyYAML writes it. */
-/* The first 8 hexadecimal digits of SHA-256 (FIPS 180-4), at once: crypto.subtle answers later, and not on every page. */
+/* Write a layout file's hashes, and YAML as PyYAML writes it. */
+/* The first 8 hexadecimal digits of SHA-256 (FIPS 180-4); crypto.subtle is asynchronous and missing on insecure pages. */
 const primes = [], isPrime = number => primes.every(prime => number % prime);
 for (let number = 2; primes.length < 64; number++) if (isPrime(number)) primes.push(number);
 const fraction = root => Math.floor(root % 1 * 2 ** 32);
@@ -29,6 +29,6 @@ function shortHash(text) {
   return (state[0] >>> 0).toString(16).padStart(8, "0");
 }
 
-/* YAML as PyYAML writes it: text that would read as a number has quotes, a share has a point. */
+/* YAML as PyYAML writes it: quote text that would be read as a number; write shares with a decimal point. */
 function yamlText(digits) { return /^(0b[01]+|0[0-7]+|[1-9]\d*|\d+e\d+)$/.test(digits) ? "'" + digits + "'" : digits; }
 function yamlShare(share) { return Number.isInteger(share) ? share + ".0" : String(share); }

@@ -1,6 +1,6 @@
-/* The map that follows the instrument: a path for every shade, the numbers, and outlines of the chosen heads. */
+/* Redraw the map as the explorer changes: a path per shade, the numbers, and outlines of the chosen heads. */
 function minus(text) { return text.replace("-", "\u2212"); }
-function written(scale, value) { /* as on the map that the page comes with */
+function written(scale, value) { /* format a value as on the static map */
   const number = scale.factor * value;
   if (Number(number.toFixed(1)) === 0) return "0";
   return minus(number.toFixed(scale.even && Math.abs(number) < 9.95 ? 1 : 0));
@@ -13,7 +13,7 @@ function shade(scale, value, last) {
 function live(map, given, rows) {
   const [columns, step, left, top] = map.dataset.map.split(" ").map(Number), total = rows * columns;
   const still = map.querySelector(".cells"), transform = still.getAttribute("transform");
-  still.setAttribute("display", "none"); /* small maps show its content */
+  still.setAttribute("display", "none"); /* hidden, not removed: small maps reuse its cells */
   map.querySelector(".values").remove();
   const group = make(map, "g", { transform }), values = make(map, "g", { class: "values" });
   const fills = make(group, "g", { transform: "translate(0 " + FILLED / 2 + ")", "stroke-width": FILLED });
@@ -23,7 +23,7 @@ function live(map, given, rows) {
     x: left + (cell % columns + FILLED / 2) * step, y: top + (Math.floor(cell / columns) + FILLED / 2) * step + 4,
   }));
   const shown = texts.map(() => ""), inks = texts.map(() => "");
-  const atOnce = 64; /* numbers written in one frame: to lay text out takes longer than all else */
+  const atOnce = 64; /* numbers written per frame, because text layout is slow */
   let wanted = [], next = 0, rest = 0;
   function paint(scale, numbers) {
     const fresh = paths.map(() => ""), waits = wanted.length && total > atOnce;
@@ -36,7 +36,7 @@ function live(map, given, rows) {
     drawn.splice(0, drawn.length, ...fresh);
     next = 0;
     clearTimeout(rest);
-    if (waits) { /* no number is shown that is not of its colour */
+    if (waits) { /* hide numbers until their colours match the cells */
       values.setAttribute("opacity", "0");
       rest = setTimeout(write, 150, atOnce);
     } else write(total);

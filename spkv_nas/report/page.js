@@ -1,5 +1,5 @@
 "use strict";
-/* Every figure: what pointing at a mark says, and arrow keys on maps. Numbers come from the page's data. */
+/* All figures: tooltips of marks, and arrow keys on maps. Numbers come from the page's data. */
 const data = JSON.parse(document.getElementById("data").textContent);
 const tip = document.getElementById("tip");
 function hide() { tip.hidden = true; }
@@ -28,7 +28,7 @@ function over(event) {
 document.addEventListener("pointerover", over);
 document.addEventListener("focusin", over);
 document.addEventListener("focusout", hide);
-document.addEventListener("click", event => { /* a word explains itself in place; without a script it leads to the list */
+document.addEventListener("click", event => { /* explain a term in place; without a script its link leads to the glossary */
   const term = event.target.closest(".term");
   if (!term) return;
   event.preventDefault();
@@ -42,8 +42,8 @@ function make(parent, tag, attributes) {
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return parent.appendChild(made);
 }
-const FILLED = 0.92; /* of a cell's width and height */
-/* Over a map's cells, row after row, squares that can be pointed at and moved between. */
+const FILLED = 0.92; /* painted share of a cell's width and height */
+/* Lay invisible squares over a map's cells, row by row, that show tooltips and take keyboard focus. */
 function activate(map, rows) {
   const [columns, step, left, top] = map.dataset.map.split(" ").map(Number), over = make(map, "g", {});
   const cells = Array.from({ length: rows * columns }, (_, index) => make(over, "rect", {
@@ -73,7 +73,7 @@ for (const map of document.querySelectorAll("svg[data-map]")) {
     cell.setAttribute("aria-label", place(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
   });
 }
-/* A page that is written again and again: load it as it is now, at the same address. */
+/* On a page that is rewritten continuously: reload it, keeping the address. */
 const reload = document.getElementById("reload");
 if (reload) {
   reload.hidden = false;
@@ -82,7 +82,7 @@ if (reload) {
     location.reload();
   });
 }
-/* Commands to copy. */
+/* Copy commands to the clipboard. */
 async function copy(code, status) {
   try {
     await navigator.clipboard.writeText(code.textContent);
@@ -96,7 +96,7 @@ for (const button of document.querySelectorAll("[data-copy]")) {
   button.hidden = false;
   button.addEventListener("click", () => copy(document.getElementById(button.dataset.copy), button.nextElementSibling));
 }
-/* Tables to download, which the page holds compressed. */
+/* Decompress the tables for download. */
 async function inflate(link) {
   const bytes = Uint8Array.from(atob(link.href.split(",")[1]), letter => letter.charCodeAt(0));
   const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
