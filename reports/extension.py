@@ -1,4 +1,4 @@
-"""What longer blocks on the way do for a model: python reports/extension.py, some ten minutes of one core.
+"""Measure the effect of longer blocks during training: python reports/extension.py, some ten minutes of one core.
 
 Two branches of the embedded dense checkpoint, full attention, of as many steps and tokens: one in blocks of 512 to the
 end, one whose blocks are 1,024 tokens from the middle on, with RoPE's theta times four. Both read the held-out text in
@@ -33,13 +33,14 @@ EXTEND = {"at": 0.5, "block_size": LENGTH, "rope": {"rope_theta": 40000.0}}
 
 @torch.inference_mode()
 def halves(model: PreTrainedModel, blocks: TokenBlocks) -> list[DocumentNLL]:
-    """NLL by document of the tokens that are in the first and in the second half of their block."""
+    """Return the NLL by document of tokens in the first and in the second half of their block."""
+    # Split the blocks; the second part starts one token early, as context of its first prediction
     half = blocks.block_size // 2
-    parts = [
+    half_blocks = [
         TokenBlocks(blocks.tokens[:, :half], blocks.document[:, :half], blocks.documents),
         TokenBlocks(blocks.tokens[:, half - 1 :], blocks.document[:, half - 1 :], blocks.documents),
     ]
-    sums = [DocumentSums(part) for part in parts]
+    sums = [DocumentSums(part) for part in half_blocks]
 
     def add(start: int, losses: Tensor) -> None:
         sums[0].add(start, losses[:, : half - 1])
@@ -50,24 +51,28 @@ def halves(model: PreTrainedModel, blocks: TokenBlocks) -> list[DocumentNLL]:
 
 
 def main() -> None:
-    """Train both and print the table."""
+    """Train both branches and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=Path, default=Path("runs/extension"))
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rope", choices=("theta", "yarn"), default="theta")
     options = parser.parse_args()
+    # Train both branches and evaluate them in long blocks
     data = Recipe.read(EMBEDDED / "recipe.yaml").model_dump(mode="json")
     rope = {"rope_type": "yarn"} if options.rope == "yarn" else EXTEND["rope"]
-    found = {}
+    nll_by_half = {}
     for name, extend in (("as it is", None), ("extended", {**EXTEND, "rope": rope})):
         recipe = Recipe(**merged(data, {"branch": {"steps": options.steps, "extend": extend}}))
         trunk = BranchContext.prepare(recipe, EMBEDDED, options.runs)
         branch = trunk.train(Variant.full_attention())
         model, _ = load_on(branch.checkpoint, "cpu")
-        found[name] = halves(model.eval(), trunk.corpus.heldout.cut(LENGTH))
-        say(f"{name}: in blocks of 512 {branch.nll.mean:.4f}, in halves of 1,024 "
-            + " and ".join(f"{part.mean:.4f}" for part in found[name]))  # fmt: skip
-    for which, new, old in zip(("first", "second"), found["extended"], found["as it is"], strict=True):
+        nll_by_half[name] = halves(model.eval(), trunk.corpus.heldout.cut(LENGTH))
+        say(
+            f"{name}: in blocks of 512 {branch.nll.mean:.4f}, in halves of 1,024 "
+            + " and ".join(f"{part.mean:.4f}" for part in nll_by_half[name])
+        )
+    # Compare them by half
+    for which, new, old in zip(("first", "second"), nll_by_half["extended"], nll_by_half["as it is"], strict=True):
         change = paired_difference(new, old)
         say(f"{which} half: {change.percent:+.3f} % ± {change.standard_error:.3f}")
 

@@ -1,9 +1,9 @@
-"""How large the report's page is, and how fast its sliders follow: python reports/page_speed.py, a minute of one core.
+"""Measure the report page's size and the latency of its sliders: python reports/page_speed.py, a minute of one core.
 
-Tables are made up: every head's logits have a mean of their own, and a search has scored 250 layouts at random. A step
-is a value set and the input event, until the frame that shows it has been drawn; its time is the processor's, of the
-page's main thread as Chromium's trace has it, so that other work on the machine does not count. Steps of a drag come
-in every frame; before a jump the page has come to rest.
+Tables are synthetic: every head's logits have their own mean, and a search has scored 250 random layouts. A step sets a
+value and fires the input event, and lasts until the frame that shows it has been drawn; its time is the CPU time of the
+page's main thread in Chromium's trace, so that other load on the machine does not count. A drag makes a step in every
+frame; a jump starts when the page is idle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRACED = ["blink.user_timing", "disabled-by-default-devtools.timeline", "topleve
 
 
 def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> HeadScores:
-    """Logits of 20 thousand tokens for every head and domain."""
+    """Create head scores from logits of 20 thousand tokens per head and domain."""
     generator = np.random.default_rng(0)
     shape, bins = (num_domains, num_layers, num_kv_heads), np.arange(482)
     means = generator.uniform(50, 430, (*shape, 1))
@@ -53,31 +53,42 @@ def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> HeadScor
     histogram = LogitHistogram(np.linspace(-12, 12, 481), counts, domains)
     domain, layer, head = (axis.ravel() for axis in np.indices(shape))
     rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": histogram.density(0.5).ravel()}).assign(
-        domain=[domains[number] for number in domain], num_tokens=20_000, num_documents=20,
+        domain=[domains[number] for number in domain],
+        num_tokens=20_000,
+        num_documents=20,
         standard_error=generator.uniform(0, 0.01, domain.size).round(6),
-    )  # fmt: skip
+    )
     metadata = {"head_dim": 128, "dtype": "bfloat16"}
     return HeadScores("made-up", rows, window=128, histogram=histogram, metadata=metadata)
 
 
 def make_search(table: HeadScores, number: int) -> pd.DataFrame | None:
-    """Layouts with 2 of 7 heads global, none retrained."""
+    """Create the table of a search over layouts with 2 of 7 heads global, none retrained."""
     if not number:
         return None
     generator, nan = np.random.default_rng(1), np.nan
     masks = [generator.permutation(table.num_heads) < table.num_heads * 2 // 7 for _ in range(number)]
     letters = [np.where(mask.reshape(table.grid), "G", "L") for mask in masks]
     return pd.DataFrame({"name": [f"surrogate-0-{trial}" for trial in range(number)], "sampler": "surrogate"}).assign(
-        seed=0, trial=np.arange(number, dtype=float), hash=[f"{trial:08x}" for trial in range(number)],
-        num_global=table.num_heads * 2 // 7, coverage_percent=generator.uniform(20, 80, number).round(4), cost=nan,
-        zero_shot_delta_percent=generator.uniform(1, 5, number), zero_shot_standard_error=0.1, short_delta_percent=nan,
-        short_standard_error=nan, full_delta_percent=nan, full_standard_error=nan, zero_shot_tokens=400.0,
+        seed=0,
+        trial=np.arange(number, dtype=float),
+        hash=[f"{trial:08x}" for trial in range(number)],
+        num_global=table.num_heads * 2 // 7,
+        coverage_percent=generator.uniform(20, 80, number).round(4),
+        cost=nan,
+        zero_shot_delta_percent=generator.uniform(1, 5, number),
+        zero_shot_standard_error=0.1,
+        short_delta_percent=nan,
+        short_standard_error=nan,
+        full_delta_percent=nan,
+        full_standard_error=nan,
+        zero_shot_tokens=400.0,
         heads=[" ".join("".join(row) for row in grid) for grid in letters],
-    )  # fmt: skip
+    )
 
 
 def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: int, scored: int) -> Path:
-    """A page without the pictures beside it."""
+    """Write a report page without its picture files; return its path."""
     table = make_table(num_layers, num_kv_heads, num_domains)
     layouts = propose(table, table.num_heads * 2 // 7, num_random=1)
     with patch("spkv_nas.report.page.save_chart"):
@@ -85,14 +96,24 @@ def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: in
 
 
 def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: int) -> dict[str, float]:
-    """Median and 95th percentile in milliseconds; ``rest`` is what is waited before each."""
+    """Return the median and 95th percentile of slider steps in milliseconds.
+
+    Args:
+        browser: Playwright's browser, which traces the page.
+        page: the open report page.
+        slider: name of the slider.
+        values: values to set in turn.
+        rest: milliseconds to wait before each step.
+    """
+    # Trace the steps
     browser.start_tracing(page=page, categories=TRACED)
     page.evaluate(STEPS, [slider, values, rest])
     events = json.loads(browser.stop_tracing())["traceEvents"]
+    # Sum the main thread's task time between the marks of each step
     marks = {name: sorted(event["ts"] for event in events if event["name"] == name) for name in ("step", "drawn")}
     thread = next((event["pid"], event["tid"]) for event in events if event["name"] == "step")
-    whole = (event for event in events if event["name"] == "RunTask" and "dur" in event)
-    tasks = [event for event in whole if (event["pid"], event["tid"]) == thread]
+    complete_tasks = (event for event in events if event["name"] == "RunTask" and "dur" in event)
+    tasks = [event for event in complete_tasks if (event["pid"], event["tid"]) == thread]
     times = [
         sum(task.get("tdur", 0) for task in tasks if start < task["ts"] + task["dur"] < end) / 1000
         for start, end in zip(marks["step"], marks["drawn"], strict=True)
@@ -101,24 +122,26 @@ def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: in
 
 
 def main() -> None:
-    """A line for every page: its size and its data's in bytes, and the time of steps in milliseconds."""
+    """Print a JSON line per page: size of page and data in bytes, step times in milliseconds."""
     browser_file = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_file, args=["--no-sandbox"])
         for number, size in enumerate(SIZES):
+            # Write and open the page
             file = write_page(Path(folder) / str(number), *size)
             text = file.read_text(encoding="utf-8")
             data = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0]
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
             page.goto(file.as_uri())
-            found: dict[str, Any] = {"size": size, "page": len(text.encode()), "data": len(data.encode())}
+            measurements: dict[str, Any] = {"size": size, "page": len(text.encode()), "data": len(data.encode())}
+            # Drag and jump both sliders
             for slider in ("budget", "tau"):
-                most = int(page.get_attribute(f"#instrument-{slider}", "max") or 0)
-                drag = [1 + (3 * step) % most for step in range(60)]
-                jump = [1 + (259 * step) % most for step in range(30)]
-                found[f"{slider}, dragged"] = time_steps(browser, page, slider, drag, 0)
-                found[f"{slider}, jumping"] = time_steps(browser, page, slider, jump, 500)
-            print(json.dumps(found), flush=True)
+                maximum = int(page.get_attribute(f"#instrument-{slider}", "max") or 0)
+                drag = [1 + (3 * step) % maximum for step in range(60)]
+                jump = [1 + (259 * step) % maximum for step in range(30)]
+                measurements[f"{slider}, dragged"] = time_steps(browser, page, slider, drag, 0)
+                measurements[f"{slider}, jumping"] = time_steps(browser, page, slider, jump, 500)
+            print(json.dumps(measurements), flush=True)
             page.close()
         browser.close()
 

@@ -1,4 +1,4 @@
-"""What racing saves in a search, and what it costs: python reports/racing.py, half an hour of one core for three seeds.
+"""Measure what racing saves in a search, and costs: python reports/racing.py, half an hour of one core for three seeds.
 
 The search of ``spkv-nas search --budget 18 --control none`` on the committed probe, with nothing kept from earlier ones
 and nothing retrained. Of every score, those that end the short list's included, the processor seconds are given in
@@ -39,71 +39,81 @@ TOKENS = 65_536
 
 
 class TimedJudge(RecipeEvaluator):
-    """Counts the processor seconds of its scores, and retrains nothing."""
+    """Evaluator that counts the CPU seconds of its scores and retrains nothing."""
 
     seconds = 0.0
 
     def score(
         self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
-        """As a judge does."""
+        """Score as the base class does, and add the CPU time."""
         start = time.process_time()
-        found = super().score(layouts, rivals, finished)
+        scores = super().score(layouts, rivals, finished)
         self.seconds += time.process_time() - start
-        return found
+        return scores
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Nothing is lost by a layout."""
+        """Return zero changes."""
         return [PairedDifference(0.0, 0.0)] * len(layouts)
 
 
 def measure(trunk: BranchContext, options: SearchOptions) -> None:
-    """A search; prints a row."""
-    asked = ask(options)
+    """Run a search and print a row of the table."""
+    # Load the model and the text
+    question = ask(options)
     model = trunk.load_dense()
     blocks = trunk.corpus.heldout.take(TOKENS // trunk.corpus.heldout.block_size)
 
     def plain_pass() -> float:
+        """Return the CPU seconds of one pass over the text."""
         start = time.process_time()
         document_nll(model, blocks, batch_size=trunk.recipe.evaluation.batch_size)
         return time.process_time() - start
 
+    # Run the search, timing plain passes before and after it
     with tempfile.TemporaryDirectory() as folder:
         judge = TimedJudge(replace(trunk, runs=Path(folder)), max_tokens=TOKENS, racing=options.racing)
         judge.score([], [], [])  # full attention's score, once per search
         judge.seconds = 0.0
-        plain = [plain_pass()]
-        starts, others = asked.candidates.starts, asked.candidates.others
-        trials = Search(judge, asked.space, starts, others, asked.effort, Path(folder), name="racing").run()
-        plain += [plain_pass(), plain_pass()]
+        plain_seconds = [plain_pass()]
+        starts, others = question.candidates.starts, question.candidates.others
+        trials = Search(judge, question.space, starts, others, question.effort, Path(folder), name="racing").run()
+        plain_seconds += [plain_pass(), plain_pass()]
+    # Print the cost per score in plain passes
     scores = [trial.zero_shot for trial in trials if trial.sampler == SURROGATE]
     best = min(score.percent for score in scores if not score.stopped)
     say(
         f"{'raced' if options.racing else 'whole':5}  {options.seed:4}  {options.short:5}  "
-        f"{judge.seconds / len(scores) / statistics.median(plain):21.2f}  "
+        f"{judge.seconds / len(scores) / statistics.median(plain_seconds):21.2f}  "
         f"{sum(score.stopped for score in scores):7} of {len(scores)}  {best:+.3f}"
     )
 
 
 def main() -> None:
-    """Every seed, raced and not, with a short list and without."""
+    """Measure every seed with and without racing, and with and without retraining candidates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--short", type=int, nargs="+", default=[8, 0], help="layouts that would be retrained")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     recipe = Recipe.read(EMBEDDED / "search.yaml")
     with tempfile.TemporaryDirectory() as folder:
         trunk = BranchContext.prepare(recipe, EMBEDDED, Path(folder))
         say("        seed  short  cost in plain passes  stopped        best zero-shot dNLL %")
-        for seed, short, racing in product(range(asked.seeds), asked.short, (True, False)):
-            how: dict[str, Any] = {"seed": seed, "short": short, "full": 0, "trials": asked.trials, "racing": racing}
-            measure(trunk, SearchOptions(workspace=ROOT, probe=EMBEDDED.name, budget="18", control="none", **how))
+        for seed, short, racing in product(range(options.seeds), options.short, (True, False)):
+            settings: dict[str, Any] = {
+                "seed": seed,
+                "short": short,
+                "full": 0,
+                "trials": options.trials,
+                "racing": racing,
+            }
+            measure(trunk, SearchOptions(workspace=ROOT, probe=EMBEDDED.name, budget="18", control="none", **settings))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a search does beside scoring, at 80 layers x 8 KV heads: python reports/search_bookkeeping.py, some minutes.
+"""Time a search's work besides scoring, at 80 layers x 8 KV heads: python reports/search_bookkeeping.py, some minutes.
 
 Workers, a process each, search together for layouts that a formula scores, in no time or in ``--seconds`` of sleep.
 Whatever else they do is bookkeeping. The table gives seconds by the number of trials: those that pass until all are
@@ -40,9 +40,9 @@ BUDGET, WINDOW = 160, 128
 
 
 class Formula:
-    """Judges a layout by the sum of its heads' weights, a few of them large, and noise of its own.
+    """Evaluator that scores a layout by the sum of its heads' weights, a few of them large, plus noise per layout.
 
-    As a real judge it keeps its scores in a folder, and takes no time for those.
+    Like a real evaluator it caches scores in a folder; cached ones take no time.
     """
 
     shape, settings = SHAPE, {"name": "a formula"}
@@ -51,6 +51,7 @@ class Formula:
     judged_on = np.array([1])
 
     def __init__(self, folder: Path, seconds: float) -> None:
+        """Draw the weights; scores are cached in ``folder`` and take ``seconds``."""
         generator = np.random.default_rng(0)
         weights = 0.05 * generator.standard_normal((SHAPE.num_layers, SHAPE.num_kv_heads))
         self.weights = weights + (generator.random(weights.shape) < 0.05) * generator.random(weights.shape)
@@ -59,53 +60,55 @@ class Formula:
     def score(
         self, layouts: Sequence[Layout], rivals: Sequence[Layout | None], finished: Sequence[Layout]
     ) -> list[Score]:
-        """Nothing is stopped."""
+        """Score every layout to the end."""
         return [self._score(layout) for layout in layouts]
 
     def _score(self, layout: Layout) -> Score:
-        known = self._folder / layout.content_hash
-        if not known.exists():
-            Event().wait(self._seconds)  # not time.sleep, which is counted as waiting for others
-            known.touch()
+        """Return the score of a layout, after a delay unless it is cached."""
+        cache_file = self._folder / layout.content_hash
+        if not cache_file.exists():
+            Event().wait(self._seconds)  # not time.sleep, which counts as waiting for others
+            cache_file.touch()
         noise = 0.05 * np.random.default_rng(int(layout.content_hash, 16)).standard_normal()
         return Score(float(noise - self.weights[layout.global_mask].sum()), 0.1, 1)
 
     def steps(self, fidelity: Retraining) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
     def run_name(self, fidelity: Retraining, layout: Layout | None) -> str:
-        """Not asked for: nothing is retrained."""
+        """Raise: nothing is retrained."""
         raise AssertionError
 
     def retrain(self, fidelity: Retraining, layout: Layout | None) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def control(self, fidelity: Retraining) -> PairedDifference:
-        """Nothing was retrained."""
+        """Raise: nothing is retrained."""
         raise AssertionError
 
     def retrained(self, fidelity: Retraining, layouts: Sequence[Layout]) -> list[PairedDifference]:
-        """Nothing was."""
+        """Return no changes."""
         return []
 
 
 class Clock:
-    """Seconds of parts of the work; a part that is called within another counts for itself alone."""
+    """Measures seconds per part of the work; time of a nested part counts for that part only."""
 
     def __init__(self) -> None:
+        """Start timing with the part "else"."""
         self.spent: defaultdict[str, float] = defaultdict(float)
         self._parts, self._since = ["else"], time.perf_counter()
 
     def watch(self, part: str, owner: Any, name: str) -> None:
-        """Count the time of a function, ``owner.name``, as that of a part."""
+        """Count the time spent in the function ``owner.name`` as that of a part."""
         function: Callable[..., Any] = getattr(owner, name)
 
-        def wrapped(*args: Any, **more: Any) -> Any:
+        def wrapped(*args: Any, **keywords: Any) -> Any:
             self._stop()
             self._parts.append(part)
             try:
-                return function(*args, **more)
+                return function(*args, **keywords)
             finally:
                 self._stop()
                 self._parts.pop()
@@ -113,6 +116,7 @@ class Clock:
         setattr(owner, name, wrapped)
 
     def _stop(self) -> None:
+        """Add the elapsed time to the current part."""
         now = time.perf_counter()
         self.spent[self._parts[-1]] += now - self._since
         self._since = now
@@ -129,23 +133,28 @@ PARTS = {
 
 
 def work(folder: Path, effort: Effort, seconds: float, ready: Barrier) -> tuple[dict[str, float], float, float]:
-    """One worker's seconds of each part and of its processor, and when it began and ended."""
+    """Run one worker.
+
+    Returns:
+        Its seconds per part and of CPU time, and when it started and ended.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     space = Space(HeadScores.read(folder / "density.csv"), (BUDGET, BUDGET), WINDOW)
     start = space.optimum(space.table.density, BUDGET)
     ready.wait()
-    began, clock, processor = time.time(), Clock(), time.process_time()
+    start_time, clock, processor = time.time(), Clock(), time.process_time()
     for part, (owner, name) in PARTS.items():
         clock.watch(part, owner, name)
     Search(Formula(folder / "scores", seconds), space, {"start": start}, {}, effort, folder, name="x").run()
     clock.spent["processor"] = time.process_time() - processor
-    return clock.spent, began, time.time()
+    return clock.spent, start_time, time.time()
 
 
 def measure(samplers: str, workers: int, trials: int, seconds: float, generation: int) -> None:
-    """A search by so many workers; prints a row."""
+    """Run a search with several workers and print a row of the table."""
     effort = Effort(trials=trials, samplers=tuple(samplers.split(",")), short=0, full=0, generation=generation)
     processes = multiprocessing.get_context("spawn")
+    # Write a density table that hints at the weights, and run the workers
     with tempfile.TemporaryDirectory() as name, processes.Manager() as manager:
         folder, weights = Path(name), Formula(Path(name), seconds).weights
         (folder / "scores").mkdir()
@@ -154,28 +163,31 @@ def measure(samplers: str, workers: int, trials: int, seconds: float, generation
         (folder / "density.csv").write_text("\n".join(["layer,kv_head,density", *rows, ""]))
         with ProcessPoolExecutor(workers, processes) as pool:
             ready = manager.Barrier(workers)
-            done = [pool.submit(work, folder, effort, seconds, ready) for _ in range(workers)]
-            spent, began, ended = zip(*(one.result() for one in done), strict=True)
-    total = {part: sum(one.get(part, 0.0) for one in spent) for part in ("processor", *PARTS, "else")}
-    passed = max(ended) - min(began)
-    cells = [passed, *total.values()]
-    shown = " | ".join(f"{cell / trials / len(effort.samplers):.3f}" for cell in cells)
-    say(f"| {samplers} | {workers} | {generation} | {shown} | {100 * total['scoring'] / passed / workers:.0f} % |")
+            futures = [pool.submit(work, folder, effort, seconds, ready) for _ in range(workers)]
+            spent, starts, ends = zip(*(worker_result.result() for worker_result in futures), strict=True)
+    # Print seconds per trial
+    total = {
+        part: sum(worker_result.get(part, 0.0) for worker_result in spent) for part in ("processor", *PARTS, "else")
+    }
+    elapsed = max(ends) - min(starts)
+    cells = [elapsed, *total.values()]
+    row = " | ".join(f"{cell / trials / len(effort.samplers):.3f}" for cell in cells)
+    say(f"| {samplers} | {workers} | {generation} | {row} | {100 * total['scoring'] / elapsed / workers:.0f} % |")
 
 
 def main() -> None:
-    """Every sampler with every number of workers."""
+    """Measure every sampler with every number of workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samplers", nargs="+", default=list(SAMPLERS), help="several at once: a,b")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--trials", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=0.0, help="that a score takes")
     parser.add_argument("--generation", type=int, nargs="+", default=[GENERATION])
-    asked = parser.parse_args()
+    options = parser.parse_args()
     columns = ["sampler", "workers", "generation", "passed", "processor", *PARTS, "else", "busy scoring"]
     say(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for samplers, workers, generation in product(asked.samplers, asked.workers, asked.generation):
-        measure(samplers, workers, asked.trials, asked.seconds, generation)
+    for samplers, workers, generation in product(options.samplers, options.workers, options.generation):
+        measure(samplers, workers, options.trials, options.seconds, generation)
 
 
 if __name__ == "__main__":

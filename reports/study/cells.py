@@ -1,4 +1,4 @@
-"""Cells: pieces of work with a file each, which says that they are done. A killed run goes on with the next one."""
+"""Run cells: units of work that each produce one file, so that an interrupted run resumes with the next one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from spkv_nas.base.units import format_seconds
 
 @dataclass(frozen=True)
 class Cell:
-    """One piece of work.
+    """One unit of work.
 
     Attributes:
-        kind: cells of one kind take about as long.
-        title: for people.
-        file: is there once the cell is done; ``make`` writes it last, and at once.
-        chooser: whose layout it judges; None if it is nobody's.
+        kind: cells of one kind are assumed to take equally long.
+        title: description in progress messages.
+        file: the cell's result; ``make`` writes it last, and atomically.
+        make: does the work.
+        chooser: name of the chooser whose layout is evaluated, if any.
     """
 
     kind: str
@@ -30,24 +31,34 @@ class Cell:
 
 
 def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) -> int:
-    """Make what is not there, at most ``limit`` cells; how many are left. Says how long each took, and the time left.
+    """Run the unfinished cells and announce the time each took and the time remaining.
 
-    A cell that an earlier one makes unnecessary, because both have one file, is not made twice.
+    A cell that shares its file with an earlier one runs only once.
+
+    Args:
+        cells: all cells, in order.
+        reporter: receives progress messages.
+        limit: maximum number of cells to run.
+
+    Returns:
+        The number of cells left.
     """
-    left = list({cell.file: cell for cell in cells if not cell.file.exists()}.values())
-    reporter.reused(len(cells) - len(left), len(cells), "cells")
-    taken: dict[str, list[float]] = {}
-    for number, cell in enumerate(left[:limit], 1):
-        reporter.announce(f"[{number}/{len(left)}] {cell.title}")
+    pending = list({cell.file: cell for cell in cells if not cell.file.exists()}.values())
+    reporter.reused(len(cells) - len(pending), len(cells), "cells")
+    seconds_by_kind: dict[str, list[float]] = {}
+    for number, cell in enumerate(pending[:limit], 1):
+        reporter.announce(f"[{number}/{len(pending)}] {cell.title}")
+        # Run the cell and measure its time
         start, busy = time.perf_counter(), time.process_time()
         cell.make()
         seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        taken.setdefault(cell.kind, []).append(seconds)
-        known = [value for values in taken.values() for value in values]
-        rest = sum(_mean(taken.get(other.kind, known)) for other in left[number:])
-        own = f"{format_seconds(seconds)}, {format_seconds(busy)} of a core"
-        reporter.announce(f"[{number}/{len(left)}] took {own}; left: about {format_seconds(rest)}")
-    return len(left) - len(left[:limit])
+        seconds_by_kind.setdefault(cell.kind, []).append(seconds)
+        # Estimate the remaining time from cells of the same kind, or of any
+        all_seconds = [value for values in seconds_by_kind.values() for value in values]
+        remaining_seconds = sum(_mean(seconds_by_kind.get(other.kind, all_seconds)) for other in pending[number:])
+        duration = f"{format_seconds(seconds)}, {format_seconds(busy)} of a core"
+        reporter.announce(f"[{number}/{len(pending)}] took {duration}; left: about {format_seconds(remaining_seconds)}")
+    return len(pending) - len(pending[:limit])
 
 
 def _mean(values: Sequence[float]) -> float:

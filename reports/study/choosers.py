@@ -1,4 +1,4 @@
-"""Choosers: what turns signals, rules or a search into the layouts that the study judges."""
+"""Define the choosers: signals, rules and a search that choose the layouts to compare."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ RULES = {"A": strategies.interleaved_first, "B": strategies.interleaved_last}
 
 @dataclass(frozen=True)
 class Chooser:
-    """What chooses a layout for a budget.
+    """A method that chooses a layout for a budget.
 
     Attributes:
-        name: in tables and of files.
-        signal: whose table it reads; None: a rule, or a search.
-        tau: threshold of densities, as ``propose --tau`` takes it.
-        strategy: of ``propose``.
+        name: name in tables and files.
+        signal: signal whose table it reads; None for a rule or a search.
+        tau: density threshold, as for ``propose --tau``.
+        strategy: strategy of ``propose``.
         beside: a second signal; the heads of highest mean rank in both tables are chosen.
     """
 
@@ -46,7 +46,7 @@ class Chooser:
     beside: str | None = None
 
     def table(self, subject: Subject, heads: int) -> HeadScores | None:
-        """The signal at its threshold; None if it has not been measured."""
+        """Return the signal's table at its threshold; None if it has not been measured."""
         if self.signal is None:
             return None
         folder = signal_folder(subject, self.signal, heads)
@@ -55,26 +55,26 @@ class Chooser:
         return resolve_tau(HeadScores.read(folder), self.tau, heads)
 
     def file(self, subject: Subject, heads: int) -> Path:
-        """Of the chosen layout."""
+        """Return the file of the chosen layout."""
         return subject.folder / "layouts" / str(heads) / f"{self.name}.yaml"
 
 
 def choosers(subject: Subject) -> list[Chooser]:
-    """All of a reference."""
+    """Return all choosers of a reference."""
     plan = subject.plan
     has_long = plan.references[subject.name].unpriced_long is not None
     densities = [name for name in DENSITIES if name != LONG or has_long]
-    found = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
-    found += [Chooser(name, name) for name in (*ONCE, HEAD_GATES, REGRESSION)]
-    trained, frozen = (next(one for one in found if one.name == name) for name in plan.compared[:2])
+    by_signal = [Chooser(f"{name}-{tau}", name, tau) for name in densities for tau in plan.taus]
+    by_signal += [Chooser(name, name) for name in (*ONCE, HEAD_GATES, REGRESSION)]
+    trained, frozen = (next(chooser for chooser in by_signal if chooser.name == name) for name in plan.compared[:2])
     rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
-    both = replace(frozen, name=f"{frozen.name}+{OPENING}", beside=OPENING)
+    combined = replace(frozen, name=f"{frozen.name}+{OPENING}", beside=OPENING)
     sparsest = replace(trained, name=SPARSEST, strategy=SPARSEST)
-    return [*found, both, Chooser(plan.search.sampler), *rules, sparsest]
+    return [*by_signal, combined, Chooser(plan.search.sampler), *rules, sparsest]
 
 
 def chosen(subject: Subject, heads: int) -> Iterator[tuple[Chooser, Layout]]:
-    """The layouts for a budget whose signals have been measured; each is written to its file."""
+    """Yield the layouts for a budget whose signals have been measured, writing each to its file."""
     for chooser in choosers(subject):
         file = chooser.file(subject, heads)
         if not file.is_file():
@@ -86,6 +86,7 @@ def chosen(subject: Subject, heads: int) -> Iterator[tuple[Chooser, Layout]]:
 
 
 def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
+    """Choose the layout of a signal or rule; None if a signal is missing, or for a search."""
     window, grid = subject.plan.window, subject.grid
     if chooser.signal is not None:
         table = chooser.table(subject, heads)
@@ -93,43 +94,53 @@ def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
             return None
         if chooser.beside is None:
             return _by_signal(table, heads, window, chooser.strategy)
-        other = Chooser(chooser.beside, chooser.beside).table(subject, heads)
-        if other is None:
+        second_table = Chooser(chooser.beside, chooser.beside).table(subject, heads)
+        if second_table is None:
             return None
-        mask = strategies.densest(sum(rankdata(one.density, axis=None).reshape(grid) for one in (table, other)), heads)
+        mask = strategies.densest(
+            sum(rankdata(scores.density, axis=None).reshape(grid) for scores in (table, second_table)), heads
+        )
     elif chooser.name in RULES:
         mask = RULES[chooser.name](*grid, heads)
     elif chooser.name.startswith("random-"):
         mask = strategies.random_heads(*grid, heads, int(chooser.name.removeprefix("random-")))
     else:
-        return None  # a search writes its own
+        return None  # a search writes its own layout
     return Layout.from_mask(mask, window=window, strategy=chooser.name)
 
 
 def _by_signal(table: HeadScores, heads: int, window: int, strategy: str = DENSEST) -> Layout:
+    """Return the layout that a strategy proposes for a table."""
     return propose(table, heads, window=window, num_random=0)[strategy]
 
 
 def search(subject: Subject, heads: int) -> None:
-    """The best zero-shot score of a search on the first part of the text; writes its layout."""
+    """Search for the layout of best zero-shot score on the first part of the text, and write it."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    start, asked = time.process_time(), subject.plan.search
-    names = (asked.guide, *asked.signals)
+    start, settings = time.process_time(), subject.plan.search
+    # Set up the space, guided by signals, and the starting layouts
+    names = (settings.guide, *settings.signals)
     guide, *others = (HeadScores.read(signal_folder(subject, name, None)) for name in names)
     space = Space(guide, (heads, heads), subject.plan.window, signals=tuple(others))
     starts = {table.name: _by_signal(table, heads, space.window) for table in (guide, *others)}
     distinct = {layout.content_hash: (name, layout) for name, layout in reversed(starts.items())}
     folder = subject.folder / "search" / str(heads)
     folder.mkdir(parents=True, exist_ok=True)
-    work = Search(
-        RecipeEvaluator(subject.searching, max_tokens=asked.tokens, racing=False), space,
-        dict(reversed(distinct.values())), {},
-        Effort(trials=asked.trials, samplers=(asked.sampler,), short=0, full=0), folder,
-        name=f"{subject.name}-{heads}", reporter=subject.reporter,
-    )  # fmt: skip
-    tried = [trial for trial in work.run() if trial.sampler == asked.sampler]
-    best = min(tried, key=lambda trial: trial.zero_shot.percent)
-    cost = asked.trials * asked.tokens + sum(int(table.metadata[COST]) for table in (guide, *others))
+    # Run the search
+    layout_search = Search(
+        RecipeEvaluator(subject.searching, max_tokens=settings.tokens, racing=False),
+        space,
+        dict(reversed(distinct.values())),
+        {},
+        Effort(trials=settings.trials, samplers=(settings.sampler,), short=0, full=0),
+        folder,
+        name=f"{subject.name}-{heads}",
+        reporter=subject.reporter,
+    )
+    trials = [trial for trial in layout_search.run() if trial.sampler == settings.sampler]
+    # Write the best layout with the cost of finding it
+    best = min(trials, key=lambda trial: trial.zero_shot.percent)
+    cost = settings.trials * settings.tokens + sum(int(table.metadata[COST]) for table in (guide, *others))
     origin: dict[str, Any] = {COST: cost, SECONDS: round(time.process_time() - start, 1), "trial": best.number}
-    file = Chooser(asked.sampler).file(subject, heads)
-    Layout(best.layout.heads, best.layout.window, asked.sampler, origin).write(file)
+    file = Chooser(settings.sampler).file(subject, heads)
+    Layout(best.layout.heads, best.layout.window, settings.sampler, origin).write(file)

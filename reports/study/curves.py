@@ -1,4 +1,4 @@
-"""What the signals that learn on a frozen model need, and where their choice holds: one setting per cell, as JSON."""
+"""Measure how signals that learn on a frozen model depend on their settings: one setting per cell, as JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from spkv_nas.proposal.propose import propose, resolve_tau
 
 @dataclass(frozen=True)
 class Setting:
-    """How a signal learns on the frozen model."""
+    """Training setting of a signal on the frozen model."""
 
     signal: str
     steps: int
@@ -38,38 +38,43 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its file."""
+        """Return the name of its file."""
         length = f"steps-{self.steps}x{self.step_tokens}-block-{self.block_size}"
         return f"{self.signal}-{length}-window-{self.window}-seed-{self.seed}"
 
 
 def curve_file(subject: Subject, setting: Setting) -> Path:
-    """Of a setting's result."""
+    """Return the file of a setting's result."""
     return subject.folder / "curves" / f"{setting.name}.json"
 
 
 def settings(subject: Subject) -> list[Setting]:
-    """All settings: steps and tokens at the plan's length and window, then these one at a time; the base setting of
-    every signal and seed first."""
-    asked = subject.plan.curves
-    found = []
-    for seed, signal in product(asked.seeds, asked.signals):
-        plain = _base(subject, signal, seed)
-        found += [plain]
-        found += [replace(plain, steps=steps, step_tokens=few) for few in asked.step_tokens for steps in asked.steps]
-        found += [replace(plain, block_size=size) for size in asked.block_sizes]
-        found += [replace(plain, window=window) for window in asked.windows]
-    return list(dict.fromkeys(found))
+    """Return all settings, starting with the base setting of each signal and seed.
+
+    These are all combinations of steps and tokens, then other block sizes and windows one at a time.
+    """
+    curves = subject.plan.curves
+    all_settings = []
+    for seed, signal in product(curves.seeds, curves.signals):
+        base = _base(subject, signal, seed)
+        all_settings += [base]
+        all_settings += [
+            replace(base, steps=steps, step_tokens=tokens) for tokens in curves.step_tokens for steps in curves.steps
+        ]
+        all_settings += [replace(base, block_size=size) for size in curves.block_sizes]
+        all_settings += [replace(base, window=window) for window in curves.windows]
+    return list(dict.fromkeys(all_settings))
 
 
 def curve_cells(subject: Subject) -> Iterator[Cell]:
-    """A cell per setting."""
+    """Yield a cell per setting."""
     for setting in settings(subject):
         title = f"{subject.name}: {setting.name}"
         yield Cell("curve", title, curve_file(subject, setting), partial(_measure, subject, setting))
 
 
 def _base(subject: Subject, signal: str, seed: int) -> Setting:
+    """Return the base setting of a signal and seed."""
     plan = subject.plan
     steps, tokens = plan.frozen.steps, plan.frozen.step_tokens
     if signal == HEAD_GATES:
@@ -78,27 +83,33 @@ def _base(subject: Subject, signal: str, seed: int) -> Setting:
 
 
 def _learn(subject: Subject, setting: Setting, heads: int) -> HeadScores:
+    """Learn the signal with a setting; return its table."""
     chosen = subject.parts[0].cut(setting.block_size)
-    how: dict[str, Any] = {"steps": setting.steps, "step_tokens": setting.step_tokens, "seed": setting.seed}
+    training: dict[str, Any] = {"steps": setting.steps, "step_tokens": setting.step_tokens, "seed": setting.seed}
     if setting.signal == HEAD_GATES:
         with subject.reporter.bar(setting.name) as progress:
             return head_gates.head_gates(
-                subject.model(), chosen, setting.window, budget=heads, progress=progress, **how
-            )  # fmt: skip
+                subject.model(), chosen, setting.window, budget=heads, progress=progress, **training
+            )
     train = subject.trunk.corpus.train.cut(setting.block_size)
     table, _ = learn_and_probe(
-        subject, heads, train=train, chosen=chosen, window=setting.window, name=setting.name, **how
-    )  # fmt: skip
+        subject, heads, train=train, chosen=chosen, window=setting.window, name=setting.name, **training
+    )
     return resolve_tau(table, subject.plan.curves.tau, heads)
 
 
 def _measure(subject: Subject, setting: Setting) -> None:
-    """Learn, choose, and judge at the setting's length and window: its own choice, the base setting's, and a rule's."""
+    """Learn a signal, choose its layout, and evaluate it at the setting's block size and window.
+
+    For comparison, the layout of the base setting and that of rule B are evaluated as well.
+    """
     heads = subject.heads(subject.plan.curves.budget)
+    # Learn and choose
     table = _learn(subject, setting, heads)
     layout = propose(table, heads, window=setting.window, num_random=0)["densest"]
     layout.write(_layout_file(subject, setting))
     base = _layout_file(subject, _base(subject, setting.signal, setting.seed))
+    # Evaluate without training, against full attention
     layouts = {
         "own": layout,
         "base": Layout(Layout.read(base).heads, setting.window),
@@ -106,16 +117,17 @@ def _measure(subject: Subject, setting: Setting) -> None:
     }
     size = None if setting.block_size == subject.recipe.data.block_size else setting.block_size
     full = score(subject, None, size)
-    change = {name: paired_difference(score(subject, one, size), full) for name, one in layouts.items()}
-    shared = int(np.logical_and(layouts["own"].global_mask, layouts["base"].global_mask).sum())
+    change = {name: paired_difference(score(subject, candidate, size), full) for name, candidate in layouts.items()}
+    num_shared = int(np.logical_and(layouts["own"].global_mask, layouts["base"].global_mask).sum())
+    # Write the result
     result = {
         **asdict(setting),
         "heads": heads,
         "mean_density": table.mean,
-        "shared_with_base": shared,
+        "shared_with_base": num_shared,
         "full_nll": full.mean,
-        **{f"{name}_delta_nll_percent": one.percent for name, one in change.items()},
-        **{f"{name}_standard_error": one.standard_error for name, one in change.items()},
+        **{f"{name}_delta_nll_percent": candidate.percent for name, candidate in change.items()},
+        **{f"{name}_standard_error": candidate.standard_error for name, candidate in change.items()},
     }
     write_json(curve_file(subject, setting), result)
 

@@ -1,4 +1,4 @@
-"""Why keys have a price, as a figure: where the heads that matter rank in tables without a price and with one."""
+"""Draw why keys have a price: ranks of the most useful heads in tables learned without and with a sparsity penalty."""
 
 from __future__ import annotations
 
@@ -16,53 +16,57 @@ from spkv_nas.report.axes import name_axis
 from spkv_nas.report.chart import Axis, Chart, Line, Points, Rule, numbers
 
 _ROWS = {UNPRICED: "no price", PRICED: "priced, trained", FROZEN: "priced, frozen"}
-_JOINED = 5  # of the heads that save most
-_LARGEST, _SMALLEST = 13.0, 2.5  # radius of a dot, whose area goes with the gain
-_NOTHING = 1e-12  # nats per token
+_JOINED = 5  # number of heads whose ranks are joined by lines
+_LARGEST, _SMALLEST = 13.0, 2.5  # radius of a dot; its area is proportional to the gain
+_NOTHING = 1e-12  # nats per token; avoids division by zero
 
 Float = NDArray[np.float64]
 
 
 def figure_name(reference: str) -> str:
-    """Of a reference's figure, and its files without their suffix."""
+    """Return the name of a reference's figure, which is also the stem of its files."""
     return f"why-a-price-{reference}"
 
 
 def price_figure(subject: Subject) -> Chart | None:
-    """The figure of a reference at the plan's first budget; None unless it has all the tables.
+    """Draw the figure of a reference at the plan's first budget; None unless all tables exist.
 
-    Every table is taken at the threshold that keeps the budget's share of the keys.
+    Each table is taken at the threshold that keeps the budget's share of the keys.
     """
     heads = subject.heads(subject.plan.budgets[0])
     gains = Chooser(OPENING, OPENING).table(subject, heads)
     tables = {title: Chooser(name, name, MATCH_BUDGET).table(subject, heads) for name, title in _ROWS.items()}
-    known = {title: table.values for title, table in tables.items() if table is not None}
-    if gains is None or len(known) < len(tables):
+    values_by_title = {title: table.values for title, table in tables.items() if table is not None}
+    if gains is None or len(values_by_title) < len(tables):
         return None
-    return rank_chart(subject.name, gains.values, known, heads)
+    return rank_chart(subject.name, gains.values, values_by_title, heads)
 
 
 def rank_chart(reference: str, gains: Float, tables: Mapping[str, Float], heads: int) -> Chart:
-    """The ranks that the ``heads`` heads of the largest gains have in each table.
+    """Draw the ranks that the ``heads`` heads of highest gain have in each table.
 
     Args:
+        reference: name of the reference.
         gains: [L, Hkv], nats per token.
-        tables: [L, Hkv] by title; the highest value has rank 1, equal ones share the mean of theirs.
+        tables: [L, Hkv] by title; the highest value has rank 1, ties share their mean rank.
+        heads: number of heads to draw.
     """
-    needed = np.argsort(-gains.ravel(), kind="stable")[:heads]
-    ranks = [pd.Series(-values.ravel()).rank().to_numpy()[needed] for values in tables.values()]
+    # Rank the heads of highest gain in each table
+    best_heads = np.argsort(-gains.ravel(), kind="stable")[:heads]
+    ranks = [pd.Series(-values.ravel()).rank().to_numpy()[best_heads] for values in tables.values()]
     rows = numbers(range(len(tables)))
-    paths = [numbers(rank[place] for rank in ranks) for place in range(heads)]
-    saved = gains.ravel()[needed].clip(0)
-    sizes = (_LARGEST * np.sqrt(saved / max(saved[0], _NOTHING))).clip(_SMALLEST)
-    taken = [f"{title}\n{int((rank <= heads).sum())} of {heads}" for title, rank in zip(tables, ranks, strict=True)]
+    paths = [numbers(rank[index] for rank in ranks) for index in range(heads)]
+    # Scale the dots, and label each table with the number of heads it chooses
+    best_gains = gains.ravel()[best_heads].clip(0)
+    sizes = (_LARGEST * np.sqrt(best_gains / max(best_gains[0], _NOTHING))).clip(_SMALLEST)
+    labels = [f"{title}\n{int((rank <= heads).sum())} of {heads}" for title, rank in zip(tables, ranks, strict=True)]
     ticks = tuple((float(rank), str(rank)) for rank in (1, *range(10, gains.size, 10)))
     return Chart(
         figure_name(reference),
         "Why keys have a price",
         f"Ranks of the {heads} heads that save most when opened alone.",
         Axis("Rank among all KV heads", 0, gains.size + 1, ticks),
-        name_axis("", taken, down=True),
+        name_axis("", labels, down=True),
         (
             Rule(heads + 0.5, f"budget {heads}"),
             *(Line(path, rows, width=1.4, opacity=0.4) for path in paths[:_JOINED]),

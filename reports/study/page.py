@@ -1,4 +1,4 @@
-"""The study's tables on disk: CSV files, and README.md below a marker. What is written above the marker stays."""
+"""Write the study's tables: CSV files, and README.md below a marker; the text above the marker is kept."""
 
 from __future__ import annotations
 
@@ -35,30 +35,33 @@ _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
 
 
 def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
-    """Write every table that has rows as CSV to ``folder``, the figures, and all of them to its README.md."""
-    there = [subject for subject in subjects if subject.note.is_file()]
-    results = [one for subject in there for one in judged(subject)]
+    """Write every non-empty table as CSV, the figures, and README.md with all of them to ``folder``."""
+    prepared = [subject for subject in subjects if subject.note.is_file()]
+    # Build the tables and figures from finished results
+    results = [result for subject in prepared for result in judged(subject)]
     deltas = delta_table(results)
     tables = {
         "delta-nll": deltas,
         "ranks": rank_table(deltas),
         "differences": difference_table(results),
         "correlations": correlation_table(results),
-        "costs": cost_table(there),
-        "curves": curve_table(there),
+        "costs": cost_table(prepared),
+        "curves": curve_table(prepared),
     }
-    figures = [figure for figure in map(price_figure, there) if figure is not None]
-    seen = [_READING, *(f"![{figure.heading}]({figure.name}.png)" for figure in figures)] if figures else []
+    figures = [figure for figure in map(price_figure, prepared) if figure is not None]
+    # Compose the page, keeping the text above the marker
+    figure_links = [_READING, *(f"![{figure.heading}]({figure.name}.png)" for figure in figures)] if figures else []
     page = "\n\n".join(
         [
-            _references(there),
-            *seen,
+            _references(prepared),
+            *figure_links,
             *_text(tables, subjects[0].plan.retrain.branch),
             _unfinished(missing(subjects, results)),
         ]
     )
     file = folder / "README.md"
     above = read_text(file, "page").partition(MARKER)[0] if file.is_file() else "# The study\n\n"
+    # Write everything
     pictures = [f"{figure_name(subject.name)}.{suffix}" for subject in subjects for suffix in ("png", "svg")]
     with replacing(folder, stale=[*(f"{name}.csv" for name in tables), *pictures]) as new:
         for figure in figures:
@@ -70,25 +73,28 @@ def write_tables(subjects: Sequence[Subject], folder: Path) -> None:
 
 
 def _references(subjects: Sequence[Subject]) -> str:
+    """Write the section of the references."""
     rows = []
-    for one in subjects:
-        note = one.check()
+    for subject in subjects:
+        note = subject.check()
         grid, numbers = "{} x {}".format(*note["grid"]), (f"{note[key]:,}" for key in _NOTED)
-        rows.append([one.name, grid, *numbers])
+        rows.append([subject.name, grid, *numbers])
     return f"## References\n\n{markdown(['reference', 'layers x KV heads', *_NOTED.values()], rows)}"
 
 
 def _text(tables: dict[str, pd.DataFrame], branch: Mapping[str, Any]) -> list[str]:
-    """Write the sections of the tables; ``branch`` is how layouts were retrained."""
+    """Write the sections of the tables; ``branch`` is the training configuration of retrained layouts."""
     counted = {ZERO_SHOT: "ΔNLL counts from the dense model as it is. ", RETRAINED: _counted_from_control(branch)}
     text = []
     shown = with_mean_of_random(tables["delta-nll"])
+    # ΔNLL by fidelity and budget, and mean ranks
     for fidelity, title in _TITLES.items():
-        own = shown[shown["fidelity"] == fidelity]
-        for budget, part in own.groupby("budget", sort=False):
+        of_fidelity = shown[shown["fidelity"] == fidelity]
+        for budget, part in of_fidelity.groupby("budget", sort=False):
             head = f"## ΔNLL %, {title}, {budget} of the heads"
             text += [head, counted[fidelity] + _DELTA, _grid(part, "chooser", ["reference"], _change)]
     text += ["## Mean rank", _ranks(tables["ranks"])]
+    # Differences and correlations
     differences = tables["differences"]
     for (fidelity, name), part in differences.groupby(["fidelity", "chooser"], sort=False):
         head = f"## {name} minus its rivals, {_TITLES[str(fidelity)]}, % of NLL"
@@ -97,6 +103,7 @@ def _text(tables: dict[str, pd.DataFrame], branch: Mapping[str, Any]) -> list[st
         head = f"## Spearman of coverage with ΔNLL, {_TITLES[str(fidelity)]}"
         about = counted[str(fidelity)] + _CORRELATION
         text += [head, about, _grid(part, "coverage_by", ["reference", "budget"], _rho)]
+    # Costs and curves
     text += ["## Cost of the signals", _COST, _grid(tables["costs"], "signal", ["reference"], _cost)]
     if len(tables["curves"]):
         text += ["## Learning on a frozen model: steps, tokens, lengths, windows", _CURVES, _curves(tables["curves"])]
@@ -104,7 +111,7 @@ def _text(tables: dict[str, pd.DataFrame], branch: Mapping[str, Any]) -> list[st
 
 
 def _counted_from_control(branch: Mapping[str, Any]) -> str:
-    """Say what retrained layouts count from, by the plan's ``branch``."""
+    """State what the ΔNLL of retrained layouts is relative to, by the plan's ``branch``."""
     config = BranchConfig.model_validate(branch)
     warmup = f"{config.warmup_steps} steps of" if config.warmup_steps else "no"
     return (
@@ -142,15 +149,15 @@ _CURVES = (
 
 
 def _grid(rows: pd.DataFrame, index: str, across: list[str], cell: Callable[[pd.Series], str]) -> str:
-    """A table with a line per value of ``index`` and a column per value of ``across``; best lines first, if ordered."""
+    """Format a table with a line per value of ``index`` and a column per value of ``across``, in ``_ordered`` order."""
     heads = list(dict.fromkeys(tuple(row) for row in rows[across].to_numpy()))
-    by = {(row[index], *(row[key] for key in across)): cell(row) for _, row in rows.iterrows()}
-    lines = [[name, *(by.get((name, *head), "") for head in heads)] for name in dict.fromkeys(_ordered(rows, index))]
+    cells = {(row[index], *(row[key] for key in across)): cell(row) for _, row in rows.iterrows()}
+    lines = [[name, *(cells.get((name, *head), "") for head in heads)] for name in dict.fromkeys(_ordered(rows, index))]
     return markdown([index.replace("_", " "), *(", ".join(head) for head in heads)], lines)
 
 
 def _ordered(rows: pd.DataFrame, index: str) -> list[str]:
-    """The values of ``index``: by their mean change of NLL, where rows have one, or as they come."""
+    """Return the values of ``index``, sorted by their mean ΔNLL if rows have one."""
     names: list[str] = rows[index].tolist()
     if "delta_nll_percent" in rows:
         names = rows.groupby(index)["delta_nll_percent"].mean().sort_values().index.tolist()
@@ -158,24 +165,29 @@ def _ordered(rows: pd.DataFrame, index: str) -> list[str]:
 
 
 def _change(row: pd.Series) -> str:
-    other = f" ({row['heads']} heads)" if row["heads"] != row["asked"] else ""
-    return f"{row['delta_nll_percent']:+.3f} ± {row['standard_error']:.3f}{other}"
+    """Format a ΔNLL, with the number of heads if it differs from the budget."""
+    head_count = f" ({row['heads']} heads)" if row["heads"] != row["asked"] else ""
+    return f"{row['delta_nll_percent']:+.3f} ± {row['standard_error']:.3f}{head_count}"
 
 
 def _difference(row: pd.Series) -> str:
+    """Format a difference with its verdict."""
     verdict = "worse" if row["worse_by_two_errors"] == "yes" else row["better_by_two_errors"]
     return f"{row['difference_percent']:+.3f} ± {row['standard_error']:.3f} {verdict}"
 
 
 def _rho(row: pd.Series) -> str:
+    """Format a correlation with its interval."""
     return f"{row['rho']:+.2f} ({row['low']:+.2f} to {row['high']:+.2f})"
 
 
 def _cost(row: pd.Series) -> str:
+    """Format a cost."""
     return f"{row[COST] / 1e6:.2f} ({row[SECONDS]:.0f} s)"
 
 
 def _ranks(rows: pd.DataFrame) -> str:
+    """Format the table of mean ranks."""
     lines = [
         [row["fidelity"], row["chooser"], f"{row['mean_rank']:.1f}", f"{row['relative_rank']:.2f}", row["groups"]]
         for _, row in rows.iterrows()
@@ -185,6 +197,7 @@ def _ranks(rows: pd.DataFrame) -> str:
 
 
 def _curves(rows: pd.DataFrame) -> str:
+    """Format the table of curves."""
     names = ["steps", "step_tokens", "block_size", "window", "seed", "heads", "shared_with_base"]
     lines = [
         [row["signal"], *(int(row[name]) for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
@@ -194,15 +207,17 @@ def _curves(rows: pd.DataFrame) -> str:
 
 
 def _of(row: pd.Series, which: str) -> str:
+    """Format the ΔNLL of one of a setting's layouts."""
     return f"{row[f'{which}_delta_nll_percent']:+.3f} ± {row[f'{which}_standard_error']:.3f}"
 
 
 def _unfinished(lines: Sequence[str]) -> str:
+    """Write the section of unfinished work."""
     return "## Not finished\n\n" + ("\n".join(f"- {line}" for line in lines) or "Nothing: all of the plan is done.")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table; "nothing yet" without rows."""
+    """Format a Markdown table; "Nothing yet." without rows."""
     if not rows:
         return "Nothing yet."
     lines = [list(map(str, line)) for line in (head, ["---"] * len(head), *rows)]

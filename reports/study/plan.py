@@ -1,4 +1,4 @@
-"""The plan of the study, ``study.yaml``, parsed strictly: what is measured, on how much text, in how many steps."""
+"""Parse the plan of the study, ``study.yaml``, strictly: what is measured, on how much text, in how many steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spkv_nas.training.recipe import Recipe
 
 
 class Long(Section):
-    """A reference with gates that was trained before, without a price."""
+    """A reference with gates that was already trained, without a sparsity penalty."""
 
     checkpoint: str
     tokens: int = Field(ge=1, description="that its branch was trained on")
 
 
 class Reference(Section):
-    """A dense model, and what is known of it beside; ``recipe`` goes over what ``file`` says."""
+    """A dense model of the study; ``recipe`` overrides the recipe in ``file``."""
 
     file: str | None = Field(None, description="a recipe, from the plan's folder")
     recipe: dict[str, Any] = Field(default_factory=dict)
@@ -30,7 +30,7 @@ class Reference(Section):
 
 
 class Frozen(Section):
-    """How long gates learn on a frozen model."""
+    """Training length of gates on a frozen model."""
 
     steps: int = Field(ge=1)
     step_tokens: int = Field(ge=1)
@@ -39,7 +39,7 @@ class Frozen(Section):
 class Search(Section):
     """A search for the best zero-shot score.
 
-    ``guide`` and ``signals`` are signals that do not depend on the budget; the guide's own layouts are tried first.
+    ``guide`` and ``signals`` are signals that do not depend on the budget; the layouts of the guide are tried first.
     """
 
     sampler: str
@@ -50,7 +50,7 @@ class Search(Section):
 
 
 class Retrain(Section):
-    """What is retrained, and how."""
+    """What to retrain: references, budget, training settings and seeds."""
 
     references: list[str]
     budget: str
@@ -59,7 +59,7 @@ class Retrain(Section):
 
 
 class Curves(Section):
-    """Settings of signals that learn on a frozen model; base values are those of the plan, or the library's."""
+    """Settings to vary for signals that learn on a frozen model; base values come from the plan, or the library."""
 
     reference: str
     signals: list[str]
@@ -97,6 +97,7 @@ class Plan(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
+        """Check that names refer to existing entries, and that text sizes fit."""
         for name in (*self.retrain.references, self.curves.reference):
             if name not in self.references:
                 raise ValueError(f"there is no reference '{name}'")
@@ -111,23 +112,26 @@ class Plan(Section):
 
     @classmethod
     def read(cls, path: Path) -> Plan:
-        """Read and check a plan. Raises ``UserError``."""
+        """Read and check a plan. Raises ``UserError`` if it is invalid."""
         return validate(cls, read_yaml(path, "plan"), f"plan {path}")
 
     def recipe(self, name: str, base: Path) -> tuple[Recipe, Path]:
-        """The recipe of a reference, with the plan's branch and gates without a price, and where its paths start.
+        """Return the recipe of a reference, and the folder that its relative paths start from.
+
+        The recipe has the plan's branch settings, and gates without a sparsity penalty.
 
         Args:
-            base: the plan's folder, from which relative paths start.
+            name: name of the reference.
+            base: the plan's folder.
 
         Raises:
-            UserError: there is no such reference, or its recipe is wrong.
+            UserError: the reference does not exist, or its recipe is invalid.
         """
         if name not in self.references:
             raise UserError(f"there is no reference '{name}'; the plan has {', '.join(self.references)}")
         reference = self.references[name]
-        said = {} if reference.file is None else read_yaml(base / reference.file, "recipe")
-        start = base if reference.file is None else (base / reference.file).parent
-        data = merged(merged(said, self.common), reference.recipe)
+        file_recipe = {} if reference.file is None else read_yaml(base / reference.file, "recipe")
+        path_root = base if reference.file is None else (base / reference.file).parent
+        data = merged(merged(file_recipe, self.common), reference.recipe)
         data = {**data, "branch": self.branch, "gates": {"window": self.window, **self.unpriced}}
-        return Recipe.parse(data, start, f"reference '{name}' of the plan"), start
+        return Recipe.parse(data, path_root, f"reference '{name}' of the plan"), path_root

@@ -1,4 +1,4 @@
-"""A reference of the study: its dense model, its text in two parts, and where its results lie."""
+"""Represent a reference of the study: its dense model, its text in two parts, and the folder of its results."""
 
 from __future__ import annotations
 
@@ -24,16 +24,42 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import BranchConfig, GatesConfig, Recipe
 
-_TRAINS = ("model", "tokenizer", "data", "dense", "branch", "gates", "seed", "precision")  # sections of a recipe
-_DECIDES = {  # beside the recipe: with another of these, results would not be one table
-    "window", "chosen_on", "scored_on", "branch", "priced", "unpriced", "frozen", "duo_steps", "regression_layouts",
-    "random", "search",
-}  # fmt: skip
+_TRAINS = (
+    "model",
+    "tokenizer",
+    "data",
+    "dense",
+    "branch",
+    "gates",
+    "seed",
+    "precision",
+)  # recipe sections that results depend on
+_DECIDES = {  # plan sections that results depend on
+    "window",
+    "chosen_on",
+    "scored_on",
+    "branch",
+    "priced",
+    "unpriced",
+    "frozen",
+    "duo_steps",
+    "regression_layouts",
+    "random",
+    "search",
+}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A reference by its name in the plan; ``runs`` has all results of the study, ``base`` is the plan's folder."""
+    """A reference of the study.
+
+    Attributes:
+        name: name in the plan.
+        plan: plan of the study.
+        base: folder of the plan.
+        runs: folder of all results of the study.
+        reporter: receives progress and status messages.
+    """
 
     name: str
     plan: Plan
@@ -43,27 +69,27 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """Of the results."""
+        """Return the folder of its results."""
         return self.runs / self.name
 
     @property
     def note(self) -> Path:
-        """The file that says what was prepared."""
+        """Return the file that records what was prepared."""
         return self.folder / "reference.json"
 
     @cached_property
     def recipe(self) -> Recipe:
-        """Of the dense model."""
+        """Return the recipe of the dense model."""
         return self.plan.recipe(self.name, self.base)[0]
 
     @property
     def identity(self) -> str:
-        """Changes with whatever in the plan decides this reference's results."""
+        """Return a hash of everything in the plan that this reference's results depend on."""
         parts = [self.recipe.content_hash(*_TRAINS), self.plan.model_dump(mode="json", include=_DECIDES)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def check(self) -> dict[str, Any]:
-        """The note. Raises ``UserError``: the reference is not prepared, or was by another plan."""
+        """Read the note. Raises ``UserError`` if the reference is not prepared, or was prepared by another plan."""
         if not self.note.is_file():
             raise UserError(f"reference '{self.name}' is not prepared in {self.runs}: run prepare first")
         note = read_json(self.note, "note of a reference")
@@ -74,7 +100,7 @@ class Subject:
         return note
 
     def prepare(self) -> None:
-        """Tokenise the text, train the dense model, and note both."""
+        """Tokenise the text, train the dense model, and record both in the note."""
         chosen, judged = self.parts
         write_json(
             self.note,
@@ -92,37 +118,48 @@ class Subject:
 
     @cached_property
     def grid(self) -> tuple[int, int]:
-        """Layers and KV heads, of a prepared reference."""
+        """Return the numbers of layers and KV heads; the reference must be prepared."""
         layers, heads = self.check()["grid"]
         return layers, heads
 
     def heads(self, budget: str) -> int:
-        """Global heads of a budget of the plan."""
+        """Return the number of global heads of a budget in the plan."""
         return parse_budget(budget, self.grid[0] * self.grid[1])
 
     @cached_property
     def trunk(self) -> BranchContext:
-        """Dense checkpoint and text; all references share a folder, so that a text is tokenised once."""
+        """Return dense checkpoint and text; the folder is shared by all references, so texts are tokenised once."""
         recipe, start = self.plan.recipe(self.name, self.base)
         return BranchContext.prepare(recipe, start, self.runs / "models", reporter=self.reporter)
 
     @cached_property
     def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
-        """Held-out text to choose on, and to judge on; no document is in both."""
+        """Return the held-out text for selection and the one for evaluation; they share no document."""
         return parted(self.trunk.corpus.heldout, self.plan.chosen_on)
 
     @property
     def searching(self) -> BranchContext:
-        """The trunk of a search, which chooses on the first held-out blocks: some of the first part, spread."""
+        """Return the trunk of a search, which selects on the first held-out blocks.
+
+        These blocks are spread over the first part of the held-out text.
+        """
         first, second = self.parts
         spread = first.spread(self.plan.search.tokens // first.block_size)
-        return self._on(TokenBlocks(
-            np.concatenate([spread.tokens, second.tokens]), np.concatenate([spread.document, second.document]),
-            first.documents,
-        ))  # fmt: skip
+        return self._on(
+            TokenBlocks(
+                np.concatenate([spread.tokens, second.tokens]),
+                np.concatenate([spread.document, second.document]),
+                first.documents,
+            )
+        )
 
     def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> BranchContext:
-        """The trunk of branches that are judged on the second part of the text, with sections of their own."""
+        """Return a trunk whose branches are evaluated on the second part of the held-out text.
+
+        Args:
+            branch: replaces the recipe's branch section.
+            gates: replaces the recipe's gates section; the window defaults to the plan's.
+        """
         sections: dict[str, Any] = {}
         if branch is not None:
             sections["branch"] = BranchConfig.model_validate(branch)
@@ -132,11 +169,11 @@ class Subject:
         return replace(trunk, recipe=trunk.recipe.model_copy(update=sections))
 
     def _on(self, heldout: TokenBlocks) -> BranchContext:
-        """The trunk, with other held-out text."""
+        """Return the trunk with other held-out text."""
         return replace(self.trunk, corpus=replace(self.trunk.corpus, heldout=heldout))
 
     def model(self, checkpoint: str | Path | None = None) -> PreTrainedModel:
-        """A new copy of the dense model, or of another checkpoint, in the recipe's precision."""
+        """Load the dense model, or another checkpoint, in the recipe's precision."""
         if checkpoint is None:
             return self.trunk.load_dense()
         dtype = "float32" if self.trunk.recipe.precision == "float32" else None
@@ -144,10 +181,10 @@ class Subject:
 
 
 def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:
-    """Part a text by document: the documents of its first ``num_tokens`` tokens, and all others, each in whole blocks.
+    """Split a text by document: documents of its first ``num_tokens`` tokens, and all others, each in whole blocks.
 
     Raises:
-        UserError: one of the two does not fill a block.
+        UserError: one of the parts does not fill a block.
     """
     owner = text.document.reshape(-1)
     is_first = np.isin(owner, owner[: max(num_tokens, 1)])

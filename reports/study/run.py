@@ -1,4 +1,4 @@
-"""The study: which signal chooses the best layouts. One command per kind of work, each goes on where it was:
+"""Compare signals by the layouts they choose. One command per kind of work, each resumes where it stopped.
 
   prepare    text and dense models
   signals    density tables, priced and not, and all rivals; then the searches
@@ -37,18 +37,18 @@ from spkv_nas.cli.screen import working
 from spkv_nas.stages.common import quiet_transformers
 
 HERE = Path(__file__).resolve().parent
-Cells = Callable[[Subject, list[str]], Iterator[Cell]]  # of a reference and budgets
+Cells = Callable[[Subject, list[str]], Iterator[Cell]]  # from a reference and budgets
 
 
 def prepare_cells(subject: Subject, _: list[str]) -> Iterator[Cell]:
-    """The text and the dense model."""
+    """Yield the cell that prepares text and dense model."""
     if subject.note.is_file():
         subject.check()
     yield Cell("prepare", f"{subject.name}: text and dense model", subject.note, subject.prepare)
 
 
 def signal_cells(subject: Subject, budgets: list[str]) -> Iterator[Cell]:
-    """All signals, then a search for each budget."""
+    """Yield the cells of all signals, then of a search per budget."""
     heads = [subject.heads(budget) for budget in budgets]
     for signal in signals(subject, heads):
         folder = signal.folder(subject)
@@ -56,13 +56,13 @@ def signal_cells(subject: Subject, budgets: list[str]) -> Iterator[Cell]:
             signal.name, f"{subject.name}: {folder.name}", folder / "density.csv", partial(signal.write, subject)
         )
     sampler = subject.plan.search.sampler
-    for number in heads:
-        file = Chooser(sampler).file(subject, number)
-        yield Cell("search", f"{subject.name}: {sampler}-{number}", file, partial(search, subject, number))
+    for num_heads in heads:
+        file = Chooser(sampler).file(subject, num_heads)
+        yield Cell("search", f"{subject.name}: {sampler}-{num_heads}", file, partial(search, subject, num_heads))
 
 
 def zero_shot_cells(subject: Subject, budgets: list[str]) -> Iterator[Cell]:
-    """All layouts that are chosen by now."""
+    """Yield the cells that score all layouts chosen so far."""
     for budget in budgets:
         yield from score_cells(subject, budget)
 
@@ -71,13 +71,13 @@ COMMANDS: dict[str, Cells] = {
     "prepare": prepare_cells,
     "signals": signal_cells,
     "zero-shot": zero_shot_cells,
-    "retrain": lambda subject, _: retrain_cells(subject) if _is_asked("retrain", subject) else iter(()),
-    "curves": lambda subject, _: curve_cells(subject) if _is_asked("curves", subject) else iter(()),
+    "retrain": lambda subject, _: retrain_cells(subject) if _is_planned("retrain", subject) else iter(()),
+    "curves": lambda subject, _: curve_cells(subject) if _is_planned("curves", subject) else iter(()),
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=[*COMMANDS, "tables"], metavar="COMMAND")
     parser.add_argument("--plan", type=Path, default=HERE / "study.yaml", help="default: study.yaml beside this file")
@@ -89,58 +89,62 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=int, help="stop after so many cells")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the tables")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        _run(asked)
+        _run(options)
     except UserError as error:
         fail(str(error))
         return 2
     return 0
 
 
-def _run(asked: argparse.Namespace) -> None:
-    plan = Plan.read(asked.plan)
-    for given, known in ((asked.only, list(plan.references)), (asked.budget, plan.budgets)):
-        for one in given or ():
-            if one not in known:
-                raise UserError(f"the plan has no '{one}'; it has {', '.join(known)}")
-    with working(f"study, {asked.command}") as reporter, ExitStack() as locks:
+def _run(options: argparse.Namespace) -> None:
+    """Check the options and run the command."""
+    plan = Plan.read(options.plan)
+    # Check names
+    for selected, available in ((options.only, list(plan.references)), (options.budget, plan.budgets)):
+        for name in selected or ():
+            if name not in available:
+                raise UserError(f"the plan has no '{name}'; it has {', '.join(available)}")
+    with working(f"study, {options.command}") as reporter, ExitStack() as locks:
         quiet_transformers(reporter)
-        names = asked.only or list(plan.references)
-        subjects = [Subject(name, plan, asked.plan.parent, asked.runs, reporter) for name in names]
-        if asked.command == "tables":
-            write_tables(subjects, asked.out)
-            say(f"{asked.out / 'README.md'}")
+        # Select the references; ``tables`` only reads them
+        names = options.only or list(plan.references)
+        subjects = [Subject(name, plan, options.plan.parent, options.runs, reporter) for name in names]
+        if options.command == "tables":
+            write_tables(subjects, options.out)
+            say(f"{options.out / 'README.md'}")
             return
-        if asked.command != "prepare":
-            subjects = _prepared(subjects, reporter, is_named=asked.only is not None)
+        if options.command != "prepare":
+            subjects = _prepared(subjects, reporter, is_named=options.only is not None)
+        # Lock the references and run their cells
         for subject in subjects:
             locks.enter_context(locked(subject.folder, "works on the same reference", reporter.announce))
-        make = COMMANDS[asked.command]
-        cells = [cell for subject in subjects for cell in make(subject, asked.budget or plan.budgets)]
-        if asked.chooser:
+        make_cells = COMMANDS[options.command]
+        cells = [cell for subject in subjects for cell in make_cells(subject, options.budget or plan.budgets)]
+        if options.chooser:
             names = dict.fromkeys(cell.chooser for cell in cells if cell.chooser is not None)
-            for one in asked.chooser:
-                if one not in names:
-                    raise UserError(f"there is no layout by '{one}' yet; there is {', '.join(names) or 'none'}")
-            cells = [cell for cell in cells if cell.chooser in (None, *asked.chooser)]
-        say(f"{work(cells, reporter, asked.limit)} cells left")
+            for name in options.chooser:
+                if name not in names:
+                    raise UserError(f"there is no layout by '{name}' yet; there is {', '.join(names) or 'none'}")
+            cells = [cell for cell in cells if cell.chooser in (None, *options.chooser)]
+        say(f"{work(cells, reporter, options.limit)} cells left")
 
 
 def _prepared(subjects: list[Subject], reporter: Reporter, *, is_named: bool) -> list[Subject]:
-    """Those that can be worked on. Raises ``UserError``: one that was asked for by name is not prepared."""
-    found = []
+    """Return the prepared references. Raises ``UserError`` if one was named explicitly but is not prepared."""
+    prepared = []
     for subject in subjects:
         if is_named or subject.note.is_file():
             subject.check()
-            found.append(subject)
+            prepared.append(subject)
         else:
             reporter.caution(f"reference '{subject.name}' is not prepared: left out")
-    return found
+    return prepared
 
 
-def _is_asked(command: str, subject: Subject) -> bool:
-    """Whether the plan has this work for a reference."""
+def _is_planned(command: str, subject: Subject) -> bool:
+    """Return true if the plan has this work for a reference."""
     plan = subject.plan
     return subject.name in (plan.retrain.references if command == "retrain" else [plan.curves.reference])
 

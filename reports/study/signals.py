@@ -1,8 +1,8 @@
-"""Signals of a reference, each a density table in a folder of its own that also says what it cost.
+"""Measure the signals of a reference, each a density table in its own folder that also records its cost.
 
-Cost is counted in tokens that pass forward through the model. A training step counts three times its tokens (forward,
-and twice as much back), one that learns on a frozen model twice (no gradients of weights), and whatever scores layouts
-or attends says its own passes, where layers that are shared count once.
+Cost is counted in forward-pass tokens. A training step counts three times its tokens (forward, and twice for backward),
+a step on a frozen model twice (no weight gradients); scoring layouts and attending report their own passes, where
+shared layers count once.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from spkv_nas.training.variants import Variant
 
 PRICED, FROZEN, UNPRICED, LONG = DENSITIES = ("priced-trained", "priced-frozen", "unpriced", "unpriced-long")
 OPENING, CLOSING, REGRESSION = SCORING
-ONCE = (OPENING, CLOSING, DUO, "retrieval", "attention-mass")  # that do not depend on the budget
-COST, SECONDS = "forward_tokens", "cpu_seconds"  # of a table's metadata
-_TRAINED, _FROZEN_STEP = 3, 2  # forward passes that a step is worth
-_MOST_DENSE = 0.99  # target density
+ONCE = (OPENING, CLOSING, DUO, "retrieval", "attention-mass")  # independent of the budget
+COST, SECONDS = "forward_tokens", "cpu_seconds"  # metadata keys of a table
+_TRAINED, _FROZEN_STEP = 3, 2  # cost of a step in forward passes
+_MOST_DENSE = 0.99  # maximum target density
 
-Measured = tuple[HeadScores, float]  # and its cost
+Measured = tuple[HeadScores, float]  # table, cost
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal to measure; ``heads`` is the budget that it depends on, None for any."""
+    """A signal to measure; ``heads`` is the budget it depends on, None if it depends on none."""
 
     name: str
     heads: int | None
     measure: Callable[[Subject], Measured]
 
     def folder(self, subject: Subject) -> Path:
-        """Of its table."""
+        """Return the folder of its table."""
         return signal_folder(subject, self.name, self.heads)
 
     def write(self, subject: Subject) -> None:
-        """Measure it, and write its table."""
+        """Measure the signal and write its table with the cost."""
         start = time.process_time()
         table, cost = self.measure(subject)
         facts = {COST: round(cost), SECONDS: round(time.process_time() - start, 1)}
@@ -58,27 +58,29 @@ class Signal:
 
 
 def signal_folder(subject: Subject, name: str, heads: int | None) -> Path:
-    """Of a signal's table; of one that does not depend on the budget whatever ``heads``."""
+    """Return the folder of a signal's table; ``heads`` is ignored for signals independent of the budget."""
     once = heads is None or name in (*ONCE, UNPRICED, LONG)
     return subject.folder / "signals" / (name if once else f"{name}-{heads}")
 
 
 def signals(subject: Subject, budgets: list[int]) -> list[Signal]:
-    """All signals of a reference: cheap ones first, then those of the first budget, and so on."""
-    found = [Signal(name, None, partial(_other, name=name)) for name in ONCE]
+    """Return all signals of a reference: cheap ones first, then those of each budget."""
+    all_signals = [Signal(name, None, partial(_other, name=name)) for name in ONCE]
     for number, heads in enumerate(budgets):
-        found.append(Signal(FROZEN, heads, partial(_frozen, heads=heads)))
-        found.append(Signal(PRICED, heads, partial(_trained, heads=heads)))
+        all_signals.append(Signal(FROZEN, heads, partial(_frozen, heads=heads)))
+        all_signals.append(Signal(PRICED, heads, partial(_trained, heads=heads)))
         if number == 0:
-            found.append(Signal(UNPRICED, None, _trained))
+            all_signals.append(Signal(UNPRICED, None, _trained))
             if subject.plan.references[subject.name].unpriced_long is not None:
-                found.append(Signal(LONG, None, _long))
-        found += [Signal(name, heads, partial(_other, name=name, heads=heads)) for name in (HEAD_GATES, REGRESSION)]
-    return found
+                all_signals.append(Signal(LONG, None, _long))
+        all_signals += [
+            Signal(name, heads, partial(_other, name=name, heads=heads)) for name in (HEAD_GATES, REGRESSION)
+        ]
+    return all_signals
 
 
 def share(subject: Subject, heads: int) -> float:
-    """Of the heads; the target density of gates that are priced for them."""
+    """Return the share of global heads, which is the target density of gates trained for that budget."""
     return min(heads / math.prod(subject.grid), _MOST_DENSE)
 
 
@@ -94,7 +96,23 @@ def learn_and_probe(
     seed: int,
     name: str = FROZEN,
 ) -> Measured:
-    """The frozen lane: gates learn on ``train`` at the price of ``heads``, and are probed on ``chosen``."""
+    """Learn gates on the frozen model at the price of ``heads`` global heads, and probe them.
+
+    Args:
+        subject: the reference.
+        heads: budget in global heads.
+        train: text to learn on.
+        chosen: text to probe on.
+        window: local attention window in tokens.
+        steps: number of training steps.
+        step_tokens: tokens per step.
+        seed: random seed.
+        name: name of the table.
+
+    Returns:
+        The table and its cost in forward-pass tokens.
+    """
+    # Learn gates; interrupted training resumes from its state
     model = subject.model()
     config = GateConfig(window=window, target_density=share(subject, heads))
     state = subject.folder / "state" / f"{name}-{heads}"
@@ -102,34 +120,38 @@ def learn_and_probe(
         learned = learn_gates(
             model, train, config, steps=steps, step_tokens=step_tokens, seed=seed, state=state, progress=progress
         )
+    # Probe them
     table = probe(model, chosen, name=name, metadata={"model": subject.name, **learned.as_mapping()})
     shutil.rmtree(state)
     return table, _FROZEN_STEP * learned.tokens + chosen.tokens.size
 
 
 def _frozen(subject: Subject, heads: int) -> Measured:
+    """Measure priced gates on the frozen model."""
     plan, train = subject.plan, subject.trunk.corpus.train
-    how = plan.frozen.model_dump()
-    return learn_and_probe(subject, heads, train=train, chosen=subject.parts[0], window=plan.window, seed=0, **how)
+    training = plan.frozen.model_dump()
+    return learn_and_probe(subject, heads, train=train, chosen=subject.parts[0], window=plan.window, seed=0, **training)
 
 
 def _trained(subject: Subject, heads: int | None = None) -> Measured:
-    """A branch with gates, at the price of ``heads`` or without one."""
+    """Measure gates trained with the model, at the price of ``heads``, or without a price if None."""
     plan = subject.plan
     gates = plan.unpriced if heads is None else {**plan.priced, "target_density": share(subject, heads)}
     trunk = subject.trunk_of(gates=gates)
     branch = trunk.train(Variant.sp_kv())
-    seen = branch.steps * trunk.recipe.branch.batch_size * trunk.recipe.data.block_size
-    return _probed(subject, branch.checkpoint, UNPRICED if heads is None else PRICED, _TRAINED * seen)
+    num_tokens = branch.steps * trunk.recipe.branch.batch_size * trunk.recipe.data.block_size
+    return _probed(subject, branch.checkpoint, UNPRICED if heads is None else PRICED, _TRAINED * num_tokens)
 
 
 def _long(subject: Subject) -> Measured:
+    """Measure gates that were already trained for long without a price."""
     long = subject.plan.references[subject.name].unpriced_long
     assert long is not None
     return _probed(subject, long.checkpoint, LONG, _TRAINED * long.tokens)
 
 
 def _probed(subject: Subject, checkpoint: str | Path, name: str, cost: int) -> Measured:
+    """Probe a checkpoint, and add the cost of the probe to that of its training."""
     chosen = subject.parts[0]
     with subject.reporter.bar(f"{name}, probing") as progress:
         table = probe(subject.model(checkpoint), chosen, name=name, metadata={"model": subject.name}, progress=progress)
@@ -137,19 +159,26 @@ def _probed(subject: Subject, checkpoint: str | Path, name: str, cost: int) -> M
 
 
 def _other(subject: Subject, name: str, heads: int | None = None) -> Measured:
+    """Measure one of the library's signals."""
     plan, blocks = subject.plan, subject.parts[0]
     if name in SCORING:
         blocks = blocks.spread(max(1, plan.scored_on // blocks.block_size))
-    own: dict[str, Any] = {}
+    signal_options: dict[str, Any] = {}
     if name == REGRESSION:
-        own = {"budget": heads, "num_layouts": plan.regression_layouts}
+        signal_options = {"budget": heads, "num_layouts": plan.regression_layouts}
     elif name == HEAD_GATES:
-        own = {"budget": heads, "steps": plan.head_gates_steps}
+        signal_options = {"budget": heads, "steps": plan.head_gates_steps}
     elif name == DUO:
-        own = {"steps": plan.duo_steps}
+        signal_options = {"steps": plan.duo_steps}
     with subject.reporter.bar(name) as progress:
         table = measure_signal(
-            name, subject.model(), blocks, window=plan.window, name=name, metadata={"model": subject.name},
-            progress=progress, **own,
-        )  # fmt: skip
+            name,
+            subject.model(),
+            blocks,
+            window=plan.window,
+            name=name,
+            metadata={"model": subject.name},
+            progress=progress,
+            **signal_options,
+        )
     return table, table.metadata["passes"] * table.metadata["tokens"]
