@@ -183,13 +183,13 @@ def _documents(counter: GateCounter, domains: tuple[str, ...], present: list[int
     counts = counter.counts
     domain = np.empty(len(counts.document_tokens), dtype=np.int64)
     domain[counter.group_of] = counter.domain_of
-    seen = counts.document_tokens > 0
+    has_text = counts.document_tokens > 0
     return DocumentCounts(
-        kept=counts.document_kept.cpu().numpy()[seen],
-        tokens=counts.document_tokens[seen],
-        domain=np.searchsorted(present, domain[seen]),
+        kept=counts.document_kept.cpu().numpy()[has_text],
+        tokens=counts.document_tokens[has_text],
+        domain=np.searchsorted(present, domain[has_text]),
         domains=tuple(domains[i] for i in present),
-        bins=counts.document_bins.cpu().numpy()[seen],
+        bins=counts.document_bins.cpu().numpy()[has_text],
         edges=counter.bins.coarse_edges,
     )
 

@@ -6,8 +6,9 @@ the gates of all heads sum to the budget at every step:
     out_h = g_h global_h + (1 - g_h) local_h,   0 <= g_h <= 1,   sum g_h = budget
     loss  = KL(predictions of the unchanged model || predictions with gates), per token
 
-With gates of 0 and 1 this is the forward pass of a layout. The loss estimates the increase in NLL. It has less noise
-than the NLL itself over a few hundred thousand tokens, and selects heads at least as well (reports/LOG.md).
+With gates of 0 and 1 this is the forward pass of a layout. The loss is the increase in NLL on text distributed as the
+model predicts. It has less noise than the NLL over a few hundred thousand tokens, which selects no better heads
+(reports/LOG.md).
 DuoAttention's alpha (``duo``) uses the same mixture but preserves the last hidden states at a fixed cost per head; here
 heads compete for a budget.
 
@@ -76,9 +77,11 @@ class HeadGate:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Compute the attention output [B, Hq, T, D] of q [B, Hq, T, D], k and v [B, Hkv, T, D]."""
         q, k, v = (x.contiguous() for x in (q, k, v))  # one copy for both
-        everywhere, local = (attention(q, k, v, window=seen, scale=scale) for seen in (GLOBAL_WINDOW, self.window))
+        global_output, local_output = (
+            attention(q, k, v, window=visible, scale=scale) for visible in (GLOBAL_WINDOW, self.window)
+        )
         gate = self.gate.to(q.device, q.dtype).repeat_interleave(q.shape[1] // k.shape[1])[:, None, None]
-        return gate * everywhere + (1.0 - gate) * local
+        return gate * global_output + (1.0 - gate) * local_output
 
 
 def head_gates(

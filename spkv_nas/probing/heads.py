@@ -31,9 +31,9 @@ _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 16  # attention weights per chunk: about th
 def check_window(blocks: TokenBlocks, window: int, sinks: int = 0) -> None:
     """Raise ``UserError`` unless blocks are longer than the window plus the first ``sinks`` keys."""
     if blocks.block_size <= window + sinks:
-        beside = f" and {sinks} sinks" if sinks else ""
+        sinks_text = f" and {sinks} sinks" if sinks else ""
         raise UserError(
-            f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys{beside}\n"
+            f"blocks of {blocks.block_size} tokens have nothing outside a window of {window} keys{sinks_text}\n"
             "give a smaller --window, or a larger --block-size"
         )
 
@@ -127,10 +127,10 @@ def domain_means(blocks: TokenBlocks, sums: NDArray[np.float64], counts: NDArray
     domain_of = np.array([document.domain for document in blocks.documents])
     means = []
     for domain in blocks.domains:
-        seen = (domain_of == domain) & (counts > 0)
-        if seen.any():
-            mean, error = jackknife_ratio(sums[..., seen], counts[seen])
-            means.append(HeadMeans(mean, domain, int(counts[seen].sum()), int(seen.sum()), error))
+        selected = (domain_of == domain) & (counts > 0)
+        if selected.any():
+            mean, error = jackknife_ratio(sums[..., selected], counts[selected])
+            means.append(HeadMeans(mean, domain, int(counts[selected].sum()), int(selected.sum()), error))
     return means
 
 

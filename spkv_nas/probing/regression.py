@@ -9,8 +9,8 @@ penalty chosen by leave-one-out cross-validation. Cached scores for the same mod
 those of a search, are used too.
 
 All layouts have the same number of global heads, so only differences between heads are identified: the least useful
-head gets gain 0. Standard errors combine the sampling error over documents and the error of the fit, which are treated
-as independent.
+head gets gain 0. Standard errors combine the sampling error over documents with the error of the fit; errors of
+different domains are treated as independent.
 """
 
 from __future__ import annotations

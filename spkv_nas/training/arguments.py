@@ -32,8 +32,9 @@ def training_arguments(
         seed: seed of the data order; defaults to the recipe's.
 
     Raises:
-        UserError: there is no such device, or a batch cannot be divided evenly among ranks, in its longest blocks.
+        UserError: there is no such device, or a batch cannot be divided evenly among ranks.
     """
+    # Micro-batch size: a divisor of this rank's share of the batch
     sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
     on_gpu = device.startswith("cuda")

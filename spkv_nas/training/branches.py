@@ -126,7 +126,7 @@ class BranchContext:
         return checkpoint_hash(self.dense)
 
     def load_dense(self) -> PreTrainedModel:
-        """Load the dense checkpoint on the device for evaluation, in float32 if the recipe trains in it."""
+        """Load the dense checkpoint for evaluation, in float32 if the recipe trains in it, else in its stored dtype."""
         dtype = "float32" if self.recipe.precision == "float32" else None
         model, _ = load_on(self.dense, choose_device(self.device), dtype)
         return model

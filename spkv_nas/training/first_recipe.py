@@ -109,7 +109,7 @@ class Draft:
 
     @property
     def heldout(self) -> float:
-        """Return the share of held-out documents, in whole percent."""
+        """Return the share of documents to hold out, rounded up to a whole percentage."""
         return min(0.2, max(0.05, math.ceil(100 * _HELDOUT_TOKENS / self.text.tokens) / 100))
 
     @property

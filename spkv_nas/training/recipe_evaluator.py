@@ -107,7 +107,7 @@ class RecipeEvaluator:
 
     @property
     def judged_on(self) -> NDArray[np.int64]:
-        """Return the tokens of each held-out document used for full retrainings, int64 [documents].
+        """Return the number of tokens of each held-out document used for full retrainings, int64 [documents].
 
         These documents are not used for selection.
         """

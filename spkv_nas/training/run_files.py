@@ -302,11 +302,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
             optimizer.state[parameter] = {"step": step, **{k: v.to(parameter.device) for k, v in state.items()}}
 
 
-def _moments(saved: Mapping[str, Tensor], parameter: Tensor, what: str) -> dict[str, Tensor]:
-    """Return torch's AdamW state for a parameter, zero where it was not saved; ``what`` begins error messages."""
+def _moments(saved: Mapping[str, Tensor], parameter: Tensor, message_prefix: str) -> dict[str, Tensor]:
+    """Return torch's AdamW state for a parameter, zero where it was not saved; ``message_prefix`` begins errors."""
     step, *moments = (saved.get(key) for key in ("step", "exp_avg", "exp_avg_sq"))
     if any(value is not None and value.shape != parameter.shape for value in moments):
-        raise UserError(f"{what} has another shape")
+        raise UserError(f"{message_prefix} has another shape")
     return {
         "step": torch.zeros((), device=parameter.device) if step is None else step.to(parameter.device),
         **{

@@ -209,8 +209,8 @@ class Planner:
 
     def heldout_pass(self, name: str, variant: Variant, times: int = 1, tokens: int | None = None) -> PlannedRun:
         """Plan ``times`` forward passes over the held-out text, or over ``tokens`` of it, without training."""
-        seen = times * (self.text.heldout(self.recipe.data) if tokens is None else tokens)
-        return PlannedRun(name, 0, seen, self._forward_seconds(variant, seen))
+        num_tokens = times * (self.text.heldout(self.recipe.data) if tokens is None else tokens)
+        return PlannedRun(name, 0, num_tokens, self._forward_seconds(variant, num_tokens))
 
     def cost(self, variant: Variant) -> StepCost:
         """Return the cost of a training step, measured once per kind of variant: all hybrids cost about the same."""
@@ -257,8 +257,8 @@ class Planner:
         # Size of the trial batch that fits
         recipe, device = self.recipe, self.device
         block_size, gated = recipe.data.block_size, variant.kind is Kind.SP_KV
-        how = how_trained(recipe, recipe.branch, self.size, bfloat16=self._arguments[-1].bf16, gated=gated)
-        guess = estimate(self.size, block_size, how, device=device)
+        settings = how_trained(recipe, recipe.branch, self.size, bfloat16=self._arguments[-1].bf16, gated=gated)
+        guess = estimate(self.size, block_size, settings, device=device)
         max_blocks = (ROOM * self.available - guess.fixed_bytes) / guess.block_bytes
         num_blocks = min(
             self._arguments[-1].per_device_train_batch_size, int(max_blocks), int(MOST_SECONDS / guess.pass_seconds)
@@ -270,7 +270,7 @@ class Planner:
         model = dense_model(recipe, self.dense_path, variant) if self._has_dense else new_model(recipe, self.tokenizer)
         dress(model, recipe, variant, recipe.seed)
         try:
-            return measure(model, (num_blocks, block_size), how, device=device)
+            return measure(model, (num_blocks, block_size), settings, device=device)
         except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed
             return guess
 
@@ -279,8 +279,8 @@ class Planner:
         # Text
         recipe, text = self.recipe, self.text
         training, heldout = text.training(recipe.data), text.heldout(recipe.data)
-        some = "about" if text.is_whole else "at least"
-        yield f"text: {some} {training:,} tokens to train on, {heldout:,} held out; {text.documents:,} documents"
+        about = "about" if text.is_whole else "at least"
+        yield f"text: {about} {training:,} tokens to train on, {heldout:,} held out; {text.documents:,} documents"
         batch = recipe.branch.batch_size * recipe.data.block_size
         if text.is_whole and training < batch:
             yield f"that is less than one batch of {batch:,} tokens: give more text, or a smaller batch or block"
@@ -288,8 +288,8 @@ class Planner:
             yield f"every run of {recipe.branch.steps} steps reads that text {epochs:.1f} times"
         # Time
         cost = next(iter(self._costs.values()))
-        how = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
-        yield f"time: {how} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
+        method = "timed" if cost.is_measured else "estimated by FLOPs, at half the speed of a matrix product,"
+        yield f"time: {method} on {device_name(self.device)}, {cost.seconds(recipe.branch.batch_size):.2g} s a step"
         if (extend := recipe.branch.extend) is not None:
             yield f"attention takes longer than that in blocks of {extend.block_size:,} tokens (branch.extend)"
         # Memory

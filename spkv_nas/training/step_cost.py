@@ -75,7 +75,7 @@ def how_trained(
     recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, *, bfloat16: bool, gated: bool = False
 ) -> Training:
     """Return the settings that determine the cost of a dense or branch phase; ``gated`` for an SP-KV branch."""
-    how = Training(
+    training = Training(
         phase.steps,
         phase.batch_size,
         recipe.micro_batch_size,
@@ -87,11 +87,11 @@ def how_trained(
         frozen_item=_frozen_item(recipe, bfloat16=bfloat16),
     )
     if isinstance(phase, BranchConfig) and gated and recipe.gates.training == "frozen-model":
-        return replace(how, learns=Learns.GATES)
+        return replace(training, learns=Learns.GATES)
     if isinstance(phase, BranchConfig) and recipe.lora is not None:
         adapters = num_adapter_parameters(size, recipe.lora.rank, recipe.lora.targets)
-        return replace(how, learns=Learns.ADAPTERS, adapters=adapters)
-    return how
+        return replace(training, learns=Learns.ADAPTERS, adapters=adapters)
+    return training
 
 
 def _frozen_item(recipe: Recipe, *, bfloat16: bool) -> int:
@@ -201,10 +201,10 @@ class _Kept:
             call()
 
 
-def _median(call: Callable[[], object], device: str, known: float) -> float:
-    """Return the median time of a call, or ``known``, its duration before, if the call is slow."""
-    if known > _PATIENCE:
-        return known
+def _median(call: Callable[[], object], device: str, duration: float) -> float:
+    """Return the median time of a call, or ``duration``, that of an earlier call, if the call is slow."""
+    if duration > _PATIENCE:
+        return duration
     times: list[float] = []
     while len(times) < _ROUNDS and sum(times) < _PATIENCE:
         times.append(_seconds(call, device))

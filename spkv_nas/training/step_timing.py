@@ -177,6 +177,8 @@ def _timings(seconds: Mapping[str, float], num_tokens: int, bars: Mapping[str, f
     """Compare each candidate with its baseline; ``num_tokens`` is the number of tokens per call."""
     baselines = {"probe": "dense forward", "dense forward": "dense forward"}
     return [
-        StepTiming(case, taken, num_tokens / taken, seconds[baselines.get(case, "dense")] / taken, bars.get(case))
-        for case, taken in seconds.items()
+        StepTiming(
+            case, duration, num_tokens / duration, seconds[baselines.get(case, "dense")] / duration, bars.get(case)
+        )
+        for case, duration in seconds.items()
     ]

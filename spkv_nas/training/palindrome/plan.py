@@ -15,7 +15,7 @@ from spkv_nas.training.step_cost import measure
 
 def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, device: str | None = None) -> Plan:
     """Plan the training of all variants; ``runs`` is the folder of their checkpoints, which may not exist yet."""
-    shape, how = (
+    shape, training = (
         (settings.batch_size, Palindromes(0).length),
         Training(settings.steps, settings.batch_size, bfloat16=False),
     )
@@ -28,7 +28,7 @@ def plan_palindrome(settings: PalindromeSettings, name: str, runs: Path, *, devi
             continue
         # New or interrupted run
         done = newest_step(folder)
-        cost = measure(new_model(settings, variant), shape, how, device=choose_device(device))
+        cost = measure(new_model(settings, variant), shape, training, device=choose_device(device))
         remaining = settings.steps - done
         state = f"goes on from step {done}" if done else ""
         tokens, seconds = remaining * shape[0] * shape[1], remaining * cost.seconds(settings.batch_size)
