@@ -15,7 +15,7 @@ from helpers import Page, make_domain_table
 
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli import show
+from spkv_nas.cli import show, show_evaluation
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_judged
 from spkv_nas.report.page import write_report
@@ -80,9 +80,9 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
         "baselines": (show.baselines, lambda rows: BaselinesResult("mine", rows, folder, 300, 300.0)),
-        "ruler": (show.ruler, lambda rows: RulerResult("mine", rows, folder, folder)),
-        "tasks": (show.tasks, lambda rows: TasksResult("mine", rows, folder, folder)),
-        "longppl": (show.longppl, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
+        "ruler": (show_evaluation.ruler, lambda rows: RulerResult("mine", rows, folder, folder)),
+        "tasks": (show_evaluation.tasks, lambda rows: TasksResult("mine", rows, folder, folder)),
+        "longppl": (show_evaluation.longppl, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
     }
     for kind in (kind for kind, _ in SECTIONS if kind.name in results):
         found = kind.read(folder)

@@ -24,15 +24,15 @@ def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
     if options.ruler is not None:
         from spkv_nas.stages.ruler import ruler
 
-        return Result(ruler(options, reporter), show.ruler)
+        return Result(ruler(options, reporter), show_evaluation.ruler)
     if options.tasks is not None:
         from spkv_nas.stages.tasks import tasks
 
-        return Result(tasks(options, reporter), show.tasks)
+        return Result(tasks(options, reporter), show_evaluation.tasks)
     if options.longppl:
         from spkv_nas.stages.longppl import longppl
 
-        return Result(longppl(options, reporter), show.longppl)
+        return Result(longppl(options, reporter), show_evaluation.longppl)
     from spkv_nas.stages import evaluate as stage
 
     return Result(stage.evaluate(options, reporter), show_evaluation.evaluation, json_documents.evaluation)

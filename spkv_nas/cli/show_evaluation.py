@@ -1,17 +1,23 @@
-"""Print what ``evaluate`` measured on held-out text: one checkpoint, a pair of them, or a threshold sweep."""
+"""Print what ``evaluate`` measured: held-out NLL, a threshold sweep, RULER, downstream tasks, and LongPPL."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.cli.console import out, say_where
+from spkv_nas.cli.console import out, say, say_where
 from spkv_nas.cli.show import about_errors, change
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from spkv_nas.stages.evaluate import EvaluationResult
+    from spkv_nas.stages.longppl import LongPPLResult
+    from spkv_nas.stages.ruler import RulerResult
+    from spkv_nas.stages.tasks import TasksResult
 
 
 def evaluation(result: EvaluationResult) -> None:
@@ -44,3 +50,93 @@ def evaluation(result: EvaluationResult) -> None:
     out.print(grid)
     about_errors(nll.num_documents, nll.effective_documents)
     say_where("sweep", result.folder / "tau-sweep.png")
+
+
+def ruler(result: RulerResult) -> None:
+    """Print RULER scores by length and task, with the floor and, if there is one, the other checkpoint."""
+    against = result.rows["against"].notna().any()
+    columns = ["length", "task", "score", "floor", "density %", *(["against", "difference"] if against else [])]
+    title = f"{escape(result.name)}: share of answers found; floor: every head local"
+    grid = Table(*columns, title=title)
+    for row in result.rows.itertuples():
+        cells = [
+            str(row.length),
+            row.task,
+            _share(row.score, row.standard_error),
+            _share(row.floor),
+            _percent(row.density),
+        ]
+        pair_cells = [_share(row.against), change(row.difference, row.difference_standard_error)] if against else []
+        grid.add_row(*cells, *pair_cells, end_section=row.task.startswith("average"))
+    out.print(grid)
+    single_tasks = result.rows[~result.rows["task"].str.startswith("average")]
+    _say_sample_count(single_tasks["num_samples"], "samples of a task")
+    say_where("scores", result.folder / "ruler.csv")
+    say_where("answers", result.samples)
+
+
+def tasks(result: TasksResult) -> None:
+    """Print downstream tasks by metric, with the other checkpoint if there is one."""
+    against = result.rows["against"].notna().any()
+    pair_columns = ["against", "density %", "difference"] if against else []
+    grid = Table("task", "metric", "shots", "value", "density %", *pair_columns, title=escape(result.name))
+    for row in result.rows.itertuples():
+        shots = "-" if row.num_fewshot != row.num_fewshot else f"{row.num_fewshot:g}"
+        cells = [
+            escape(row.task),
+            escape(row.metric),
+            shots,
+            _share(row.value, row.standard_error),
+            _percent(row.density),
+        ]
+        if against:
+            difference = change(row.difference, row.difference_standard_error)
+            cells += [_share(row.against), _percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
+    _say_sample_count(result.rows["num_samples"], "samples of a task")
+    say_where("values", result.folder / "tasks.csv")
+    say_where("samples", result.samples)
+
+
+def longppl(result: LongPPLResult) -> None:
+    """Print LongPPL by domain, with the other checkpoint if there is one."""
+    against = result.rows["against_ppl"].notna().any()
+    pair_columns = ["against", "density %", "difference %"] if against else []
+    grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
+    for row in result.rows.itertuples():
+        cells = [
+            escape(row.domain), f"{row.num_keys:,} of {row.num_tokens:,}", _share(row.longppl, row.standard_error),
+            f"{row.ppl:.3f}", _percent(row.density),
+        ]  # fmt: skip
+        if against:
+            difference = change(row.difference_percent, row.difference_standard_error)
+            cells += [_share(row.against), _percent(row.against_density), difference]
+        grid.add_row(*cells)
+    out.print(grid)
+    _say_sample_count(result.rows["num_documents"], "documents")
+    for domain, reason in result.withheld.items():
+        say(f"{domain}: {reason}")
+    say_where("values", result.folder / "longppl.csv")
+    say_where("key tokens and NLL by text", result.samples)
+
+
+def _say_sample_count(counts: pd.Series[int], unit: str) -> None:
+    """Print how many samples the standard errors of a table rest on."""
+    fewest, most = int(counts.min()), int(counts.max())
+    number = f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
+    out.print(f"±: one standard error over {number} {unit}")
+
+
+def _percent(share: float) -> str:
+    """Format a share in percent, such as ``28.3``; a dash for NaN."""
+    return "-" if math.isnan(share) else f"{100 * share:.1f}"
+
+
+def _share(value: float, error: float | None = None) -> str:
+    """Format a share with its error, if there is one (``share_text``); a dash for NaN."""
+    from spkv_nas.base.statistics import share_text
+
+    if math.isnan(value):
+        return "-"
+    return f"{value:.3f}" if error is None else share_text(value, error)
