@@ -310,12 +310,12 @@ def _refuse_unsupported(
     kwargs: dict[str, Any],
 ) -> None:
     """Raise ``UserError`` for an attention call whose result the operator would compute wrongly."""
-    for keyword, what in _REFUSED_KEYWORDS.items():
+    for keyword, feature in _REFUSED_KEYWORDS.items():
         if kwargs.get(keyword) is not None:
-            raise UserError(f"this model uses {what} ('{keyword}'), which SP-KV attention does not compute")
+            raise UserError(f"this model uses {feature} ('{keyword}'), which SP-KV attention does not compute")
     if attention_mask is not None and (attention_mask.ndim != 2 or kwargs.get("spkv_cache") is None):
-        what = "padding" if attention_mask.ndim == 2 else "an attention mask of its own"
-        raise UserError(f"this batch has {what}, which SP-KV attention would ignore: give full blocks instead")
+        feature = "padding" if attention_mask.ndim == 2 else "an attention mask of its own"
+        raise UserError(f"this batch has {feature}, which SP-KV attention would ignore: give full blocks instead")
     if dropout:
         raise UserError(f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config")
     assert query.shape[2] == key.shape[2], "a cache that is not ours got past _cache_layer"

@@ -133,11 +133,11 @@ def _checked(config: PreTrainedConfig) -> _Saved | None:
     """
     if not hasattr(config, "spkv"):
         return None
-    where = "section 'spkv' of the model's config"
+    subject = "section 'spkv' of the model's config"
     if not isinstance(config.spkv, dict):
-        raise UserError(f"{where}: expected keys and values, found {type(config.spkv).__name__}")
-    section = validate(_Saved, config.spkv, where)
+        raise UserError(f"{subject}: expected keys and values, found {type(config.spkv).__name__}")
+    section = validate(_Saved, config.spkv, subject)
     gates = config.spkv.get("gates")
     if gates is not None and not {"window", "tau"} <= gates.keys():
-        raise UserError(f"{where}: the gates' window and tau must both be said")
+        raise UserError(f"{subject}: the gates' window and tau must both be said")
     return section

@@ -66,6 +66,7 @@ def _recognising_sections(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(read)
     def from_pretrained(*args: Any, **kwargs: Any) -> Any:
+        """Read a config, and give it our type if it has a section."""
         result = read(*args, **kwargs)
         config = result[0] if isinstance(result, tuple) else result  # with return_unused_kwargs
         if hasattr(config, OWN_TYPE):
@@ -97,7 +98,10 @@ def _own_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     from transformers import AutoModelForCausalLM
 
     class OwnConfig(stock, _Own):
+        """Subclass of ``stock`` that converts the content of ``config.json``."""
+
         def to_json_string(self, use_diff: bool = True) -> str:
+            """Return the content under our type."""
             content = json.loads(super().to_json_string(use_diff))
             return json.dumps(_own_form(content), indent=2, sort_keys=True) + "\n"
 

@@ -40,14 +40,14 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     max_memory = get_balanced_memory(model, max_memory={**max_memory, "cpu": size}, no_split_module_classes=layers)
     device_map = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=layers)
     # Move the weights
-    spread_model: PreTrainedModel = dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
+    dispatched: PreTrainedModel = dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
     offloaded = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
     if offloaded:
         warnings.warn(
             f"{format_bytes(offloaded)} of the weights have no room on the GPUs, and visit one in every pass: slow",
             stacklevel=2,
         )
-    return spread_model
+    return dispatched
 
 
 def check_placed(model: nn.Module) -> None:

@@ -173,12 +173,14 @@ class _Priced(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, price: float) -> Tensor:
+        """Return the logits unchanged."""
         ctx.save_for_backward(logits)
         ctx.price = price
         return logits.view_as(logits)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Add price * u (1 - u) / n, the derivative of ``price * mean(u)``."""
         (logits,) = ctx.saved_tensors
         u = torch.sigmoid(logits)
         return grad + ctx.price / logits.numel() * u * (1.0 - u), None

@@ -203,9 +203,11 @@ class _TimedStreamer(TextStreamer):
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
+        """Record the time of a prompt or token."""
         self.times.append(time.perf_counter())
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Pass text on to the callback."""
         if self._stream is not None and text:
             self._stream(text)

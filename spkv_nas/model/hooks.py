@@ -27,7 +27,7 @@ def watch_logits(model: nn.Module, see: Callable[[int, Tensor], None]) -> ExitSt
 
 
 def not_finite(what: str, wrong: int, heads: int, first: tuple[int, ...]) -> str:
-    """Build the error message for a per-head value that is NaN in ``wrong`` of ``heads``, first in (layer, head)."""
+    """Build the error message for a value that is NaN for ``wrong`` of ``heads`` KV heads, one of them ``first``."""
     return (
         f"{what} is not a number for {wrong} of {heads} KV heads, the first in layer {first[0]}, head {first[1]}\n"
         "the model's weights are damaged or diverged, or its activations overflow in its dtype: load it in float32"

@@ -153,6 +153,7 @@ class _DecoderPass:
         self._hook = self._decoder.register_forward_hook(self._see)
 
     def _see(self, _decoder: nn.Module, _args: Any, output: Any) -> None:
+        """Store the output of the pass, and remove the hook."""
         self._output = output
         self._hook.remove()
 
@@ -243,11 +244,13 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *_inputs: Tensor) -> Tensor:
+        """Return the value, and save its gradients."""
         ctx.save_for_backward(*gradients)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Any:
+        """Scale the saved gradients."""
         return None, None, *(gradient * grad[0].to(gradient.device) for gradient in ctx.saved_tensors)
 
 

@@ -21,20 +21,25 @@ def restoring_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """
 
     class Restored(base):
+        """Subclass of ``base`` with hooks; it keeps the name of ``base``."""
+
         _keep_in_fp32_modules_strict = frozenset({"utility_predictor"})
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            """Build the model, then attach what the section describes."""
             config._attn_implementation = "spkv"  # under any other the hooks would have no effect
             super().__init__(config, *args, **kwargs)
             _put_section(self)
 
         @classmethod
         def from_pretrained(cls, source: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+            """Load the weights, and check them and the section."""
             what = f"model {source}"
             options = {**kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
             with quiet_report():
                 model, info = super().from_pretrained(source, *args, **options)
             check_loaded(model, info, what)
+            # Restore caches, and compare the hooks with a dry run
             prepare(model, "sdpa", caches=(True, True))  # the files have the values of the hooked model
             if checkpoint_layout(model) is not None:
                 allow_cache(model)

@@ -51,16 +51,16 @@ def check_files(folder: Path, explicit: str | None = None) -> list[Path]:
 
 def index_names(index: Path) -> list[str]:
     """Return the sorted files of a shard index. Raises ``UserError`` if it is damaged or names anything else."""
-    where = f"index of weights {index}"
+    source = f"index of weights {index}"
     content = read_json(index, "index of weights")
     shards, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-        raise UserError(f"{where}: 'weight_map' must say for every tensor the file that it is in")
+        raise UserError(f"{source}: 'weight_map' must say for every tensor the file that it is in")
     if not isinstance(metadata, dict):
-        raise UserError(f"{where}: 'metadata' must be keys and values, which transformers reads")
+        raise UserError(f"{source}: 'metadata' must be keys and values, which transformers reads")
     names = sorted(set(shards.values()))
     for name in names:
-        _check_plain(name, where)
+        _check_plain(name, source)
     return names
 
 
@@ -69,17 +69,17 @@ def is_index(name: object) -> bool:
     return isinstance(name, str) and name.endswith(".safetensors.index.json") and "/" not in name
 
 
-def _check_plain(name: object, where: str) -> None:
+def _check_plain(name: object, source: str) -> None:
     """Raise ``UserError`` unless a name is that of a safetensors file without a folder."""
     if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
-        raise UserError(f"{where} names {str(name)[:100]!r}, which is not a .safetensors file beside it")
+        raise UserError(f"{source} names {str(name)[:100]!r}, which is not a .safetensors file beside it")
 
 
-def _checked_file(folder: Path, name: str, where: str) -> Path:
+def _checked_file(folder: Path, name: str, source: str) -> Path:
     """Return the path of a weight file in ``folder``. Raises ``UserError`` if it is missing or not allowed."""
-    _check_plain(name, where)
+    _check_plain(name, source)
     if not (folder / name).is_file():
-        raise UserError(f"{where} names {name}, which is not there: the checkpoint is not complete")
+        raise UserError(f"{source} names {name}, which is not there: the checkpoint is not complete")
     return folder / name
 
 
@@ -129,27 +129,27 @@ def carry(files: Sequence[Path], folder: Path, *, link: bool = False) -> str:
         UserError: links are impossible, such as from one file system to another.
         OSError: ``folder`` cannot be written.
     """
-    how = "linked" if link else "cloned"
+    method = "linked" if link else "cloned"
     for file in files:
-        original, new = file.resolve(), folder / file.name
+        original, target = file.resolve(), folder / file.name
         if link:
             try:
-                os.link(original, new)
+                os.link(original, target)
             except OSError as error:
                 raise UserError(f"cannot link {original}: {first_line(error)}\nleave --link out") from error
-        elif not _clone(original, new):
-            shutil.copyfile(original, new)
-            how = "copied"
-    return how
+        elif not _clone(original, target):
+            shutil.copyfile(original, target)
+            method = "copied"
+    return method
 
 
-def _clone(original: Path, new: Path) -> bool:
-    """Clone a file to ``new``; return False where the file system does not support it."""
+def _clone(original: Path, destination: Path) -> bool:
+    """Clone a file to ``destination``; return False where the file system does not support it."""
     if sys.platform != "linux":
         return False
     import fcntl
 
-    with suppress(OSError), original.open("rb") as source, new.open("wb") as target:
+    with suppress(OSError), original.open("rb") as source, destination.open("wb") as target:
         fcntl.ioctl(target, _FICLONE, source.fileno())
         return True
     return False

@@ -77,7 +77,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
         )
     if info["error_msgs"]:
         raise UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
-    # Tensors without a place, and values
+    # Unexpected tensors, and values
     _check_unexpected(model, sorted(info["unexpected_keys"]), what)
     check_finite(model, what)
 
@@ -97,11 +97,11 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
             f"{what}: {len(layer_names)} tensors of its layers have no place in the model that its config describes: "
             f"{_names(layer_names)}\nits config is damaged or another model's: copy both anew"
         )
-    others = [name for name in names if not _MASKS.search(name)]
-    if others:
+    unused = [name for name in names if not _MASKS.search(name)]
+    if unused:
         warnings.warn(
-            f"{what}: {len(others)} tensors are not used, because a decoder for text has no place for them: "
-            f"{_names(others)}",
+            f"{what}: {len(unused)} tensors are not used, because a decoder for text has no place for them: "
+            f"{_names(unused)}",
             stacklevel=5,
         )
 
@@ -117,7 +117,7 @@ def check_finite(model: nn.Module, what: str) -> None:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity, without a copy; always True for integers."""
+    """Return whether a tensor has no NaN or infinity, without a copy; True for integers and 8-bit floats."""
     if not x.is_floating_point() or x.numel() == 0 or x.itemsize == 1:
         return True
     low, high = torch.aminmax(x)  # both NaN if any element is; needs no copy of x

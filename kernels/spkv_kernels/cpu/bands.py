@@ -16,8 +16,8 @@ def window_forward(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -
     """Compute out [N, G, T, D] and lse [N, G, T] for w < T: the first w rows causally, the others as bands."""
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:3])
     # First w rows
-    first, first_lse = masked_forward(q[:, :, :window], k[:, :window], v[:, :window], None, 1, scale)
-    out[:, :, :window], lse[:, :, :window] = first, first_lse
+    first_out, first_lse = masked_forward(q[:, :, :window], k[:, :window], v[:, :window], None, 1, scale)
+    out[:, :, :window], lse[:, :, :window] = first_out, first_lse
     # Other rows
     bands = _Bands.of(q, k, window)
     band_out, band_lse = flash(
@@ -32,7 +32,7 @@ def window_backward(rows: Rows, k: Tensor, v: Tensor, window: int, scale: float)
     """Compute dq [N, G, T, D] and dk, dv [N, T, D] through the keys in the window; lse may cover other keys."""
     dq = torch.empty_like(rows.q)
     # First w rows
-    first = causal_backward(rows.at(slice(window)), k[:, :window], v[:, :window], None, scale, False)
+    first_gradients = causal_backward(rows.at(slice(window)), k[:, :window], v[:, :window], None, scale, False)
     # Other rows
     bands = _Bands.of(rows.q, k, window)
     folded = [bands.fold(x[:, :, window:]) for x in rows]
@@ -49,11 +49,11 @@ def window_backward(rows: Rows, k: Tensor, v: Tensor, window: int, scale: float)
         scale=scale,
     )
     # Sum over both
-    dq[:, :, :window] = first[0]
+    dq[:, :, :window] = first_gradients[0]
     bands.unfold(band_dq, dq[:, :, window:])
     dk, dv = bands.add_up(band_dk), bands.add_up(band_dv)
-    dk[:, :window] += first[1]
-    dv[:, :window] += first[2]
+    dk[:, :window] += first_gradients[1]
+    dv[:, :window] += first_gradients[2]
     return dq, dk, dv
 
 

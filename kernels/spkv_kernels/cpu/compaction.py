@@ -93,15 +93,15 @@ def compact_backward(
         for chunk, count, mask in _compact_masks(keep[head], window, compact, k.dtype):
             chunk_rows = head_rows.at(chunk.rows)
             near = slice(chunk.edge, chunk.stop)
-            part = rows_backward(
+            gradients = rows_backward(
                 chunk_rows,
                 torch.cat((keys[:count], k[head, near]))[None],
                 torch.cat((values[:count], v[head, near]))[None],
                 mask.expand(1, chunk_rows.q.shape[1], -1, -1),
                 scale,
             )
-            dq[head, :, chunk.rows] = part[0][0]
-            for total, gathered, gradient in ((dk, dkeys, part[1]), (dv, dvalues, part[2])):
+            dq[head, :, chunk.rows] = gradients[0][0]
+            for total, gathered, gradient in ((dk, dkeys, gradients[1]), (dv, dvalues, gradients[2])):
                 summed = gradient[0].sum(0)
                 gathered[:count] += summed[:count]
                 total[head, near] += summed[count:]

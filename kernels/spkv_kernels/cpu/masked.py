@@ -33,7 +33,7 @@ def masked_forward(
         for chunk in chunks(length, window):
             mask[:, :, written : chunk.edge] = head_bias[
                 :, :, written : chunk.edge
-            ]  # the last chunk's edge is now outside all windows
+            ]  # the previous edge is outside all windows now
             written = chunk.edge
             visible = mask[:, : chunk.stop - chunk.start, : chunk.stop]
             chunk.write_edge(visible[:, :, chunk.edge :], head_bias[:, :, chunk.edge : chunk.stop], window)

@@ -286,7 +286,7 @@ def attention_bwd_far_dkdv_kernel(
         b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_dgate = tl.zeros([BLOCK_N], tl.float32)
-        # Find the first query that sees any of them, and the first tile in which all see all of them
+        # Find the first tile of queries that see any of them, and the first in which all queries see all of them
         stair = (tl.load(p_positions + first) + window) // BLOCK_M * BLOCK_M
         newest = tl.load(p_positions + tl.minimum(first + BLOCK_N, count) - 1)
         far = tl.cdiv(tl.minimum(newest + window, length), BLOCK_M) * BLOCK_M
