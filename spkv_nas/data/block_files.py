@@ -148,6 +148,7 @@ class BlockWriter:
         if self._known is None:
             return
         self._known = None
+        # Truncate to the tokens and lines of the confirmed documents
         ends = {_TOKENS: self.num_tokens * _INT32.itemsize, _OWNER: self.num_tokens * _INT32.itemsize}
         with as_user_error(self._partial):
             for name, file in self._files.items():

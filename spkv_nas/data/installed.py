@@ -1,7 +1,7 @@
 """Read the installed packages that ``constraints.txt`` pins as a text corpus.
 
-It is larger than the standard library, the same wherever they are installed, and needs no download. Packages below a
-marker line of that file were pinned after models had been trained on this corpus, and are not part of it.
+The corpus is larger than the standard library, the same wherever the packages are installed, and needs no download.
+Packages below a marker line of that file were pinned after models had been trained on it, and are not part of it.
 
 Domains: ``tests`` (folders ``test`` and ``tests``, and files with such names), ``docs`` (.md and .rst files, and the
 description of every package), ``code`` (everything else). At most ``MOST_BYTES`` of a package are taken, so that none

@@ -41,6 +41,7 @@ class BlockOrder:
     def at(self, number: int) -> int:
         """Return the index of the block that comes after ``number`` others."""
         epoch, read = divmod(self.start, self.per_epoch)
+        # Finish the epoch in which the longer blocks begin, then read whole epochs
         first = _epoch(self, epoch, read)
         if number < len(first):
             return int(first[number])

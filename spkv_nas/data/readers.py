@@ -33,7 +33,7 @@ Row = tuple[str, Mapping[str, Any]]  # (location for errors, fields)
 
 
 class BrokenOffError(UserError):
-    """Reading a text was interrupted; the next attempt may get further."""
+    """Interrupted reading of a text, which the next attempt may continue."""
 
 
 class Text(NamedTuple):

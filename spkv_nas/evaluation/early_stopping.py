@@ -84,6 +84,7 @@ class RungSchedule:
 def _by_piece(blocks: TokenBlocks) -> tuple[TokenBlocks, NDArray[np.int64], NDArray[np.int64]]:
     """Return the blocks with pieces as documents, and the block and the document that each piece belongs to."""
     documents = tuple(blocks.documents)
+    # Number each (block, document) pair that occurs as a piece
     piece_ids = np.arange(blocks.num_blocks)[:, None] * len(documents) + blocks.document
     pieces, piece = np.unique(piece_ids, return_inverse=True)
     block, document = np.divmod(pieces, len(documents))

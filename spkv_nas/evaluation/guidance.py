@@ -27,7 +27,7 @@ class Retrained:
 
 @dataclass(frozen=True)
 class Reached:
-    """Results of one sampler.
+    """Search results of one sampler.
 
     Attributes:
         after_trials: mean quality (``best_so_far``) over seeds by number of trials; empty for the baselines.

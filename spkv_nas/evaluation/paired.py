@@ -24,7 +24,7 @@ _ARRAYS = (Array("total", "number", "documents", low=-1, high=MOST_NATS), Array(
 
 @dataclass(frozen=True)
 class DocumentNLL:
-    """Sums over each held-out document.
+    """NLL sums and token counts by held-out document.
 
     Attributes:
         total: [documents], summed NLL of the predicted tokens in nats.

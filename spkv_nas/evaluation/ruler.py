@@ -154,9 +154,9 @@ def _row(cell: Cell) -> tuple[Any, ...]:
     row = (cell.length, cell.task, len(scores), *mean_and_error(scores), cell.floor.scores[fits].mean())
     if cell.against is None:
         return *row, cell.own.densities[fits].mean(), *(np.nan,) * 4
-    other = cell.against.scores[fits]
+    other_scores = cell.against.scores[fits]
     density, other_density = (answers.densities[fits].mean() for answers in (cell.own, cell.against))
-    return *row, density, other.mean(), other_density, *mean_and_error(scores - other)
+    return *row, density, other_scores.mean(), other_density, *mean_and_error(scores - other_scores)
 
 
 def _average(rows: pd.DataFrame) -> pd.DataFrame:

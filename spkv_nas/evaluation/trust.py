@@ -129,4 +129,5 @@ def _share(saved: Float, errors: Float, part: Mask) -> tuple[float, float]:
 
 
 def _norm(errors: Float) -> float:
+    """Return the root of the sum of squares, the error of a sum of independent values."""
     return float(np.sqrt((errors**2).sum()))

@@ -59,7 +59,7 @@ Windows = tuple[tuple[int, ...], ...]  # window of every KV head, by layer
 
 @dataclass
 class Work:
-    """Running totals of the cost of scoring.
+    """Running totals of zero-shot scoring cost.
 
     Attributes:
         passes: passes over the text; partial passes count as fractions.

@@ -26,7 +26,7 @@ _DOTS = "..."
 
 
 class _Form(NamedTuple):
-    """Form of the list.
+    """Form of the word list in ``cwe``.
 
     Attributes:
         often: occurrences of common words.

@@ -25,7 +25,7 @@ _GUESSES, _TRIES = 16, 64  # guesses by tokens per unit before bisection, which 
 
 @dataclass(frozen=True)
 class Sample:
-    """One question with its text.
+    """One RULER question with its text.
 
     Attributes:
         task: name of the task.
@@ -65,7 +65,7 @@ class NoRoomError(UserError):
 
 @dataclass(frozen=True)
 class Request:
-    """Which sample of which task to generate, and its maximum length.
+    """Request for one sample of a task, with its maximum length.
 
     Attributes:
         task: name of the task.

@@ -51,7 +51,7 @@ Rule = Callable[[Read], tuple[Tensor, Tensor]]
 
 @dataclass
 class Reading:
-    """A model that reads by a rule.
+    """State of a model whose attention follows an eviction rule.
 
     Attributes:
         layers: attention layers that the rule applies to: those without a native window.
@@ -137,6 +137,7 @@ def ranking(
     held = torch.ones(read.k.shape[:3], dtype=torch.bool, device=read.k.device)
 
     def keep(chunk: Chunk) -> Tensor:
+        # Keep the sinks and the keys of highest score among those not evicted yet
         still_held = held[..., : chunk.edge]
         ranked = scores(chunk, held[..., : chunk.start])[..., : chunk.edge].masked_fill(~still_held, -torch.inf)
         ranked[..., : protocol.sinks] = torch.inf

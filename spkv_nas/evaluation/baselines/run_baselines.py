@@ -43,7 +43,7 @@ _THRESHOLD_TOKENS = 16_384  # maximum number of tokens used to find the threshol
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the table.
+    """One row of the baselines table.
 
     Attributes:
         method: name of the method.

@@ -53,7 +53,7 @@ class LongText:
 
 @dataclass(frozen=True)
 class Criterion:
-    """Criterion for key tokens.
+    """Criterion for the key tokens of LongPPL.
 
     Attributes:
         short: minimum length of the short context, in tokens of the evaluator.
@@ -70,7 +70,7 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of a model on a text.
+    """LongPPL sums of a model on one text.
 
     Attributes:
         total: NLL summed over the predicted tokens.
@@ -131,6 +131,7 @@ def key_spans(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     ids, offsets = _encoded(tokenizer, text, special=True)
     if len(ids) <= criterion.short:
         return []
+    # Compare the NLL in the whole text with that in the short context
     whole = _losses(evaluator, ids[None])[0]
     short = _short_losses(evaluator, ids, criterion)
     whole = whole[criterion.short - 1 :]

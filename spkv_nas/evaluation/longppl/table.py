@@ -89,22 +89,22 @@ class _Sums:
 def _row(domain: str, sums: _Sums, against: _Sums | None) -> tuple[Any, ...]:
     """Return the cells of a domain."""
     nan = float("nan")
-    enough = sums.num_keys >= LEAST_KEYS
-    mean, error = sums.mean() if enough else (nan, nan)
-    value = math.exp(mean)
+    has_enough = sums.num_keys >= LEAST_KEYS
+    mean, error = sums.mean() if has_enough else (nan, nan)
+    ppl = math.exp(mean)
     row = (
         domain,
         len(sums.keys),
         sums.num_tokens,
         sums.num_keys,
-        value,
-        value * error,
+        ppl,
+        ppl * error,
         math.exp(sums.nll),
         sums.density,
     )
     if against is None:
         return *row, *(nan,) * 5
-    other_value = math.exp(against.mean()[0]) if enough else nan
-    above, error = sums.mean(less=against) if enough else (nan, nan)
-    ratio = 100.0 * math.exp(above)
-    return *row, other_value, math.exp(against.nll), against.density, ratio - 100.0, ratio * error
+    other_ppl = math.exp(against.mean()[0]) if has_enough else nan
+    log_ratio, error = sums.mean(less=against) if has_enough else (nan, nan)
+    ratio = 100.0 * math.exp(log_ratio)
+    return *row, other_ppl, math.exp(against.nll), against.density, ratio - 100.0, ratio * error

@@ -51,7 +51,7 @@ Index = dict[str, Any]  # entries of lm-eval's task index by name
 
 @dataclass(frozen=True)
 class Asked:
-    """The tasks that one name stands for.
+    """Tasks selected by one name.
 
     Attributes:
         name: name of a task or group.

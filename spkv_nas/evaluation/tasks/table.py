@@ -19,7 +19,7 @@ _RESAMPLES = 200  # bootstrap resamples for the error of metrics that are not me
 
 @dataclass(frozen=True)
 class Results:
-    """Results for one name.
+    """Task results for one name, of a checkpoint and optionally of another.
 
     Attributes:
         asked: tasks that the name stands for.
@@ -66,12 +66,12 @@ def tasks_table(results: Sequence[Results]) -> pd.DataFrame:
 
 def _cells(results: Results) -> list[tuple[str, _Cell]]:
     """Return (metric, its cell) of each row of a name."""
-    asked, own = results.asked, results.own
-    others: Sequence[Found | None] = results.against or [None] * len(own)
+    named, found = results.asked, results.own
+    against: Sequence[Found | None] = results.against or [None] * len(found)
     return [
-        (metric, _mean([_cell(metric, *pair) for pair in zip(own, others, strict=True)], by_size=asked.by_size))
-        for metric in own[0].values
-        if not asked.metrics or metric.partition(" (")[0] in asked.metrics
+        (metric, _mean([_cell(metric, *pair) for pair in zip(found, against, strict=True)], by_size=named.by_size))
+        for metric in found[0].values
+        if not named.metrics or metric.partition(" (")[0] in named.metrics
     ]
 
 
@@ -89,24 +89,25 @@ def _cell(metric: str, found: Found, against: Found | None) -> _Cell:
     return _Cell(len(values), value, error, found.density, other_value, against.density, *difference)
 
 
-def _spread(whole: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
+def _spread(metric_function: Callable[[list[Any]], float] | None, *models: list[Any]) -> tuple[float, float]:
     """Compute the value of the first model, or its difference to the second, and its standard error.
 
     The error of a metric that is not a mean over samples is from resampling, with the same samples for both models.
 
     Args:
-        whole: aggregation function; None is the mean.
+        metric_function: aggregates values; None is the mean.
         models: values by sample of one or two models.
     """
-    if whole is None:
+    if metric_function is None:
         first, *others = (np.asarray(values, dtype=float) for values in models)
         return mean_and_error(first - others[0] if others else first)
 
     def aggregate(samples: Any) -> float:
-        first, *others = (float(whole([values[i] for i in samples])) for values in models)
+        first, *others = (float(metric_function([values[i] for i in samples])) for values in models)
         return first - others[0] if others else first
 
     num_samples = len(models[0])
+    # Resample the samples, the same for both models
     rng = np.random.default_rng(0)
     resampled = [aggregate(rng.integers(num_samples, size=num_samples)) for _ in range(_RESAMPLES)]
     return aggregate(range(num_samples)), float(np.std(resampled, ddof=1))
