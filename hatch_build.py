@@ -1,6 +1,4 @@
-"""Puts into what is built: the commit, so that results say what made them, and the tested versions, whose text is a
-source.
-"""
+"""Add the commit and the tested versions to distributions, so that results can record what made them."""
 
 from __future__ import annotations
 
@@ -13,11 +11,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class BuiltFilesHook(BuildHookInterface):
-    """Adds ``base.version.COMMIT_FILE``, and to a wheel the file of ``base.assets.constraints_file``; nothing to what
-    is installed as it lies there, for editing.
-    """
+    """Add ``base.version.COMMIT_FILE``, and to wheels ``base.assets.constraints_file``; skip editable installs."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Write the commit to a temporary file, and add both files to the distribution."""
         if version == "editable":
             return
         root = Path(self.root)
@@ -25,13 +22,14 @@ class BuiltFilesHook(BuildHookInterface):
             build_data["force_include"][str(root / "constraints.txt")] = "spkv_nas/assets/constraints.txt"
         source = runpy.run_path(str(root / "spkv_nas" / "base" / "version.py"))
         file: Path = source["COMMIT_FILE"]
-        if file.exists():  # in a source distribution it is there
+        if file.exists():  # a source distribution already has it
             return
         self._folder = tempfile.TemporaryDirectory()
-        written = Path(self._folder.name) / file.name
-        written.write_text(f"{source['checkout_commit'](root)}\n", encoding="utf-8")
-        build_data["force_include"][str(written)] = file.relative_to(root).as_posix()
+        commit_file = Path(self._folder.name) / file.name
+        commit_file.write_text(f"{source['checkout_commit'](root)}\n", encoding="utf-8")
+        build_data["force_include"][str(commit_file)] = file.relative_to(root).as_posix()
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the temporary file."""
         if hasattr(self, "_folder"):
             self._folder.cleanup()

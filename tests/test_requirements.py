@@ -212,7 +212,7 @@ class TestCommand:
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
             (["--kv-bytes=9", "--context=9", "--head-dim=8", "--kv-dtype=int8"], "holds no global KV head"),
             (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--kv-dtype=int3"], "known are float32"),
-            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "a context has at least 1 token; found 0"),
+            (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "at least 1 token; found 0"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),
             (["--budget=9..2"], "runs backwards"),
             (["--budget=1..9", "--tau=match-budget"], "one budget, not several"),
