@@ -18,7 +18,7 @@ from spkv_nas.training.variants import Variant
 
 
 class Row(BaseModel):
-    """One row: an SP-KV branch unless it says otherwise; all other keys are sections of a recipe."""
+    """Row of an ablations file: an SP-KV branch by default, with recipe sections as further keys."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -49,7 +49,7 @@ class Row(BaseModel):
 
 
 class Ablations(BaseModel):
-    """The file of ``spkv-nas ablate``."""
+    """Content of an ablations file, the input of ``spkv-nas ablate``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

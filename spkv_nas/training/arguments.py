@@ -37,7 +37,6 @@ def training_arguments(
     # Micro-batch size: a divisor of this rank's share of the batch
     sharded = recipe.sharding != "none" and num_processes() > 1
     device = choose_device(device)
-    on_gpu = device.startswith("cuda")
     min_blocks = recipe.least_blocks(phase)
     rank_blocks = blocks_per_process(phase.batch_size, min_blocks)
     max_blocks = min(rank_blocks, recipe.micro_batch_size or rank_blocks)
@@ -62,8 +61,8 @@ def training_arguments(
         dataloader_drop_last=True,
         train_sampling_strategy="sequential" if _has_order(recipe, phase) else "random",
         seed=recipe.seed if seed is None else seed,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
+        use_cpu=not device.startswith("cuda"),
+        dataloader_pin_memory=device.startswith("cuda"),
         bf16=recipe.settled(device).precision == "bfloat16",
         report_to=list(recipe.report_to),
         run_name=f"{recipe.name}-{folder.name}",  # shown by experiment trackers

@@ -1,4 +1,4 @@
-"""The dense checkpoint that branches start from: an existing model, or a new one trained up to the decay.
+"""Dense checkpoint that branches start from: an existing model, or a new one trained up to the decay.
 
 SP-KV paper, "Overall protocol": the stable phase, shared by all branches.
 """

@@ -1,1 +1,1 @@
-"""The SP-KV paper's toy task: reverse a list that lies outside the local window."""
+"""Toy task of the SP-KV paper: reverse a list that lies outside the local window."""
