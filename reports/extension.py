@@ -43,6 +43,7 @@ def halves(model: PreTrainedModel, blocks: TokenBlocks) -> list[DocumentNLL]:
     sums = [DocumentSums(part) for part in half_blocks]
 
     def add(start: int, losses: Tensor) -> None:
+        """Add the NLL of a batch, split by half."""
         sums[0].add(start, losses[:, : half - 1])
         sums[1].add(start, losses[:, half - 1 :])
 
@@ -72,9 +73,9 @@ def main() -> None:
             + " and ".join(f"{part.mean:.4f}" for part in nll_by_half[name])
         )
     # Compare them by half
-    for which, new, old in zip(("first", "second"), nll_by_half["extended"], nll_by_half["as it is"], strict=True):
+    for half, new, old in zip(("first", "second"), nll_by_half["extended"], nll_by_half["as it is"], strict=True):
         change = paired_difference(new, old)
-        say(f"{which} half: {change.percent:+.3f} % ± {change.standard_error:.3f}")
+        say(f"{half} half: {change.percent:+.3f} % ± {change.standard_error:.3f}")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
     """Return the command-line arguments of a stage."""
     if stage in TRAINING:
         return ["train", str(recipe(stage, folder, size, length)), "--device", "cpu", "--workspace", str(folder)]
+    # Collect the common arguments
     model = folder / size / ("gated" if stage == "probe" else "dense")
     name = stage.split(",")[0] if stage.startswith(("evaluate", "score")) else "probe"
     arguments = [
@@ -118,6 +119,7 @@ def command(stage: str, folder: Path, size: str, length: int) -> list[str]:
         str(folder / "text.txt"),
     ]
     arguments += ["--block-size", str(length), "--device", "cpu", "--workspace", str(folder), "--quiet"]
+    # Add those of the stage
     if stage.startswith("priced"):
         return [
             *arguments,

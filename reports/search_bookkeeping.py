@@ -105,6 +105,7 @@ class Clock:
         function: Callable[..., Any] = getattr(owner, name)
 
         def wrapped(*args: Any, **keywords: Any) -> Any:
+            """Call the function, timed."""
             self._stop()
             self._parts.append(part)
             try:

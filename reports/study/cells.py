@@ -62,4 +62,5 @@ def work(cells: Sequence[Cell], reporter: Reporter, limit: int | None = None) ->
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean."""
     return sum(values) / len(values)

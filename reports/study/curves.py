@@ -133,4 +133,5 @@ def _measure(subject: Subject, setting: Setting) -> None:
 
 
 def _layout_file(subject: Subject, setting: Setting) -> Path:
+    """Return the file of the layout chosen with a setting."""
     return curve_file(subject, setting).with_suffix(".yaml")

@@ -90,10 +90,10 @@ def agreement(tables: Mapping[str, HeadScores], budget: int) -> pd.DataFrame:
         UserError: the tables have different grids, or every density of one is 0.
     """
     # Check that the tables are comparable
-    (name, first), *others = tables.items()
-    for other, table in others:
+    (name, first), *remaining = tables.items()
+    for label, table in remaining:
         remedy = "heads can be compared on one grid only"
-        check_grid(f"the probe '{other}'", table.grid, f"'{name}'", first.grid, remedy)
+        check_grid(f"the probe '{label}'", table.grid, f"'{name}'", first.grid, remedy)
     for label, table in tables.items():
         if table.mean == 0.0:
             raise UserError(f"no head of '{label}' keeps anything at tau = {table.tau:g}: choose a smaller tau")

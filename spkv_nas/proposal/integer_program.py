@@ -311,9 +311,9 @@ class _Program:
             count = self._wide(np.kron(np.eye(layers), np.ones(heads))[free])
             yield count, -np.inf if low is None else low, np.inf if high is None else high
         if constraints.get("granularity") == "layer":
-            first = np.repeat(np.arange(0, self._num_heads, heads), heads)
+            first_head_of_layer = np.repeat(np.arange(0, self._num_heads, heads), heads)
             identity = np.eye(self._num_heads)
-            yield self._wide(identity - identity[first]), 0.0, 0.0
+            yield self._wide(identity - identity[first_head_of_layer]), 0.0, 0.0
 
     def _uniform_rows(self, grid: Grid, mixed: int) -> list[Rows]:
         """Return rows by which a layer has all, ``mixed`` or no heads global: the convex hull of these cases."""
@@ -321,9 +321,13 @@ class _Program:
         of_layer = np.kron(np.eye(layers), np.ones((heads, 1)))  # [L * Hkv, L]
         head, layer = np.eye(self._num_heads), np.eye(layers)
         return [
+            # global heads of a layer = heads * all_global + mixed * is_mixed
             (self._wide(np.hstack([of_layer.T, -heads * layer, -mixed * layer])), 0.0, 0.0),
+            # a layer is all global, mixed, or neither
             (self._wide(np.hstack([np.zeros((layers, self._num_heads)), layer, layer])), 0.0, 1.0),
+            # all_global implies every head
             (self._wide(np.hstack([head, -of_layer])), 0.0, np.inf),
+            # a head implies all_global or is_mixed
             (self._wide(np.hstack([head, -of_layer, -of_layer])), -np.inf, 0.0),
         ]
 

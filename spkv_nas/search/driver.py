@@ -128,6 +128,7 @@ class Search:
 
     def _study(self, kind: str, seed: int) -> _Study:
         """Open the zero-shot study of a sampler and seed; its settings include all that results depend on."""
+        # Record all that results depend on, so that a study with other settings is refused
         settings: dict[str, Any] = {
             "probe": f"{self.space.table.name} {_hash(self.space.table.density.round(6).tolist())}",
             "budget": list(self.space.budgets),
@@ -139,6 +140,7 @@ class Search:
         }
         if kind == SURROGATE:
             settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
+        # Open the task queue; the default generation size is not part of its name
         generation = self.effort.generation
         study_name = f"{self._name}/{kind}-{seed}" + (f"-generation-{generation}" if generation != GENERATION else "")
         queue = Queue(
@@ -195,8 +197,8 @@ class Search:
         """Sample and score the layouts of claimed tasks, and record the results."""
         with study.queue.holding(tasks):
             results = study.queue.results()
-            known = [results[index] for index in range(study.sampler.known_before(tasks[-1]))]
-            layouts = {index: study.sampler.layout(index, known) for index in tasks}
+            known_results = [results[index] for index in range(study.sampler.known_before(tasks[-1]))]
+            layouts = {index: study.sampler.layout(index, known_results) for index in tasks}
             scores = self._scores(study, layouts, results)
             for (index, layout), score in zip(layouts.items(), scores, strict=True):
                 values = [score.percent, *self._costs_of(layout)]
@@ -206,9 +208,9 @@ class Search:
         """Score layouts by trial number, in order, each against the incumbent of the trials before it."""
         baselines = {layout.heads for layout in self.baselines.values()}
         scores: list[Score] = []
-        for known, numbers in groupby(layouts, study.sampler.known_before):
-            finished = self._finished_before(known, trials)
-            group = {number: layouts[number] for number in numbers}
+        for num_known, group_numbers in groupby(layouts, study.sampler.known_before):
+            finished = self._finished_before(num_known, trials)
+            group = {number: layouts[number] for number in group_numbers}
             # Baselines, and trials known to run to the end, have no incumbent
             rivals = [
                 None
@@ -254,15 +256,15 @@ class Search:
     def _announce_front(self, study: _Study, trials: Mapping[int, Result], previous_front: list[int]) -> list[int]:
         """Announce the current front if it changed; return the trial numbers on it."""
         numbers = list(trials)
-        first = first_front(np.array([trials[n].values for n in numbers])) if numbers else []
-        front = [numbers[index] for index in first][: None if self.cost else 1]
+        front_rows = first_front(np.array([trials[n].values for n in numbers])) if numbers else []
+        front = [numbers[index] for index in front_rows][: None if self.cost else 1]
         if front != previous_front:
             best, cheapest = (
                 f"{trials[n].values[0]:+.3f} % with {self.space.layout(trials[n].point).num_global} heads"
                 for n in (front[0], front[-1])
             )
-            which = f"layout {front[0]}" if self.cost is None else f"{len(front)} layouts, to {cheapest}"
-            self._reporter.announce(f"{study.kind}, seed {study.seed}, {len(trials)} scored: {best} ({which})")
+            description = f"layout {front[0]}" if self.cost is None else f"{len(front)} layouts, to {cheapest}"
+            self._reporter.announce(f"{study.kind}, seed {study.seed}, {len(trials)} scored: {best} ({description})")
         return front
 
     def promoted(self, trials: Sequence[Trial], number: int, by: Fidelity) -> list[Layout]:

@@ -126,6 +126,7 @@ class Queue:
         stop = threading.Event()
 
         def beat() -> None:
+            """Send heartbeats until the block ends."""
             while not stop.wait(HEARTBEAT):
                 with suppress(SQLAlchemyError, OptunaError):  # if it persists, the worker itself will hit it
                     self._write_heartbeat()

@@ -108,8 +108,8 @@ def _retrained(rows: pd.DataFrame) -> list[Retraining]:
 def _write_layouts(search: Search, trials: Sequence[Trial], folder: Path) -> None:
     """Replace the layout files by the front and the fully retrained layouts; baselines already have files."""
     worth_keeping = (*front(trials), *(trial for trial in trials if trial.full is not None))
-    kept = {trial.name: trial for trial in worth_keeping if trial.sampler != BASELINE}
+    trials_by_name = {trial.name: trial for trial in worth_keeping if trial.sampler != BASELINE}
     with replacing(folder, stale=[file.name for file in folder.glob("*.yaml")]) as new:
-        for name, trial in kept.items():
+        for name, trial in trials_by_name.items():
             origin = provenance(search.space.table, trial.layout, search.space.budgets[1], trial.seed)
             Layout(trial.layout.heads, trial.layout.window, name, origin).write(new / f"{name}.yaml")

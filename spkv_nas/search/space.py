@@ -100,9 +100,9 @@ class Space:
         # Without constraints, enumerate masks by descending gain
         if not self.constraints.named:
             layouts = (Layout.from_mask(mask, window=self.window) for mask in descending(gain, budget))
-            new = next((layout for layout in layouts if layout.heads not in tried), None)
-            if new is not None:
-                return new
+            untried = next((layout for layout in layouts if layout.heads not in tried), None)
+            if untried is not None:
+                return untried
         # With constraints, exclude the tried layouts from the integer program
         masks = [Layout(heads, self.window).global_mask for heads in tried]
         problem = Problem(self.grid, self.constraints.named, budget, excluded=masks, at_least=self._least)
@@ -154,7 +154,7 @@ def descending(gain: Float, budget: int) -> Iterator[NDArray[np.bool_]]:
     order = np.argsort(-gain.ravel(), kind="stable")
     loss = -np.diff(gain.ravel()[order])  # [H - 1], loss of replacing a head by the next one
     start = (np.arange(gain.size) < budget).tobytes()
-    heap, seen = [(0.0, start)], {start}
+    heap, visited = [(0.0, start)], {start}
     while heap:
         total_loss, packed = heappop(heap)
         chosen = np.frombuffer(packed, bool)
@@ -163,8 +163,8 @@ def descending(gain: Float, budget: int) -> Iterator[NDArray[np.bool_]]:
         for position in np.flatnonzero(chosen[:-1] & ~chosen[1:]):
             successor = chosen.copy()
             successor[position], successor[position + 1] = False, True
-            if successor.tobytes() not in seen:
-                seen.add(successor.tobytes())
+            if successor.tobytes() not in visited:
+                visited.add(successor.tobytes())
                 heappush(heap, (total_loss + loss[position], successor.tobytes()))
 
 

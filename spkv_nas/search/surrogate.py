@@ -46,13 +46,14 @@ class Surrogate:
             scored: layouts and scores of earlier trials, lower is better.
         """
         weights = self._weights(scored)
+        # Propose starting layouts first, then untried ones
         starts = self._starts[numbers.start : numbers.stop]
         tried = {layout.heads for layout in (*starts, *(layout for layout, _ in scored))}
-        new: list[Layout] = []
+        proposals: list[Layout] = []
         for number in numbers[len(starts) :]:
-            new.append(self._new(number, weights, tried))
-            tried.add(new[-1].heads)
-        return [*starts, *sorted(new, key=lambda layout: layout.heads)]
+            proposals.append(self._new(number, weights, tried))
+            tried.add(proposals[-1].heads)
+        return [*starts, *sorted(proposals, key=lambda layout: layout.heads)]
 
     def _weights(self, scored: Sequence[tuple[Layout, float]]) -> HeadWeights | None:
         """Fit the head weights to the finite scores; None if there are too few."""

@@ -30,10 +30,10 @@ def suggest_mask(masks: NDArray[np.bool_], values: Float, generator: np.random.G
         generator: source of randomness.
     """
     # Estimate the probability of G among good layouts and among the others, [H]
-    good = good_ones(values)
-    weights = np.ones(good.sum()) if values.shape[1] > 1 else _weights(int(good.sum()))
-    good_share = share_global(masks[good], weights)
-    other_share = share_global(masks[~good], _weights(int((~good).sum())))
+    is_good = good_ones(values)
+    weights = np.ones(is_good.sum()) if values.shape[1] > 1 else _weights(int(is_good.sum()))
+    good_share = share_global(masks[is_good], weights)
+    other_share = share_global(masks[~is_good], _weights(int((~is_good).sum())))
     # Draw whether one of the candidates has the letter of the higher density ratio
     prefers_global = good_share > other_share  # G has the higher ratio of densities, good / others
     probability = (
@@ -49,15 +49,15 @@ def good_ones(values: Float) -> NDArray[np.bool_]:
     The last front is thinned evenly if it does not fit.
     """
     num_good = math.ceil(_GOOD * len(values))
-    good = np.zeros(len(values), bool)
+    is_good = np.zeros(len(values), bool)
     if values.shape[1] == 1:
-        good[np.argsort(values[:, 0], kind="stable")[: min(num_good, _MOST_GOOD)]] = True
-    while good.sum() < num_good and values.shape[1] > 1:
-        remaining = np.flatnonzero(~good)
+        is_good[np.argsort(values[:, 0], kind="stable")[: min(num_good, _MOST_GOOD)]] = True
+    while is_good.sum() < num_good and values.shape[1] > 1:
+        remaining = np.flatnonzero(~is_good)
         front = remaining[first_front(values[remaining])]
-        positions = np.linspace(0, len(front) - 1, min(len(front), num_good - int(good.sum())))
-        good[front[positions.round().astype(int)]] = True
-    return good
+        positions = np.linspace(0, len(front) - 1, min(len(front), num_good - int(is_good.sum())))
+        is_good[front[positions.round().astype(int)]] = True
+    return is_good
 
 
 def share_global(masks: NDArray[np.bool_], weights: Float) -> Float:
