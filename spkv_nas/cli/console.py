@@ -59,9 +59,9 @@ class Stream(Console):
             textwrap.fill(line, self.width, break_long_words=False, break_on_hyphens=False)
             for line in f"{head}{text}".splitlines()
         ]
-        shown = Text("\n".join(lines), style)
-        shown.stylize(head_style, 0, len(head))
-        self.print(shown, soft_wrap=True)
+        styled = Text("\n".join(lines), style)
+        styled.stylize(head_style, 0, len(head))
+        self.print(styled, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Write text unchanged and flush it; no line break is added."""

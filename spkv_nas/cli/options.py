@@ -132,14 +132,14 @@ def _declaration(hint: Any) -> tuple[Any, Flag]:
 
 def _parameter(field: Field[Any], kind: Any, flag: Flag) -> inspect.Parameter:
     """Return the parameter of one field, with the help, limits and completion of its flag."""
-    shown = field.metadata.get(SHOWN)
+    shown_default = field.metadata.get(SHOWN)
     settings: dict[str, Any] = {
         "help": f"{flag.help} {field.metadata.get(NOTE, '')}".rstrip(),
         "metavar": flag.metavar,
         "min": flag.low,
         "max": flag.high,
         "rich_help_panel": flag.panel,
-        "show_default": True if shown is None else shown,
+        "show_default": True if shown_default is None else shown_default,
         "autocompletion": completion(flag),
     }
     info = typer.Argument(**settings) if flag.argument else typer.Option(*flag.names, **settings)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a command returns, and how it is printed.
+    """A value that a command returns, and how it is printed.
 
     Attributes:
         value: the stage's return value.
@@ -61,8 +61,8 @@ def present(found: Results, *, as_json: bool) -> int:
             result.show(result.value)
             _suggest(result.next)
     if as_json:
-        whole = documents[0] if isinstance(found, Result) else documents
-        out.write(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        printed = documents[0] if isinstance(found, Result) else documents
+        out.write(json.dumps(printed, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     return code
 
 

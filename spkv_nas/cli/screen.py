@@ -166,14 +166,14 @@ def _lines(title: str) -> Iterator[Bar]:
         since, first = start = start or (now, done)
         if now - last >= EVERY and done > first:
             last = now
-            left = _clock((now - since) * (total - done) / (done - first))
-            announce(", ".join(part for part in (f"{title}: {done} of {total}", note, f"{left} left") if part))
+            remaining = _clock((now - since) * (total - done) / (done - first))
+            announce(", ".join(part for part in (f"{title}: {done} of {total}", note, f"{remaining} left") if part))
 
     yield tell
 
 
 def _clock(seconds: float) -> str:
     """Format seconds as ``m:ss`` or ``h:mm:ss``."""
-    minutes, whole = divmod(int(seconds), 60)
+    minutes, whole_seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{whole:02}" if hours else f"{minutes}:{whole:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"

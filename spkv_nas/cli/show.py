@@ -279,11 +279,11 @@ def grids(shown: list[ShownLayout]) -> None:
         _layout(entry)
 
 
-def _layout(shown: ShownLayout) -> None:
+def _layout(entry: ShownLayout) -> None:
     """Print a layout's summary and its grid."""
-    coverage = "" if shown.coverage is None else f", coverage {100 * shown.coverage:.2f} %"
-    out.print(Text(f"{shown.file}: {_describe(shown.layout)}{coverage}"), soft_wrap=True)
-    _grid(shown.layout.heads, [str(row.count("G")) for row in shown.layout.heads])
+    coverage = "" if entry.coverage is None else f", coverage {100 * entry.coverage:.2f} %"
+    out.print(Text(f"{entry.file}: {_describe(entry.layout)}{coverage}"), soft_wrap=True)
+    _grid(entry.layout.heads, [str(row.count("G")) for row in entry.layout.heads])
 
 
 def difference(options: DiffOptions, compared: ComparedLayouts) -> None:

@@ -238,8 +238,8 @@ def _longppl_row(row: pd.Series[Any], *, paired: bool) -> Row:
 def _whose(record: Record) -> str:
     """Return the checkpoints' names as the start of a paragraph, as far as they are recorded."""
     against = record.get("against")
-    other = f", against {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
-    return f"{record['model']}{other}. " if "model" in record else ""
+    against_note = f", against {against['model']}" if isinstance(against, Mapping) and "model" in against else ""
+    return f"{record['model']}{against_note}. " if "model" in record else ""
 
 
 def _pair(row: pd.Series[Any]) -> tuple[str, str, str]:

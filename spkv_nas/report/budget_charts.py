@@ -126,13 +126,13 @@ def agreement_charts(rows: pd.DataFrame) -> Panels:
         rows: table of ``spkv_nas.proposal.agreement.agreement``.
     """
     labels = short_labels(rows)
-    shown = [short(label, 24) for label in labels.values()]
+    short_names = [short(label, 24) for label in labels.values()]
     first = rows.iloc[0]
     headings = {
         "jaccard": f"{first['budget']:.0f} densest heads: Jaccard, % (chance {100 * first['chance']:.0f})",
         "spearman": "densities: Spearman, %",
     }
-    axes = name_axis("", shown), name_axis("", shown, down=True)
+    axes = name_axis("", short_names), name_axis("", short_names, down=True)
     charts = tuple(
         Chart(
             f"agreement-{column}",

@@ -50,11 +50,13 @@ def cache_nll_chart(inputs: Inputs, verdict: Verdict) -> Chart | None:
         f"KV cache of one sequence of {CONTEXT:,} tokens, MiB" if full_cache else "KV cache, % of full attention's"
     )
     groups = [(LAYOUT, layouts), *((SHAPES[size.name], [size]) for size in references)]
-    words = (f"{size.name} {100 * size.share:.1f} %, {signed(size.delta)} %" for _, sizes in groups for size in sizes)
+    values_by_name = (
+        f"{size.name} {100 * size.share:.1f} %, {signed(size.delta)} %" for _, sizes in groups for size in sizes
+    )
     return Chart(
         "cache-nll",
         "NLL against KV cache",
-        f"Share of full attention's KV cache, and NLL increase: {'; '.join(words)}.",
+        f"Share of full attention's KV cache, and NLL increase: {'; '.join(values_by_name)}.",
         round_axis(cache_title, 0.0, scale, padded=True),
         _change_axis([*layouts, *references], DELTA_AXES[evidence.baseline], is_log=is_log),
         (

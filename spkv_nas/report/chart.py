@@ -235,15 +235,15 @@ def thinned(x: Numbers, y: Numbers, near: float) -> tuple[Numbers, Numbers]:
     Returns:
         The x and y of the points that are kept, the ends among them.
     """
-    kept, spans = {0, len(x) - 1}, [(0, len(x) - 1)]
+    kept_indices, spans = {0, len(x) - 1}, [(0, len(x) - 1)]
     while spans:
         first, last = spans.pop()
         deviations = [
-            abs(y[at] - y[first] - (y[last] - y[first]) * (x[at] - x[first]) / (x[last] - x[first]))
-            for at in range(first + 1, last)
+            abs(y[index] - y[first] - (y[last] - y[first]) * (x[index] - x[first]) / (x[last] - x[first]))
+            for index in range(first + 1, last)
         ]
         if max(deviations, default=0.0) > near:
             middle = first + 1 + deviations.index(max(deviations))
-            kept.add(middle)
+            kept_indices.add(middle)
             spans += [(first, middle), (middle, last)]
-    return tuple(x[at] for at in sorted(kept)), tuple(y[at] for at in sorted(kept))
+    return tuple(x[index] for index in sorted(kept_indices)), tuple(y[index] for index in sorted(kept_indices))

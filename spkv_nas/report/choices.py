@@ -75,11 +75,11 @@ def _means(parts: list[list[int]], weights: list[int]) -> list[int]:
 def _places(order: list[int], head_levels: list[int]) -> list[int]:
     """Return the index of each head among the remaining heads, sorted by level: 0 except for ties."""
     remaining = sorted(range(len(head_levels)), key=lambda head: -head_levels[head])
-    places = []
+    indices = []
     for head in order:
-        places.append(remaining.index(head))
-        remaining.pop(places[-1])
-    return places
+        indices.append(remaining.index(head))
+        remaining.pop(indices[-1])
+    return indices
 
 
 def _beside(order: list[int], head_levels: list[int], coverages: list[float]) -> list[int]:

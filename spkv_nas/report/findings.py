@@ -88,14 +88,14 @@ def _of_clear(pairs: list[_Pair], inputs: Inputs) -> str:
     )
 
 
-def _difference(one: pd.Series[Any], other: pd.Series[Any]) -> float:
+def _difference(first: pd.Series[Any], second: pd.Series[Any]) -> float:
     """Return the absolute difference of two changes of NLL, in percentage points."""
-    return abs(float(one["delta_nll_percent"] - other["delta_nll_percent"]))
+    return abs(float(first["delta_nll_percent"] - second["delta_nll_percent"]))
 
 
-def _agrees(one: pd.Series[Any], other: pd.Series[Any]) -> bool:
+def _agrees(first: pd.Series[Any], second: pd.Series[Any]) -> bool:
     """Return True if the layout of higher coverage has the lower NLL."""
-    return bool((one["coverage_percent"] > other["coverage_percent"]) == (one["nll"] < other["nll"]))
+    return bool((first["coverage_percent"] > second["coverage_percent"]) == (first["nll"] < second["nll"]))
 
 
 def _correlation(record: Mapping[str, Any]) -> list[str]:

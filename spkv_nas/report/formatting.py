@@ -55,8 +55,8 @@ def standard_errors(number: float) -> str:
 
 def listed(names: Sequence[str], most: int) -> str:
     """Join names with commas; beyond ``most`` of them, give only the number of the others."""
-    more = len(names) - most
-    return ", ".join([*names[:most], *([f"and {more} more"] if more > 0 else [])])
+    num_more = len(names) - most
+    return ", ".join([*names[:most], *([f"and {num_more} more"] if num_more > 0 else [])])
 
 
 def short(text: str, length: int) -> str:

@@ -24,7 +24,7 @@ _CURVES: tuple[tuple[str, str, Tone], ...] = (
 
 @dataclass(frozen=True)
 class Part:
-    """What one command adds to the section.
+    """The sentences, charts and rows of one command.
 
     Attributes:
         said: sentences.

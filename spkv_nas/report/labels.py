@@ -56,28 +56,28 @@ def chart_labels(
         line: height of a line of text.
     """
     # Labels of horizontal rules, to the right of the axes
-    taken = list(_obstacles(chart, at, box))
+    occupied = list(_obstacles(chart, at, box))
     labels = _beside_axes([(at(chart.x.high, mark.at)[1], mark.label) for mark in _across(chart)], box, line)
     # Labels of vertical rules
     for mark in chart.marks:
         if isinstance(mark, Rule) and mark.vertical and mark.label:
-            labels.append(_along_rule(at(mark.at, chart.y.low)[0], mark.label, box, taken, letter, line))
+            labels.append(_along_rule(at(mark.at, chart.y.low)[0], mark.label, box, occupied, letter, line))
     # Names of points
     for mark in chart.marks:
         if not isinstance(mark, Points) or not any(mark.names):
             continue
-        places = [at(x, y) for x, y in zip(mark.x, mark.y, strict=True)]
+        positions = [at(x, y) for x, y in zip(mark.x, mark.y, strict=True)]
         if mark.shape == "stroke":
             labels += [
                 Label(x, y - mark.size - line / 2, name, "middle")
-                for (x, y), name in zip(places, mark.names, strict=True)
+                for (x, y), name in zip(positions, mark.names, strict=True)
             ]
         else:
             labels += place_labels(
-                places,
+                positions,
                 mark.names,
                 box,
-                taken=taken,
+                taken=occupied,
                 letter=letter,
                 line=line,
                 farthest=mark.farthest,
@@ -126,9 +126,9 @@ def place_labels(
         # Add a leader line if the label has moved
         taken.append(box)
         middle = (box[1] + box[3]) / 2
-        moved = (x, y) if abs(middle - y) > line * 0.6 else None
+        leader = (x, y) if abs(middle - y) > line * 0.6 else None
         right = box[0] > x
-        labels.append(Label(box[0] if right else box[2], middle, name, "start" if right else "end", moved))
+        labels.append(Label(box[0] if right else box[2], middle, name, "start" if right else "end", leader))
     return labels
 
 
@@ -155,14 +155,14 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [mean + index * gap for index, mean in enumerate(means)]
 
 
-def _along_rule(x: float, name: str, box: Box, taken: list[Box], letter: float, line: float) -> Label:
+def _along_rule(x: float, name: str, box: Box, occupied: list[Box], letter: float, line: float) -> Label:
     """Place the label of a vertical line at the highest free position beside it."""
     width = letter * len(name)
     rows = [box[1] + row * line / 2 for row in range(int((box[3] - box[1]) / line * 2) - 1)]
     boxes = [(left, top, left + width, top + line) for top in rows for left in (x + 6, x - 6 - width)]
     inside = [candidate for candidate in boxes if _holds(box, candidate)] or boxes
-    chosen = _first_free(inside, taken) or inside[0]
-    taken.append(chosen)
+    chosen = _first_free(inside, occupied) or inside[0]
+    occupied.append(chosen)
     return Label(chosen[0], chosen[1] + line / 2, name)
 
 
@@ -189,9 +189,9 @@ def _obstacles(chart: Chart, at: Callable[[float, float], Place], box: Box) -> I
                 pass
 
 
-def _along(places: list[Place]) -> Iterator[Box]:
-    """Yield small boxes along the line through ``places``."""
-    for (x0, y0), (x1, y1) in pairwise(places):
+def _along(positions: list[Place]) -> Iterator[Box]:
+    """Yield small boxes along the line through ``positions``."""
+    for (x0, y0), (x1, y1) in pairwise(positions):
         steps = 1 + int(math.hypot(x1 - x0, y1 - y0) / 4)
         for k in range(steps + 1):
             x, y = x0 + (x1 - x0) * k / steps, y0 + (y1 - y0) * k / steps
@@ -203,9 +203,9 @@ def _across(chart: Chart) -> list[Rule]:
     return [mark for mark in chart.marks if isinstance(mark, Rule) and not mark.vertical and mark.label]
 
 
-def _first_free(boxes: Sequence[Box], taken: Sequence[Box]) -> Box | None:
+def _first_free(boxes: Sequence[Box], occupied: Sequence[Box]) -> Box | None:
     """Return the first box that overlaps none of the taken ones; None if there is none."""
-    return next((box for box in boxes if not any(_overlap(box, other) for other in taken)), None)
+    return next((box for box in boxes if not any(_overlap(box, other) for other in occupied)), None)
 
 
 def _holds(outer: Box, inner: Box) -> bool:

@@ -56,9 +56,9 @@ def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
     num_known = len(names)
     for result in stopped:
         names.setdefault(result.key, result.name)
-    places = {key: number for number, key in enumerate(names)}
-    named = {(result.name, places[result.key]) for result in (*proposed, *measured, *stopped)}
-    proposed_or_retrained = {places[result.key]: result for result in reversed((*proposed, *retrained))}
+    indices = {key: number for number, key in enumerate(names)}
+    named = {(result.name, indices[result.key]) for result in (*proposed, *measured, *stopped)}
+    proposed_or_retrained = {indices[result.key]: result for result in reversed((*proposed, *retrained))}
     colours = shades()
     return {
         "grid": inputs.table.grid,
@@ -66,30 +66,30 @@ def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
         "dark": sum(ink == "#fff" for _, ink in colours),  # number of shades, from the first, with white text
         "budget": inputs.budget,
         "context": CONTEXT,
-        "start": -1 if verdict.layout is None else places.get(verdict.layout.key, -1),
+        "start": -1 if verdict.layout is None else indices.get(verdict.layout.key, -1),
         "signals": signals,
         "times": _times(inputs.calibration),
         "layouts": [[name, _flags(key)] for key, name in names.items() if isinstance(key, bytes)],
-        "files": [_layout_file(inputs, proposed_or_retrained[place]) for place in sorted(proposed_or_retrained)],
-        "aliases": sorted([name, place] for name, place in named if name != [*names.values()][place]),
+        "files": [_layout_file(inputs, proposed_or_retrained[index]) for index in sorted(proposed_or_retrained)],
+        "aliases": sorted([name, index] for name, index in named if name != [*names.values()][index]),
         "offered": len(proposed_or_retrained),  # number of layouts with a file
         "known": num_known,  # number of layouts with results; the others were stopped early
         "measured": [
             [
                 mode.how,
                 _column(mode),
-                [[places[scored.key], _number(scored.delta), _number(scored.error)] for scored in mode.results],
+                [[indices[scored.key], _number(scored.delta), _number(scored.error)] for scored in mode.results],
             ]
             for mode in evidence
             if mode.results
         ],
-        "costs": _costs(inputs, places),
+        "costs": _costs(inputs, indices),
     }
 
 
 def _of_known_heads(evidence: Evidence) -> tuple[Result, ...]:
     """Return the results whose heads and change of NLL are known."""
-    return tuple(one for one in evidence.results if one.mask is not None and not math.isnan(one.delta))
+    return tuple(result for result in evidence.results if result.mask is not None and not math.isnan(result.delta))
 
 
 def _column(evidence: Evidence) -> int:
@@ -97,16 +97,14 @@ def _column(evidence: Evidence) -> int:
     return 3 - FIDELITIES.index(evidence.fidelity) if evidence.source == SEARCH else -1
 
 
-def _costs(inputs: Inputs, places: Mapping[object, int]) -> list[str] | None:
+def _costs(inputs: Inputs, keys: Mapping[object, int]) -> list[str] | None:
     """Return the search's second objective of each layout, formatted as in its table; None without one."""
     rows = inputs.search
     if rows is None or rows["cost"].isna().any():
         return None
     masks = {row["heads"].replace(" ", ""): row["cost"] for row in rows.to_dict("records")}
     letters = (
-        "".join("G" if head else "L" for head in np.frombuffer(key, np.bool_))
-        for key in places
-        if isinstance(key, bytes)
+        "".join("G" if head else "L" for head in np.frombuffer(key, np.bool_)) for key in keys if isinstance(key, bytes)
     )
     return [f"{masks[text]:.4g}" if text in masks else "" for text in letters]
 
@@ -141,10 +139,10 @@ def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
     """Return the index of each layout in the explorer's data, by name; ambiguous names are left out."""
     if choices is None:
         return {}
-    places: dict[str, set[int]] = defaultdict(set)
-    for name, place in (*((name, place) for place, (name, _) in enumerate(choices["layouts"])), *choices["aliases"]):
-        places[name].add(place)
-    return {name: min(indices) for name, indices in places.items() if len(indices) == 1}
+    indices_by_name: dict[str, set[int]] = defaultdict(set)
+    for name, index in (*((name, index) for index, (name, _) in enumerate(choices["layouts"])), *choices["aliases"]):
+        indices_by_name[name].add(index)
+    return {name: min(indices) for name, indices in indices_by_name.items() if len(indices) == 1}
 
 
 def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
@@ -188,12 +186,12 @@ def _nearest(tables: list[HeadScores], tau: float) -> int:
     return min(range(len(tables)), key=lambda number: abs(tables[number].tau - tau))
 
 
-def _at_thresholds(table: HeadScores, other: float) -> Iterator[HeadScores]:
-    """Yield a probe's table at each offered threshold, its own, and ``other``; only as it is without a histogram."""
+def _at_thresholds(table: HeadScores, extra_tau: float) -> Iterator[HeadScores]:
+    """Yield a probe's table at each offered threshold, its own, and ``extra_tau``; unchanged without a histogram."""
     if not table.is_density or table.histogram is None:
         yield table
         return
-    for tau in sorted({*_TAUS, table.tau, other}):
+    for tau in sorted({*_TAUS, table.tau, extra_tau}):
         yield table.at_tau(tau)
 
 

@@ -121,12 +121,12 @@ def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | 
     Returns:
         The names of all figures of the page whose files exist.
     """
-    drawn = [chart for name, charts in groups.items() if name != "search" for chart in charts]
+    charts_to_draw = [chart for name, charts in groups.items() if name != "search" for chart in charts]
     if progress is not None:
-        for number, chart in enumerate(drawn, 1):
+        for number, chart in enumerate(charts_to_draw, 1):
             save_chart(folder, chart)
-            progress(number, len(drawn))
-    names = [chart.name for chart in drawn] + [*(SEARCH_FIGURES if groups["search"] else ())]
+            progress(number, len(charts_to_draw))
+    names = [chart.name for chart in charts_to_draw] + [*(SEARCH_FIGURES if groups["search"] else ())]
     names += [chart.name for section in inputs.judged for chart in section.charts]
     return [name for name in names if (folder / f"{name}.png").is_file()]
 
@@ -168,13 +168,13 @@ def _render(
     under_way = [] if inputs.under_way is None else [inputs.under_way]
     charts = {name: _singles(group) for name, group in groups.items()}
     # Charts whose numbers are embedded; maps of heads take theirs from the explorer's data
-    shown = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
-    shown += [chart for section in (*inputs.judged, *under_way) for chart in section.charts]
+    embedded = [chart for name in groups if name not in ("density", "layouts") for chart in charts[name]]
+    embedded += [chart for section in (*inputs.judged, *under_way) for chart in section.charts]
     choices = instrument(inputs, verdict)
     return render(
         "page.html.j2",
         version=__version__,
-        data=Markup(page_data(shown, choices, layout_places(choices))),
+        data=Markup(page_data(embedded, choices, layout_places(choices))),
         script=Markup(_script()),
         instrument=choices,
         charts=charts,

@@ -52,14 +52,14 @@ def coverage_nll_chart(comparison: pd.DataFrame, noun: str = DENSITY.noun) -> Ch
     # Range of the vertical axis, and description
     errors = rows["delta_nll_standard_error"].fillna(0.0)
     low, high = (rows["delta_nll_percent"] - errors).min(), (rows["delta_nll_percent"] + errors).max()
-    words = (
+    descriptions = (
         f"{short(row['strategy'], 40)} {row['coverage_percent']:.1f} %, {signed(row['delta_nll_percent'])} %"
         for _, row in rows.iterrows()
     )
     return Chart(
         "coverage-nll",
         "Does coverage predict the NLL?",
-        "Coverage and NLL increase: " + "; ".join(words) + ".",
+        "Coverage and NLL increase: " + "; ".join(descriptions) + ".",
         percent_axis(f"Coverage, % of all heads' {noun}"),
         round_axis(DELTA_AXES[counted_from(comparison)], min(low, 0.0), max(high, 0.0), padded=True),
         tuple(marks),
@@ -88,13 +88,13 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
     )
     for selected, label, shape, tone in groups:
         if selected.any():
-            shown = tuple(name for name, is_selected in zip(names, selected, strict=True) if is_selected)
+            labels = tuple(name for name, is_selected in zip(names, selected, strict=True) if is_selected)
             marks.append(
                 Points(
                     numbers(density[selected]),
                     numbers(change[selected]),
                     numbers(error[selected]),
-                    names=shown,
+                    names=labels,
                     farthest=1,
                     optional=True,
                     label=label,
@@ -164,15 +164,17 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
                 )
             )
     # Range of the vertical axis, and description
-    shown = pd.concat([part for part, *_ in groups])
-    error_bars = shown["delta_nll_standard_error"].fillna(0.0)
-    low, high = ((shown["delta_nll_percent"] + sign * error_bars) for sign in (-1.0, 1.0))
-    words = (f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in shown.itertuples())
+    plotted = pd.concat([part for part, *_ in groups])
+    error_bars = plotted["delta_nll_standard_error"].fillna(0.0)
+    low, high = ((plotted["delta_nll_percent"] + sign * error_bars) for sign in (-1.0, 1.0))
+    descriptions = (
+        f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in plotted.itertuples()
+    )
     return Chart(
         "baselines",
         "What density costs by each rule",
-        "Density and NLL change: " + "; ".join(words) + ".",
-        round_axis("Density, % of keys outside the window", 0.0, 100 * shown["density"].max(), padded=True),
+        "Density and NLL change: " + "; ".join(descriptions) + ".",
+        round_axis("Density, % of keys outside the window", 0.0, 100 * plotted["density"].max(), padded=True),
         round_axis("NLL change from the dense model, %", min(0.0, low.min()), max(0.0, high.max()), padded=True),
         tuple(marks),
         note="Lower is better. Bars: one standard error.",

@@ -49,7 +49,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         ]
     # Description
     ends = ", ".join(f"{sampler} {line.y[-1]:.3f}" for sampler, line in means.items())
-    drawn = "; ".join(f"{sampler}: {SAMPLERS.get(sampler, 'another sampler')}" for sampler in means)
+    sampler_notes = "; ".join(f"{sampler}: {SAMPLERS.get(sampler, 'another sampler')}" for sampler in means)
     return Chart(
         "search-progress",
         "Benefit of guidance",
@@ -57,7 +57,7 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
         spread_axis(quality_title, low, high, zero=False) if cost is None else round_axis(quality_title, low, high),
         (*marks, *means.values()),
-        note=f"Thick: mean over seeds; thin: each; {drawn}." + (" Dotted: baselines." if cost is None else ""),
+        note=f"Thick: mean over seeds; thin: each; {sampler_notes}." + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
         height=300.0,
     )
@@ -65,11 +65,11 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
 
 def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     """Return ΔNLL after full retraining against zero-shot ΔNLL and against coverage; None without any."""
-    known = rows.dropna(subset=["full_delta_percent"]).drop_duplicates("hash")
-    if known.empty:
+    retrained = rows.dropna(subset=["full_delta_percent"]).drop_duplicates("hash")
+    if retrained.empty:
         return None
     # Vertical axis
-    value, error = known["full_delta_percent"], known["full_standard_error"].fillna(0.0)
+    value, error = retrained["full_delta_percent"], retrained["full_standard_error"].fillna(0.0)
     nll_axis = spread_axis("ΔNLL after full retraining, %", (value - error).min(), (value + error).max())
     predictors = (
         (
@@ -90,24 +90,24 @@ def retrained_charts(rows: pd.DataFrame) -> Panels | None:
     charts = []
     # One chart per predictor
     for name, column, axis, title, subject in predictors:
-        values = known[column].dropna()
+        values = retrained[column].dropna()
         if values.empty:
             continue
         low, high = float(values.min()), float(values.max())
         is_share = column == "coverage_percent"
-        words = (
+        descriptions = (
             f"{short(str(layout), 40)} {signed(a, 1 if is_share else 3)} %, {signed(b)} %"
-            for layout, a, b in zip(known["name"], known[column], value, strict=True)
+            for layout, a, b in zip(retrained["name"], retrained[column], value, strict=True)
         )
         predictor_axis = round_axis(axis, 0.0, high) if is_share else spread_axis(axis, low, high)
         charts.append(
             Chart(
                 name,
                 title,
-                f"{subject}: {'; '.join(words)}.",
+                f"{subject}: {'; '.join(descriptions)}.",
                 predictor_axis,
                 nll_axis,
-                _by_sampler(known, column),
+                _by_sampler(retrained, column),
                 note="Bars: one standard error.",
             )
         )
@@ -163,14 +163,14 @@ def front_chart(rows: pd.DataFrame, cost: str) -> Chart:
     )
 
 
-def _by_sampler(known: pd.DataFrame, column: str) -> tuple[Points, ...]:
+def _by_sampler(retrained: pd.DataFrame, column: str) -> tuple[Points, ...]:
     """Return a group of points per sampler, with the baselines named."""
     groups = []
     styles: dict[str, tuple[Shape, Tone]] = {BASELINE: ("square", "ink")}
-    samplers = [str(name) for name in known["sampler"].unique() if name != BASELINE]
+    samplers = [str(name) for name in retrained["sampler"].unique() if name != BASELINE]
     styles |= {name: (shape, tone) for name, shape, (tone, _) in zip(samplers, _SHAPES, SERIES, strict=False)}
     for sampler, (shape, tone) in styles.items():
-        subset = known[known["sampler"] == sampler].dropna(subset=[column])
+        subset = retrained[retrained["sampler"] == sampler].dropna(subset=[column])
         if subset.empty:
             continue
         tips = tuple(
@@ -198,13 +198,13 @@ def _by_sampler(known: pd.DataFrame, column: str) -> tuple[Points, ...]:
 def _corners(series: pd.Series[float]) -> tuple[Numbers, Numbers]:
     """Return (index, values) without the points inside constant runs, which do not change the line."""
     same = series.eq(series.shift()) & series.eq(series.shift(-1))
-    kept = series[~same]
-    return numbers(kept.index), numbers(kept)
+    corners = series[~same]
+    return numbers(corners.index), numbers(corners)
 
 
-def _front(some: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:
+def _front(trials: pd.DataFrame, end: float) -> tuple[Numbers, Numbers]:
     """Return the lowest ΔNLL at each cost, as steps up to the cost ``end``."""
-    ordered = some.sort_values(["cost", "zero_shot_delta_percent"])
+    ordered = trials.sort_values(["cost", "zero_shot_delta_percent"])
     lowest = math.inf
     x: list[float] = []
     y: list[float] = []

@@ -196,9 +196,9 @@ def _draw_bars(parent: Element, frame: Frame, bars: Bars, number: int) -> None:
         )
 
 
-def _draw_line(parent: Element, places: Sequence[tuple[float, float]], line: Line) -> None:
+def _draw_line(parent: Element, vertices: Sequence[tuple[float, float]], line: Line) -> None:
     """Draw a line."""
-    points = " ".join(f"{px(x)},{px(y)}" for x, y in places)
+    points = " ".join(f"{px(x)},{px(y)}" for x, y in vertices)
     opacity: dict[str, Any] = {} if line.opacity == 1 else {"stroke_opacity": line.opacity}
     add(
         parent,
@@ -223,17 +223,17 @@ def _draw_rule(parent: Element, frame: Frame, rule: Rule) -> None:
 
 def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> None:
     """Draw points and their error bars; ``number`` is the mark's index in the page's data."""
-    places = [frame.at(x, y) for x, y in zip(points.x, points.y, strict=True)]
+    centres = [frame.at(x, y) for x, y in zip(points.x, points.y, strict=True)]
     bars = [
         f"M{px(x)} {px(frame.y(value + error))}V{px(frame.y(value - error))}"
         f"M{px(x - 4)} {px(frame.y(value + error))}h8M{px(x - 4)} {px(frame.y(value - error))}h8"
-        for (x, _), value, error in zip(places, points.y, points.error or (math.nan,) * len(places), strict=True)
+        for (x, _), value, error in zip(centres, points.y, points.error or (math.nan,) * len(centres), strict=True)
         if not math.isnan(error)
     ]
     if bars:
         add(parent, "path", class_=f"error tone-{points.tone}", d="".join(bars))
     if not points.tips and points.shape == "circle" and not points.hollow:  # one element for all of them
-        dots = [(round(x), round(y)) for x, y in places]
+        dots = [(round(x), round(y)) for x, y in centres]
         reference = {"data_cloud": str(number)} if points.layouts else {}
         add(
             parent,
@@ -246,14 +246,14 @@ def _draw_points(parent: Element, frame: Frame, points: Points, number: int) -> 
         )
         return
     group = _group(parent, points)
-    for index, (x, y) in enumerate(places):
+    for index, (x, y) in enumerate(centres):
         _shape(group, points, x, y, points.size, **_at(number, index, points.tips))
 
 
-def _dust(places: list[tuple[int, int]]) -> str:
+def _dust(dots: list[tuple[int, int]]) -> str:
     """Return a path of zero-length lines, each relative to the previous one, which is short if they are sorted."""
     path, (left, top) = "", (0, 0)
-    for x, y in places:
+    for x, y in dots:
         path += f"m{x - left}{' ' if y >= top else ''}{y - top}z"
         left, top = x, y
     return path
