@@ -144,14 +144,23 @@ def agreement(result: AgreementResult) -> None:
     rows = result.rows
     first, labels = rows.iloc[0], short_labels(rows)
     grid = Table(
-        Column(overflow="fold"), Column(overflow="fold"), "Jaccard", "Spearman", "transfer %", "mean |Δ|",
+        Column(overflow="fold"),
+        Column(overflow="fold"),
+        "Jaccard",
+        "Spearman",
+        "transfer %",
+        "mean |Δ|",
         title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
-    )  # fmt: skip
+    )
     for row in rows.itertuples():
         grid.add_row(
-            escape(labels[row.first]), escape(labels[row.second]), f"{row.jaccard:.2f}", f"{row.spearman:.3f}",
-            f"{100 * row.transfer:.1f}", f"{row.mean_difference:.3f}",
-        )  # fmt: skip
+            escape(labels[row.first]),
+            escape(labels[row.second]),
+            f"{row.jaccard:.2f}",
+            f"{row.spearman:.3f}",
+            f"{100 * row.transfer:.1f}",
+            f"{row.mean_difference:.3f}",
+        )
     out.print(grid)
     out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
     say_where("agreement", result.figure or result.folder / "agreement.csv")
@@ -166,19 +175,28 @@ def comparison(result: Comparison) -> None:
     extended = "extended_nll" in result.rows
     # Table of layouts
     grid = Table(
-        "", "density\n%", "coverage\n%", "zero-shot\nΔNLL %", "\nNLL", "\nΔNLL %", "against the\ncontrol %",
+        "",
+        "density\n%",
+        "coverage\n%",
+        "zero-shot\nΔNLL %",
+        "\nNLL",
+        "\nΔNLL %",
+        "against the\ncontrol %",
         *(["longer\nblocks NLL", "against the\ncontrol %"] if extended else []),
         title="retrained from one dense checkpoint; ΔNLL counts from that checkpoint as it is",
-    )  # fmt: skip
+    )
     for row in result.rows.itertuples():
         long_nll = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
         grid.add_row(
-            baselines.get(row.strategy, escape(row.strategy)), f"{row.density_percent:.1f}",
-            f"{row.coverage_percent:.2f}", change(row.zero_shot_delta_percent), f"{row.nll:.4f}",
+            baselines.get(row.strategy, escape(row.strategy)),
+            f"{row.density_percent:.1f}",
+            f"{row.coverage_percent:.2f}",
+            change(row.zero_shot_delta_percent),
+            f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
             change(row.delta_control_percent, row.delta_control_standard_error),
             *(["-" if math.isnan(long_nll[0]) else f"{long_nll[0]:.4f}", change(*long_nll[1:])] if extended else []),
-        )  # fmt: skip
+        )
     out.print(grid)
     # Notes and errors
     for row in result.rows[result.rows["note"] != ""].itertuples():
@@ -204,9 +222,12 @@ def scores(result: ScoreResult) -> None:
     for row in result.rows.itertuples():
         coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
         grid.add_row(
-            escape(row.strategy), str(row.num_global), coverage, f"{row.nll:.4f}",
+            escape(row.strategy),
+            str(row.num_global),
+            coverage,
+            f"{row.nll:.4f}",
             change(row.delta_nll_percent, row.delta_nll_standard_error),
-        )  # fmt: skip
+        )
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("scores", result.folder / "zero-shot.csv")

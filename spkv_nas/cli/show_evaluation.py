@@ -106,9 +106,12 @@ def longppl(result: LongPPLResult) -> None:
     grid = Table("text", "key tokens", "LongPPL", "PPL", "density %", *pair_columns, title=escape(result.name))
     for row in result.rows.itertuples():
         cells = [
-            escape(row.domain), f"{row.num_keys:,} of {row.num_tokens:,}", _share(row.longppl, row.standard_error),
-            f"{row.ppl:.3f}", _percent(row.density),
-        ]  # fmt: skip
+            escape(row.domain),
+            f"{row.num_keys:,} of {row.num_tokens:,}",
+            _share(row.longppl, row.standard_error),
+            f"{row.ppl:.3f}",
+            _percent(row.density),
+        ]
         if against:
             difference = change(row.difference_percent, row.difference_standard_error)
             cells += [_share(row.against), _percent(row.against_density), difference]

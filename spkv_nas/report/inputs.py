@@ -125,9 +125,23 @@ class Inputs:
         checked = None if comparison is None or comparison.empty else complete(comparison)
         probes = tuple(probes) or (table,)
         return cls(
-            table, layouts, covered, checked, record or {}, agreement, search, trust, search_record or {}, probes,
-            calibration, predict, tuple(judged), under_way, pair_error, commands or {},
-        )  # fmt: skip
+            table,
+            layouts,
+            covered,
+            checked,
+            record or {},
+            agreement,
+            search,
+            trust,
+            search_record or {},
+            probes,
+            calibration,
+            predict,
+            tuple(judged),
+            under_way,
+            pair_error,
+            commands or {},
+        )
 
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:

@@ -130,23 +130,21 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     is_spkv = rows["method"] == SP_KV
     with_sinks = ~is_spkv & (rows["sinks"] > 0)
     marks: list[Line | Points] = []
-    spkv_rows = rows[is_spkv & (rows["tau"] > 0)].sort_values("density")
-    if len(spkv_rows) > 1:
-        marks.append(
-            Line(_percent(spkv_rows), numbers(spkv_rows["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink")
-        )
+    spkv = rows[is_spkv & (rows["tau"] > 0)].sort_values("density")
+    if len(spkv) > 1:
+        marks.append(Line(_percent(spkv), numbers(spkv["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink"))
     # Points: rules with and without sinks, and SP-KV
     groups: tuple[tuple[pd.DataFrame, str, Shape, Tone, bool], ...] = (
         (rows[~is_spkv & ~with_sinks], "pruned, without sinks", "circle", "accent", True),
         (rows[with_sinks], "pruned, with sinks", "circle", "accent", False),
-        (spkv_rows, "SP-KV", "diamond", "ink", False),
+        (spkv, "SP-KV", "diamond", "ink", False),
     )
     for group, label, shape, tone, hollow in groups:
         if not group.empty:
             names = tuple(f"τ {row.tau:g}" if row.method == SP_KV else row.method for row in group.itertuples())
             tips = tuple(_rule_tip(name, row) for name, (_, row) in zip(names, group.iterrows(), strict=True))
             if hollow and with_sinks.any():
-                names = ()  # the points with sinks lie beside them and have names
+                names = ()  # the dots with sinks lie beside them and have names
             marks.append(
                 Points(
                     _percent(group),
@@ -164,17 +162,15 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
                 )
             )
     # Range of the vertical axis, and description
-    plotted = pd.concat([part for part, *_ in groups])
-    error_bars = plotted["delta_nll_standard_error"].fillna(0.0)
-    low, high = ((plotted["delta_nll_percent"] + sign * error_bars) for sign in (-1.0, 1.0))
-    descriptions = (
-        f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in plotted.itertuples()
-    )
+    dots = pd.concat([part for part, *_ in groups])
+    error_bars = dots["delta_nll_standard_error"].fillna(0.0)
+    low, high = ((dots["delta_nll_percent"] + sign * error_bars) for sign in (-1.0, 1.0))
+    texts = (f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in dots.itertuples())
     return Chart(
         "baselines",
         "What density costs by each rule",
-        "Density and NLL change: " + "; ".join(descriptions) + ".",
-        round_axis("Density, % of keys outside the window", 0.0, 100 * plotted["density"].max(), padded=True),
+        "Density and NLL change: " + "; ".join(texts) + ".",
+        round_axis("Density, % of keys outside the window", 0.0, 100 * dots["density"].max(), padded=True),
         round_axis("NLL change from the dense model, %", min(0.0, low.min()), max(0.0, high.max()), padded=True),
         tuple(marks),
         note="Lower is better. Bars: one standard error.",
