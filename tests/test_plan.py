@@ -343,7 +343,7 @@ class TestInit:
         main(["train-hybrid", "--recipe", "recipe.yaml"])
         assert Path("reports/mine/comparison.csv").is_file()
         warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
-        assert [line for line in warnings if "effective number" not in line] == []
+        assert [line for line in warnings if "so few documents" not in line] == []
 
 
 def test_the_tokens_of_a_text_are_counted_as_blocks_have_them(
