@@ -24,7 +24,7 @@ from spkv_nas.stages.options import NOTE, SHOWN, OnDevice, Trains
 
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # shown last in the help
-_FEW = 3  # up to so many options get no help panel of their own
+_FEW = 3  # help panels with at most this many options are merged into the default one
 _OUTPUT_PANEL = "What is said"
 
 Quiet = Annotated[

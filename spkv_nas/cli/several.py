@@ -19,7 +19,7 @@ def name_each(arguments: Sequence[str]) -> list[str]:
     for number, word in enumerate(arguments):
         if word == "--":  # only arguments follow
             return [*expanded, *arguments[number:]]
-        # A new option
+        # Options end the list of files, unless one still lacks its value
         if word.startswith("-") and not (option and not has_value):
             option, has_value = word if word in _TAKE_SEVERAL else "", False
         elif option and not has_value:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spkv_nas.training.hybrids import Comparison
 
 _WIDEST = 100  # standard errors; a wider confidence interval is not printed
-_CURVE_ROWS = 16  # about so many rows of a budget curve are printed
+_CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
 
 

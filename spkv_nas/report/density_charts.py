@@ -18,7 +18,7 @@ from spkv_nas.report.formatting import short
 from spkv_nas.report.profiles import domain_profile, position_profile
 
 _DENSITY = "density"  # name of the chart whose cells the layout charts reuse
-_MOST_POINTED = 500  # above so many dots by domain they get no tooltips, which would be most of the page
+_MOST_POINTED = 500  # with more dots by domain there are no tooltips, which would be most of the page
 _UNEVEN = 2.0  # ratio of the widest to the narrowest bucket from which positions are logarithmic
 
 
