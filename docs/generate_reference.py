@@ -32,9 +32,9 @@ def _cli() -> Iterator[str]:
     """Yield the lines of the command reference: one section per command, its options as a table."""
     yield "# Commands\n"
     yield (
-        "Every command also takes `--json` (print the result as one JSON document), `-q` (print only results, warnings "
-        "and errors), `-v` (also show details and library logs) and `--debug` (show the traceback of an error). Results "
-        "go to standard output, everything else to standard error.\n"
+        "Every command also takes `--json` (print the result as one JSON document; not `generate` and `schema`), `-q` "
+        "(print only results, warnings and errors), `-v` (also show details and library logs) and `--debug` (show the "
+        "traceback of an error). Results go to standard output, everything else to standard error.\n"
     )
     for name, command in _commands(typer.main.get_command(app), "spkv-nas"):
         yield f"## {name}\n"
@@ -79,10 +79,11 @@ def _section(path: str, model: type[BaseModel]) -> Iterator[str]:
     """Yield one section's table, then those of the sections inside it."""
     yield f"## {f'`{path}`' if path else 'Top level'}\n"
     yield f"{_paragraphs(model.__doc__)}\n"
-    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    yield "| key | meaning | type | default |\n|---|---|---|---|"
     inner: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():
-        yield f"| `{name}` | {_cell(_type_name(field.annotation))} | {_cell(_default(field))} | {_cell(field.description or '')} |"
+        cells = (f"`{name}`", field.description or "", _type_name(field.annotation), _default(field))
+        yield f"| {' | '.join(map(_cell, cells))} |"
         inner += [(f"{path}.{name}" if path else name, part) for part in _models(field.annotation)]
     yield ""
     for inner_path, part in inner:
@@ -117,6 +118,8 @@ def _default(field: FieldInfo) -> str:
     value = field.default
     if value is PydanticUndefined or isinstance(value, BaseModel):
         return "required" if field.is_required() else ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     return "none" if value is None else f"`{value}`"
 
 
