@@ -1,11 +1,12 @@
-# Two commands do everything: `make demo` and `make test`; `make attack` tries to break what they made.
+# Two commands do everything: `make demo` and `make test`; `make attack` tries to break what they made, and `make docs`
+# builds the documentation.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ROUNDS ?= 1
 
-.PHONY: demo test attack lint clean
+.PHONY: demo test attack docs lint clean
 
 demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded reference
 	$(BIN)/spkv-nas demo
@@ -16,11 +17,15 @@ test: $(STAMP) lint  ## lint, types, and the whole CPU test suite
 attack: $(STAMP)  ## kills, full disks, races, damage; ROUNDS: percent of the full numbers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/attack -m attack --rounds $(ROUNDS)
 
+docs: $(STAMP)  ## docs/_build/html/index.html, which opens from disk; a warning is an error
+	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy reports/*.py reports/study/run.py
+	$(BIN)/mypy reports/*.py reports/study/run.py docs/generate_reference.py
 
 # lm-eval alone: what its own command prints tables with refuses the pinned python-dateutil; the rest is in [dev].
 $(STAMP): pyproject.toml constraints.txt
@@ -31,4 +36,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache

@@ -49,7 +49,7 @@ def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     """Train variants of one recipe and compare them with the first. Writes reports/NAME/ablations.csv. Resumes.
 
     A row is a section of a recipe with other values (gates: {window: 8}), {variant: full-attention}, or
-    {layout: FILE}; see the README.
+    {layout: FILE}; see "Recipes and training" in the documentation.
     """
     from spkv_nas.stages import train as stage
 

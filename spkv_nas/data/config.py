@@ -14,16 +14,18 @@ ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 
 
 class SourceConfig(Section):
-    """A text source with options; exactly one of ``path`` and ``dataset``."""
+    """Name a text source with options; exactly one of ``path`` and ``dataset``."""
 
-    path: str | None = None
+    path: str | None = Field(None, description="a file or folder, stdlib, or installed")
     dataset: str | None = Field(None, description="a data set of the Hugging Face hub or cache")
     name: str | None = Field(None, description="the data set's configuration")
     split: str | None = Field(None, description="the data set's split; train by default")
-    text_field: str | None = None
-    domain: str | None = None
-    domain_field: str | None = None
-    max_documents: int | None = Field(None, ge=1, le=MOST_WHOLE)
+    text_field: str | None = Field(None, description="field or column that holds the text; by default text")
+    domain: str | None = Field(None, description="domain of all its documents")
+    domain_field: str | None = Field(
+        None, description="field or column that holds a document's domain; by default domain"
+    )
+    max_documents: int | None = Field(None, ge=1, le=MOST_WHOLE, description="take at most this many documents")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
@@ -34,17 +36,21 @@ class SourceConfig(Section):
 
 
 class RulerMix(Section):
-    """Samples of RULER, with their answers, as blocks of the training text (SP-KV paper: 1.7 % of the decay's)."""
+    """Mix samples of RULER, with their answers, into the training blocks (SP-KV paper: 1.7 % of the decay's)."""
 
-    share: float = Field(gt=0.0, le=1.0, description="of the training blocks")
+    share: float = Field(gt=0.0, le=1.0, description="share of the training blocks")
     tasks: Literal["all-but-qa"] | list[str] = Field(
-        ALL_TASKS, description="names of RULER's tasks; those on documents are not among them"
+        ALL_TASKS, description="names of RULER's tasks; all-but-qa: all that need no file of questions"
     )
-    loss: Literal["all", "answers"] = Field("all", description="which of their tokens are learned")
+    loss: Literal["all", "answers"] = Field(
+        "all", description="tokens of a sample that count in the loss: all, or those of the answers"
+    )
     lengths: list[int] | None = Field(
-        None, min_length=1, description="tokens of the samples of a block, one of them by lot; a block by default"
+        None,
+        min_length=1,
+        description="sample lengths in tokens, one drawn at random for each block; by default a whole block",
     )
-    haystack: list[str] = Field([], description="files and folders of essays, in which needles hide")
+    haystack: list[str] = Field([], description="files and folders of essays to hide needles in")
 
     def tasks_of(self, known: list[str]) -> list[str]:
         """Return the tasks named, or all ``known`` tasks, which need no file of questions."""
@@ -52,19 +58,23 @@ class RulerMix(Section):
 
 
 class MixConfig(Section):
-    """What is mixed into the training text; held-out text is left alone."""
+    """Mix other samples into the training text; held-out text stays as it is."""
 
-    ruler: RulerMix
+    ruler: RulerMix = Field(description="samples of RULER")
 
 
 class DataConfig(Section):
-    """Text and how it is cut."""
+    """Choose the text, and how it is cut into blocks."""
 
-    sources: list[str | SourceConfig] = Field(min_length=1)
+    sources: list[str | SourceConfig] = Field(
+        min_length=1, description="files, folders, stdlib, installed, or sections with path or dataset"
+    )
     block_size: int = Field(BLOCK_SIZE, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
-    heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents, by content hash")
-    max_heldout_tokens: int = Field(HELDOUT_TOKENS, ge=1, le=MOST_WHOLE)
-    mix: MixConfig | None = Field(None, description="what is mixed into the training text")
+    heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by content hash")
+    max_heldout_tokens: int = Field(
+        HELDOUT_TOKENS, ge=1, le=MOST_WHOLE, description="held-out tokens at most, spread over the documents"
+    )
+    mix: MixConfig | None = Field(None, description="other samples in the training text")
 
     @model_validator(mode="after")
     def _fitting_samples(self) -> DataConfig:

@@ -19,21 +19,23 @@ _YARN_KEYS = ("original_max_position_embeddings", "attention_factor", "beta_fast
 
 
 class RopeConfig(Section):
-    """Rotary positions, by the names of transformers' ``rope_parameters``; what is left out stays the model's own."""
+    """Change rotary positions, by the names of transformers' ``rope_parameters``; other parameters stay the model's."""
 
     rope_theta: float | None = Field(None, gt=1.0, le=MOST_THETA, description="base of the frequencies")
     rope_type: Literal["default", "linear", "yarn"] | None = Field(
-        None, description="linear: all positions closer together; yarn: those of slow frequencies"
+        None, description="scaling: linear for all frequencies, yarn for the slow ones"
     )
     factor: float | None = Field(
-        None, ge=1.0, description="of linear and yarn; the longer block over the model's own positions by default"
+        None,
+        ge=1.0,
+        description="scaling factor of linear and yarn; by default the longer block over the model's positions",
     )
     original_max_position_embeddings: int | None = Field(
-        None, ge=1, le=MOST_WHOLE, description="of yarn; the model's own positions by default"
+        None, ge=1, le=MOST_WHOLE, description="original context of yarn; by default the model's positions"
     )
-    attention_factor: float | None = Field(None, gt=0.0, description="of yarn; what scales cos and sin")
-    beta_fast: float | None = Field(None, gt=0.0, description="of yarn; 32 by default")
-    beta_slow: float | None = Field(None, gt=0.0, description="of yarn; 1 by default")
+    attention_factor: float | None = Field(None, gt=0.0, description="factor of yarn on cos and sin")
+    beta_fast: float | None = Field(None, gt=0.0, description="fast boundary of yarn; 32 by default")
+    beta_slow: float | None = Field(None, gt=0.0, description="slow boundary of yarn; 1 by default")
 
     @model_validator(mode="after")
     def _of_the_type(self) -> RopeConfig:
@@ -51,11 +53,13 @@ class RopeConfig(Section):
 
 
 class ExtendConfig(Section):
-    """From which share of the branch on its blocks are longer, and what the model's positions are then."""
+    """Train on longer blocks from a step of the branch on, with rotary positions for them."""
 
-    at: float = Field(0.5, ge=0.0, lt=1.0, description="share of the branch's steps before it")
-    block_size: int = Field(ge=2, le=MOST_BLOCK_SIZE, description="tokens, a multiple of data.block_size")
-    rope: RopeConfig = RopeConfig()
+    at: float = Field(0.5, ge=0.0, lt=1.0, description="share of the branch's steps that come before")
+    block_size: int = Field(
+        ge=2, le=MOST_BLOCK_SIZE, description="tokens per longer block, a multiple of data.block_size"
+    )
+    rope: RopeConfig = Field(RopeConfig(), description="rotary positions from then on")
 
 
 @dataclass(frozen=True)

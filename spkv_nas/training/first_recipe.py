@@ -41,7 +41,7 @@ _MODEL_SHARE, _MOST_MODEL_RATE = 0.05, 3e-4
 
 _TEMPLATE = """\
 # For a model of {layers} layers x {kv_heads} KV heads, {parameters} parameters, and a text of {tokens} tokens.
-# Every key there is, and what it means: the recipe reference in the README, or spkv-nas schema recipe.
+# Every key and its meaning: spkv-nas schema recipe, or "Recipe keys" in the documentation.
 name: {name}
 model: {model}
 data:

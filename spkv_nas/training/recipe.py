@@ -37,8 +37,12 @@ _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 class ModelConfig(Section):
     """Either ``path`` (a Hugging Face decoder) or ``config`` (a Hugging Face config for a new one)."""
 
-    path: str | None = None
-    config: dict[str, Any] | None = None
+    path: str | None = Field(
+        None, description="Hugging Face decoder that is the dense checkpoint: folder, id, ID@REVISION"
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="Hugging Face config of a new model, with model_type; 'dense' says how it is trained"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
@@ -52,8 +56,10 @@ class ModelConfig(Section):
 class TokenizerConfig(Section):
     """Either ``path`` (a tokenizer folder or id) or ``vocab_size`` (a BPE trained on the corpus)."""
 
-    path: str | None = None
-    vocab_size: int | None = Field(None, ge=260, le=2**24)
+    path: str | None = Field(None, description="tokenizer folder or id")
+    vocab_size: int | None = Field(
+        None, ge=260, le=2**24, description="size of a byte-level BPE vocabulary, trained on the training text"
+    )
 
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerConfig:
@@ -63,53 +69,59 @@ class TokenizerConfig(Section):
 
 
 class DenseConfig(Section):
-    """The stable phase of the dense model."""
+    """Train a new dense model: the stable phase, at a constant learning rate."""
 
-    steps: int = Field(3000, ge=1, le=MOST_STEPS)
+    steps: int = Field(3000, ge=1, le=MOST_STEPS, description="optimizer steps")
     batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, of all processes together")
-    learning_rate: float = Field(2e-3, gt=0.0)
-    warmup_steps: int = Field(100, ge=0, le=MOST_STEPS)
-    weight_decay: float = Field(0.1, ge=0.0)
-    max_grad_norm: float = Field(1.0, gt=0.0)
+    learning_rate: float = Field(2e-3, gt=0.0, description="constant learning rate after warm-up")
+    warmup_steps: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
 
 
 class BranchConfig(Section):
-    """The decay phase, the same for every branch."""
+    """Continue training in the same way for every variant: the decay phase."""
 
-    steps: int = Field(1000, ge=1, le=MOST_STEPS)
+    steps: int = Field(1000, ge=1, le=MOST_STEPS, description="optimizer steps")
     batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, of all processes together")
-    learning_rate: float = Field(2e-3, gt=0.0)
-    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
-    final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="share of the peak")
-    weight_decay: float = Field(0.1, ge=0.0)
-    max_grad_norm: float = Field(1.0, gt=0.0)
+    learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate, from which it decays by a cosine")
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
+    final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="last learning rate, as a share of the peak")
+    weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
+    max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
     extend: ExtendConfig | None = Field(None, description="longer blocks, and RoPE for them, from a step on")
 
 
 class LoraConfig(Section):
-    """Branches learn low-rank adapters of linear layers (and gates their predictors); the weights are frozen."""
+    """Train low-rank adapters of linear layers, and the gates' predictors, while the weights are frozen."""
 
-    rank: int = Field(16, ge=1, le=MOST_RANK)
+    rank: int = Field(16, ge=1, le=MOST_RANK, description="rank of the adapters")
     alpha: float = Field(32.0, gt=0.0, description="adapters are multiplied by alpha / rank")
-    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="share of what enters an adapter that is left out")
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input")
     targets: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="names of linear layers, such as q_proj; all-linear: those of the decoder's layers"
+        "all-linear", description="names of linear layers, such as q_proj; all-linear: all of the decoder's layers"
     )
 
 
 class GatesConfig(GateConfig):
-    """The model's gates, and how they learn (paper: multiplier 5, weight decay 0.1, soft 75 %, then hard)."""
+    """Set up the gates of the SP-KV reference, and how they learn (paper: multiplier 5, soft for 75 %, then hard)."""
 
     layers: list[int] | None = Field(
         None, min_length=1, description="only these layers have gates, the others are global"
     )
-    training: Literal["continued", "from-scratch", "frozen-model"] = "continued"
+    training: Literal["continued", "from-scratch", "frozen-model"] = Field(
+        "continued",
+        description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
+        "frozen-model: only the predictors learn, their gates soft to the end",
+    )
     mode: Literal["soft", "sampled"] = Field("soft", description="sampled: Bernoulli gates, gradient straight through")
     p_min: float = Field(0.0, ge=0.0, le=0.5, description="probabilities of sampled gates lie in [p_min, 1 - p_min]")
-    learning_rate_multiplier: float = Field(5.0, gt=0.0)
-    weight_decay: float = Field(0.1, ge=0.0)
+    learning_rate_multiplier: float = Field(
+        5.0, gt=0.0, description="the predictors' learning rate as a multiple of the branch's (paper: 5)"
+    )
+    weight_decay: float = Field(0.1, ge=0.0, description="weight decay of the predictors")
     soft_fraction: float = Field(0.75, ge=0.0, le=1.0, description="share of the branch before gates are hard")
-    anneal_steps: int = Field(0, ge=0, le=MOST_STEPS)
+    anneal_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of a linear ramp from soft gates to hard ones")
     start_from: str | None = Field(None, description="a checkpoint whose predictors to start from")
 
     @model_validator(mode="before")
@@ -145,9 +157,9 @@ class GatesConfig(GateConfig):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation."""
+    """Measure held-out NLL, after training and while an SP-KV branch trains."""
 
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH)
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per forward pass of an evaluation")
     every: int | None = Field(
         None, ge=1, le=MOST_STEPS, description="also while an SP-KV branch trains, every so many steps"
     )
@@ -155,43 +167,47 @@ class EvaluationConfig(Section):
 
 
 class Recipe(Section):
-    """A whole recipe. ``dense: null`` says that the model at ``model.path`` is the dense checkpoint.
+    """Say which model, which text, how to train it and how to gate it.
 
-    ``model`` may be the name of a level (``spkv_nas.cost.ladder``): its config and hyperparameters then stand
-    wherever the recipe says nothing else, and the parsed recipe holds them all.
+    Without ``dense``, the model at ``model.path`` is the dense checkpoint. ``model`` may be the name of a level of the
+    paper's scaling ladder: its config and hyperparameters are then the defaults of the recipe.
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=MOST_CHARACTERS)
-    seed: int = Field(0, ge=0, le=MOST_SEED)
-    model: ModelConfig
-    tokenizer: TokenizerConfig | None = None
-    data: DataConfig
-    dense: DenseConfig | None = None
-    branch: BranchConfig = BranchConfig()
-    gates: GatesConfig = GatesConfig()
-    lora: LoraConfig | None = Field(None, description="branches learn adapters, which are merged in the end")
-    evaluation: EvaluationConfig = EvaluationConfig()
-    checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS)
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        max_length=MOST_CHARACTERS,
+        description="name of the results in probes/, layouts/, reports/ and runs/",
+    )
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="seed of new weights, new predictors and the data order")
+    model: ModelConfig = Field(description="the model, or the name of a level of the scaling ladder, such as micro-0")
+    tokenizer: TokenizerConfig | None = Field(None, description="the tokenizer; by default the model's")
+    data: DataConfig = Field(description="the text, and how it is cut into blocks")
+    dense: DenseConfig | None = Field(None, description="training of a new dense model")
+    branch: BranchConfig = Field(BranchConfig(), description="continued training that every variant goes through")
+    gates: GatesConfig = Field(GatesConfig(), description="the gates of the SP-KV reference, and how they learn")
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters, which are merged at the end")
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="measurements of held-out NLL")
+    checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS, description="steps between two checkpoints of a run")
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        [], description="experiment trackers that training logs to; TensorBoard's files lie in the run's folder"
+        [], description="experiment trackers that training logs to; TensorBoard's files are in the run's folder"
     )
     micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
     gradient_checkpointing: bool = Field(
-        False, description="keep no activations inside layers, and compute them again in the backward pass"
+        False, description="recompute activations inside layers in the backward pass: less memory, more time"
     )
-    compile: bool = Field(False, description="compile decoder layers by torch.compile, once the first steps need them")
+    compile: bool = Field(False, description="compile decoder layers with torch.compile")
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER,
-        description="the trainer's name of an AdamW; bitsandbytes brings those of 8 bits and paged ones",
+        description="an AdamW by the trainer's name; those with 8 bits or pages need bitsandbytes",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="of the matrix products in training; auto: bfloat16 where the device has instructions for it",
+        description="dtype of matrix products in training; auto: bfloat16 where the device has instructions for it",
     )
     sharding: Literal["none", "fsdp", "fsdp-offload"] = Field(
         "none",
-        description="with several processes (torchrun): a whole model in each (DDP), or a shard (FSDP2); fsdp-offload: "
-        "which the GPU has for as long as a layer needs it, and the CPU's memory between",
+        description="with torchrun: none keeps a whole model on each GPU (DDP), fsdp shards it (FSDP2), "
+        "fsdp-offload keeps the shards in CPU memory",
     )
 
     @model_validator(mode="before")

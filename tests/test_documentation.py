@@ -1,0 +1,201 @@
+"""Run every shell, Python and YAML block of README.md and of the pages in docs/, on tiny models by the names there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from command_cases import parsed
+from helpers import make_table, scatter_gates, tiny_model
+from test_scaling import PAPER_TABLE
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas import GateConfig, attach_gates, propose
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.cli import main
+from spkv_nas.model.checkpoint import save
+from spkv_nas.training.ablation_plan import AblationPlan
+from spkv_nas.training.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "reference")]
+BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+FRESH = {"README.md", "own-model.md", "retrain.md"}  # start from a model and a text alone
+EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
+OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
+PARSED = ("--tasks paper", "--train-step")  # data from the hub; a minute of timing
+LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
+    ("probe --signal density --model", "--steps 2 --block-size 64 --gain-tokens 0"),
+    ("probe --signal opening --model", "--max-tokens 256 --block-size 64"),
+    ("probe --signal head-gates --model", "--steps 2 --block-size 64"),
+    ("probe --model", "--steps 2 --block-size 64"),
+    ("probe recipe.yaml --signal head-gates", "--steps 2"),
+    ("probe --signal attention-mass", "--max-tokens 1024"),
+    ("probe --signal", "--steps 1 --max-tokens 1024"),
+    ("probe -w demo --max-tokens", "--max-tokens 1024 --gain-tokens 0"),
+    ("probe -w demo --signal head-gates", "--steps 1 --max-tokens 1024"),
+    ("train-hybrid -w demo", "--dry-run"),
+    ("init", "--steps 2"),
+    ("search", "--dry-run"),
+    ("score layouts/stdlib-21x3", "--max-tokens 1024"),
+    ("--tau-sweep 0.01", "--points 3 --max-tokens 1024"),
+    ("--ruler", "--samples 1 --ruler-tasks niah_single_1"),
+    ("--longppl", "--block-size 256"),
+    ("--tasks stdlib", "--limit 2"),
+    ("baselines", "--methods streaming --max-tokens 8192"),
+    ("calibrate", "--context 1k"),
+)
+LEARNING = re.compile(r"((?:head_gates|learn_gates)\(.*)\)")  # calls in Python that get few steps
+RECIPE = """\
+name: mine
+model: {path: path/to/model}
+data: {sources: [corpus/], block_size: 64, heldout: 0.2}
+branch: {steps: 2, batch_size: 2}
+gates: {window: 8}
+"""
+
+
+def write_text(folder: Path, number: int = 30, words: int = 200) -> None:
+    folder.mkdir()
+    for document in range(number):
+        text = " ".join(f"fox{(document * word) % 97} jumps" for word in range(words))
+        (folder / f"{document}.txt").write_text(f"document {document}: {text}.\n")
+
+
+def write_models(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write models and texts by the names that the pages give them."""
+    size = {"vocab_size": 300, "max_position_embeddings": 4096}
+    for name in ("path/to/model", "DENSE"):
+        save(tiny_model(**size), tokenizer, folder / name)
+    for name in ("path/to/checkpoint", "CHECKPOINT"):
+        model = tiny_model(**size)
+        attach_gates(model, GateConfig(window=6, hidden_size=16))
+        scatter_gates(model)
+        save(model, tokenizer, folder / name)
+    shutil.copy(folder / "path/to/model/config.json", folder / "path/to/config.json")
+    for name in ("corpus", "essays", "FILES"):
+        write_text(folder / name)
+    write_text(folder / "long", 4, 1500)
+
+
+def write_results(folder: Path) -> None:
+    """Write probes, layouts and files that some pages take from others."""
+    table = make_table(np.random.default_rng(0).random((4, 2)))
+    for name in ("mine", "model-head-gates"):
+        scores = replace(table, name=name)
+        scores.write(folder / "probes" / name)
+        for strategy, layout in propose(scores, budget="25%").items():
+            (folder / "layouts" / name).mkdir(parents=True, exist_ok=True)
+            layout.write(folder / "layouts" / name / f"{strategy}.yaml")
+    (folder / "recipe.yaml").write_text(RECIPE)
+    Layout(("GL", "LL", "LL", "GG"), window=8).write(folder / "rival.yaml")
+    shutil.copy(PAPER_TABLE, folder / "my-runs.csv")
+
+
+def write_embedded(folder: Path) -> None:
+    """Copy the repository's workspace, and write files that the pages name beside it."""
+    for name in ("probes", "layouts"):
+        shutil.copytree(ROOT / name / "stdlib-21x3", folder / name / "stdlib-21x3")
+    for name, strategy in (("A", "densest"), ("B", "random-0")):
+        shutil.copy(ROOT / "layouts" / "stdlib-21x3" / f"{strategy}.yaml", folder / f"{name}.yaml")
+    rows = "".join(f"{number // 3},{number % 3},{0.5 + number % 2}\n" for number in range(63))
+    (folder / "milliseconds.csv").write_text(f"layer,kv_head,weight\n{rows}")
+    main(["layout", "convert", str(folder / "A.yaml"), str(folder / "DUO_FOLDER")])
+
+
+def shell_words(line: str) -> list[str]:
+    """Split a line, without what it does with the output, and expand patterns as a shell does."""
+    command = re.split(r" [|>] ", line)[0]
+    return [name for word in shlex.split(command, comments=True) for name in (sorted(glob(word)) or [word])]
+
+
+def run_line(line: str) -> None:
+    """Run a line of a shell block, cut short."""
+    if not (words := shell_words(line)) or words[0] in OTHERS:
+        return
+    if words[0] == "torchrun":
+        words = ["spkv-nas", *words[words.index("spkv_nas") + 1 :], "--dry-run"]
+    assert words[0] == "spkv-nas"
+    if any(part in line for part in PARSED):
+        parsed(shlex.join(words))
+        return
+    limits = next((limit for part, limit in LIMITS if part in line), "")
+    code: object = 0
+    try:
+        main([*words[1:], *limits.split()])
+    except SystemExit as stop:
+        code = stop.code
+    assert code in ((0, None, 1) if "layout diff" in line else (0, None)), f"{line}: exit {code}"
+
+
+def check_yaml(text: str) -> None:
+    """Parse a YAML block as what it is: a layout, a plan of ablations, or a recipe."""
+    file, keys = Path("page.yaml"), yaml.safe_load(text).keys()
+    file.write_text(text)
+    kind: Any = Layout if "format" in keys else AblationPlan if "rows" in keys else Recipe
+    kind.read(file)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name_of)
+def test_every_block_of_a_page_runs(
+    page: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if page.name in EMBEDDED or page.name not in FRESH:
+        write_embedded(tmp_path)
+    if page.name not in EMBEDDED:
+        write_models(tmp_path, tiny_tokenizer)
+    if page.name not in FRESH | EMBEDDED:
+        write_results(tmp_path)
+    shared: dict[str, Any] = {"texts": [file.read_text() for file in sorted(Path().glob("corpus/*.txt"))]}
+    for language, block in BLOCK.findall(page.read_text()):
+        if language == "bash":
+            for line in block.replace("\\\n", " ").splitlines():
+                run_line(line)
+        elif language == "python":
+            exec(compile(LEARNING.sub(r"\1, steps=2)", block), name_of(page), "exec"), shared)
+        else:
+            check_yaml(block)
+
+
+def targets(page: Path) -> Iterator[str]:
+    """The files that a page links to, of this repository."""
+    for target in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if not re.match(r"https?:|#", target):
+            yield target.partition("#")[0]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_links_lead_to_files(page: Path) -> None:
+    generated = {"reference/cli.md", "reference/recipe.md"}
+    missing = [target for target in targets(page) if not (page.parent / target).exists()]
+    assert [target for target in missing if not target.endswith(tuple(generated))] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 12_000
+
+
+def test_the_reference_describes_every_option_and_key(tmp_path: Path) -> None:
+    """A key or option without a description has a row with an empty cell."""
+    runpy.run_path(str(DOCS / "generate_reference.py"))["write_reference"](tmp_path)
+    lines = [line for name in ("cli.md", "recipe.md") for line in (tmp_path / name).read_text().splitlines()]
+    assert sum(line.startswith("| `") for line in lines) > 200
+    assert [line for line in lines if re.match(r"\| [^|]* \|  \|", line)] == []
