@@ -24,6 +24,7 @@ docs: $(STAMP)  ## docs/_build/html/index.html, which opens from disk; a warning
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/mypy reports/*.py reports/study/run.py docs/generate_reference.py
 
