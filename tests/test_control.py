@@ -166,7 +166,7 @@ class TestHarm:
 def test_the_embedded_recipes_warm_up_to_a_rate_that_does_no_harm(file: str) -> None:
     branch = Recipe.read(EMBEDDED / file).branch
     assert branch.learning_rate == 3e-4
-    assert branch.warmup_steps == branch.steps / 10
+    assert branch.warmup_steps == branch.steps // 10
 
 
 def test_the_control_is_compared_before_a_layout_is_trained(
