@@ -14,6 +14,7 @@ import typer
 from click import Context
 from typer.testing import CliRunner
 
+from spkv_nas.base.flag import Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, app
 from spkv_nas.cli.options import command
@@ -25,7 +26,6 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, layout_options, options
-from spkv_nas.stages.flags import Flag
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import typer
 
+from spkv_nas.base.flag import Flag
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.stages.flags import Flag
 
 
 def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:

@@ -14,13 +14,13 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import show_plan
 from spkv_nas.cli.completion import completion
 from spkv_nas.cli.result import Results, present
 from spkv_nas.cli.screen import working
-from spkv_nas.stages.flags import Flag
-from spkv_nas.stages.options import NOTE, SHOWN, OnDevice, Trains
+from spkv_nas.stages.options import OnDevice, Trains
 
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # shown last in the help

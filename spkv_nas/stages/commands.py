@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from spkv_nas.stages.flags import Flag
+from spkv_nas.base.flag import Flag
 
 PROGRAM = "spkv-nas"
 _LAST = ("workspace", "device", "dtype")  # options that come last, as in the help

@@ -6,7 +6,6 @@ from both. A flag name is declared twice only where its values differ: ``--tau``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from spkv_nas.artifacts.defaults import LADDER_DENSITY
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.device import DTYPES
+from spkv_nas.base.flag import Flag
 from spkv_nas.base.limits import (
     MOST_BATCH,
     MOST_BLOCK_SIZE,
@@ -25,33 +25,6 @@ from spkv_nas.base.limits import (
     MOST_WHOLE,
     MOST_WINDOW,
 )
-
-
-@dataclass(frozen=True)
-class Flag:
-    """Command-line option or argument, without its default.
-
-    Attributes:
-        help: one or two sentences.
-        names: such as ("--budget", "-b"); by default the field's name with dashes.
-        metavar: placeholder for the value in the help.
-        low, high: inclusive bounds of a number.
-        panel: heading in the help.
-        argument: whether it is positional.
-        values: allowed values, or suggestions for shell completion.
-        is_probe: whether it names a probe of the workspace.
-    """
-
-    help: str
-    names: tuple[str, ...] = ()
-    metavar: str | None = None
-    low: float | None = None
-    high: float | None = None
-    panel: str | None = None
-    argument: bool = False
-    values: tuple[str, ...] = ()
-    is_probe: bool = False
-
 
 _MEMORY, _SEARCH, _RULER, _TASKS = "Constraints and memory", "How much to search", "RULER", "Downstream tasks"
 _LONGPPL = "LongPPL"

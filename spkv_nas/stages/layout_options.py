@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spkv_nas.base.flag import default
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import InWorkspace, default
+from spkv_nas.stages.options import InWorkspace
 
 
 @dataclass(frozen=True, kw_only=True)

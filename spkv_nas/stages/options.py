@@ -7,14 +7,14 @@ flag means something specific to a command, ``default`` holds the wording. This 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.baselines import EXACT
 from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED, SCORING
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
+from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.stages import flags
@@ -25,18 +25,6 @@ REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
 PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 LONGEST = "128k, or what the model was made for if less"
-SHOWN, NOTE = "shown", "note"  # metadata keys that ``default`` sets
-
-
-def default(value: Any = None, shown: str | None = None, *, note: str = "") -> Any:
-    """Declare a field with its default and the wording that ``--help`` shows for it.
-
-    Args:
-        value: the default.
-        shown: text to show in place of the value.
-        note: sentence to append to the flag's help.
-    """
-    return field(default=value, metadata={SHOWN: shown, NOTE: note})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,49 @@
+"""Describe a command-line option once: its help, names, bounds and allowed values.
+
+An options dataclass annotates its fields with flags; ``spkv_nas.cli.options`` turns them into the command line. Entries
+of a registry (a signal, a sampler) declare their own options in the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SHOWN, NOTE = "shown", "note"  # metadata keys that ``default`` sets
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Command-line option or argument, without its default.
+
+    Attributes:
+        help: one or two sentences.
+        names: such as ("--budget", "-b"); by default the field's name with dashes.
+        metavar: placeholder for the value in the help.
+        low, high: inclusive bounds of a number.
+        panel: heading in the help.
+        argument: whether it is positional.
+        values: allowed values, or suggestions for shell completion.
+        is_probe: whether it names a probe of the workspace.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    low: float | None = None
+    high: float | None = None
+    panel: str | None = None
+    argument: bool = False
+    values: tuple[str, ...] = ()
+    is_probe: bool = False
+
+
+def default(value: Any = None, shown: str | None = None, *, note: str = "") -> Any:
+    """Declare a field with its default and the wording that ``--help`` shows for it.
+
+    Args:
+        value: the default.
+        shown: text to show in place of the value.
+        note: sentence to append to the flag's help.
+    """
+    return field(default=value, metadata={SHOWN: shown, NOTE: note})

@@ -1,0 +1,90 @@
+"""Look up the entries of an extension point by name: the built-in ones and those that installed packages add.
+
+A package adds an entry by an entry point of the registry's group, such as::
+
+    [project.entry-points."spkv_nas.signals"]
+    value-norm = "my_package.signals:VALUE_NORM"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, Protocol, TypeVar
+
+from spkv_nas.base.errors import UserError, first_line
+
+
+class Named(Protocol):
+    """Entry of a registry."""
+
+    @property
+    def name(self) -> str:
+        """Return the name by which users choose the entry."""
+
+
+Entry = TypeVar("Entry", bound=Named)
+
+
+@dataclass(frozen=True)
+class Registry(Generic[Entry]):
+    """Entries of one extension point, in the order in which users see them.
+
+    Attributes:
+        group: entry-point group of third-party entries, such as ``spkv_nas.signals``.
+        noun: what an entry is, for error messages, such as "signal".
+        kind: base class that every entry is an instance of.
+        built_in: the package's own entries, which come first.
+    """
+
+    group: str
+    noun: str
+    kind: type[Entry]
+    built_in: tuple[Entry, ...]
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Return all entries by name. Third-party packages are imported on first use.
+
+        Raises:
+            UserError: a package cannot be imported, or its entry is of another kind or has the name of another entry.
+        """
+        entries = {entry.name: entry for entry in self.built_in}
+        for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
+            entry = self._load(point)
+            if entry.name in entries:
+                raise UserError(
+                    f"two {self.noun}s are called '{entry.name}'; {point.value} is the second\nremove one"
+                )
+            entries[entry.name] = entry
+        return entries
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all entries."""
+        return tuple(self.entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Iterate over all entries."""
+        return iter(self.entries.values())
+
+    def __getitem__(self, name: str) -> Entry:
+        """Return the entry of a name. Raises ``UserError``, which lists the names, if there is none."""
+        if name not in self.entries:
+            raise UserError(f"unknown {self.noun} '{name}'; expected one of {', '.join(self.names)}")
+        return self.entries[name]
+
+    def _load(self, point: EntryPoint) -> Entry:
+        """Import a third-party entry."""
+        try:
+            entry = point.load()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(
+                f"cannot load the {self.noun} {point.value}: {reason}\nrepair or uninstall its package"
+            ) from error
+        if not isinstance(entry, self.kind):
+            raise UserError(f"{point.value} is no {self.kind.__name__}, which a {self.noun} must be")
+        return entry
