@@ -1,8 +1,9 @@
-"""Measure what racing saves in a search, and costs: python reports/racing.py, half an hour of one core for three seeds.
+"""Measure how much time racing (early stopping of scores) saves in a search, and whether it changes the result.
 
-The search of ``spkv-nas search --budget 18 --control none`` on the committed probe, with nothing kept from earlier ones
-and nothing retrained. Of every score, those that end the short list's included, the processor seconds are given in
-those of a plain pass over the same text, median of three in the same process.
+Run ``python reports/racing.py``; three seeds take half an hour on one core. The search is that of ``spkv-nas search
+--budget 18`` on the committed probe, without comparison samplers, without results of earlier searches and without
+retraining. The CPU time of each score is reported as a multiple of one plain pass over the same text (median of three
+passes in the same process).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--trials", type=int, default=60)
-    parser.add_argument("--short", type=int, nargs="+", default=[8, 0], help="layouts that would be retrained")
+    parser.add_argument("--short", type=int, nargs="+", default=[8, 0], help="number of layouts to retrain briefly")
     options = parser.parse_args()
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -1,8 +1,8 @@
-"""Time a search's work besides scoring, at 80 layers x 8 KV heads: python reports/search_bookkeeping.py, some minutes.
+"""Time the overhead of a search, everything except scoring, at 80 layers x 8 KV heads (a few minutes).
 
-Workers, a process each, search together for layouts that a formula scores, in no time or in ``--seconds`` of sleep.
-Whatever else they do is bookkeeping. The table gives seconds by the number of trials: those that pass until all are
-done, those of processors, and those of all workers together in each part of the work, without what it calls of others.
+Run ``python reports/search_bookkeeping.py``. Several worker processes share a search in which a formula scores the
+layouts, either instantly or after ``--seconds`` of sleep; all their other work is overhead. The table reports seconds per
+trial: elapsed time, CPU time, and the time of all workers in each part of the work, excluding parts that it calls.
 """
 
 from __future__ import annotations
@@ -179,10 +179,14 @@ def measure(samplers: str, workers: int, trials: int, seconds: float, generation
 def main() -> None:
     """Measure every sampler with every number of workers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samplers", nargs="+", default=list(SAMPLERS), help="several at once: a,b")
+    parser.add_argument(
+        "--samplers", nargs="+", default=list(SAMPLERS), help="samplers to time; a,b: both in one study"
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=0.0, help="that a score takes")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="simulated duration of scoring one layout, in seconds"
+    )
     parser.add_argument("--generation", type=int, nargs="+", default=[GENERATION])
     options = parser.parse_args()
     columns = ["sampler", "workers", "generation", "passed", "processor", *PARTS, "else", "busy scoring"]

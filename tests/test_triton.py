@@ -187,7 +187,7 @@ class TestTorch:
 
 @pytest.mark.parametrize(
     ("dtype", "size", "message"),
-    [(torch.float64, 8, "computes float32, bfloat16 and float16; found torch.float64"), (torch.half, 264, "found 264")],
+    [(torch.float64, 8, "supports float32, bfloat16 and float16; found torch.float64"), (torch.half, 264, "found 264")],
     ids=["float64", "D264"],
 )
 def test_what_the_kernels_do_not_serve_is_refused(dtype: torch.dtype, size: int, message: str) -> None:

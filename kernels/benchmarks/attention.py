@@ -293,11 +293,11 @@ def main() -> None:
     """Print the table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds per case (median)")
-    parser.add_argument("--threads", type=int, help="torch threads; all by default")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--memory", action="store_true", help="peak memory at T = 32,768 instead")
-    parser.add_argument("--work", action="store_true", help="tiles that hard gates leave, counted, instead")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds per case; the median is reported")
+    parser.add_argument("--threads", type=int, help="number of torch threads (default: all cores)")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory at T = 32,768 instead")
+    parser.add_argument("--work", action="store_true", help="count the score tiles that remain with hard gates instead")
     options = parser.parse_args()
     # Other measurements
     if options.work:

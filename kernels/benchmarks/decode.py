@@ -276,13 +276,19 @@ def main() -> None:
     """Print the table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--heads", type=int, nargs=3, metavar=("HQ", "HKV", "D"), help="CPU: 8 2 64, CUDA: 32 8 128")
+    parser.add_argument(
+        "--heads",
+        type=int,
+        nargs=3,
+        metavar=("HQ", "HKV", "D"),
+        help="head counts and size (default: 8 2 64 on the CPU, 32 8 128 on CUDA)",
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--context", type=int, nargs="+", default=list(CONTEXTS))
     parser.add_argument("--density", type=float, nargs="+", default=list(DENSITIES))
-    parser.add_argument("--rounds", type=int, default=9, help="rounds per case (median)")
-    parser.add_argument("--threads", type=int, help="torch threads; all by default")
-    parser.add_argument("--growth", action="store_true", help="append 100,000 tokens instead")
+    parser.add_argument("--rounds", type=int, default=9, help="timed rounds per case; the median is reported")
+    parser.add_argument("--threads", type=int, help="number of torch threads (default: all cores)")
+    parser.add_argument("--growth", action="store_true", help="append 100,000 tokens one by one instead")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -136,13 +136,15 @@ def cases(kernels: list[str], modes: list[str]) -> Iterator[tuple[str, str]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="*", default=[90], help="80, 90, ...")
+    parser.add_argument("--arch", type=int, nargs="*", default=[90], help="compute capabilities, such as 80 90")
     parser.add_argument("--size", type=int, nargs="*", default=[64, 128, 256], help="head sizes D")
     parser.add_argument("--dtype", nargs="*", default=["bfloat16", "float32"], choices=DTYPES)
     parser.add_argument("--mode", nargs="*", default=list(MODES), choices=MODES)
     parser.add_argument("--kernel", nargs="*", default=list(KERNELS), choices=KERNELS)
-    parser.add_argument("--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages instead of the default")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of the table")
+    parser.add_argument(
+        "--config", nargs="*", default=[], help="BLOCK_M,BLOCK_N,warps,stages to compile instead of the default"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
     options = parser.parse_args()
     candidates = [Config(*(int(x) for x in text.split(","))) for text in options.config]
     columns = ("arch", "dtype", "D", "kernel", "mode", "M x N, warps, stages", "registers", "spilled", "shared")

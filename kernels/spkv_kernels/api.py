@@ -133,7 +133,7 @@ def extend_attention(
     _check_queries(q, (batch, None, num_tokens, cache.head_dim), cache)
     _check(q, k, v, None, keep)
     if k.shape[1] != cache.num_kv_heads:
-        raise ValueError(f"k: expected {cache.num_kv_heads} heads as the cache; found {k.shape[1]}")
+        raise ValueError(f"k: expected {cache.num_kv_heads} heads, as in the cache; found {k.shape[1]}")
     from spkv_kernels import decode
 
     return decode.extend_attention(q, k, v, keep, cache, q.shape[-1] ** -0.5 if scale is None else float(scale))
@@ -156,8 +156,8 @@ def _backend(name: str, q: Tensor) -> str:
     if name == "auto":
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"backend: 'auto' finds none for tensors on {device}; there are 'cpu', 'triton' for CUDA, and "
-                "'reference' for any device (slow, O(T^2) memory): ask for it by name"
+                f"backend: 'auto' has no backend for tensors on {device}\nselect 'reference' by name: it runs on any device, "
+                "slowly and with O(T^2) memory"
             )
         name = "triton" if device.type == "cuda" else "cpu"
     _check_name(name, BACKENDS)
@@ -183,9 +183,9 @@ def _check_triton(device: torch.device, dtype: torch.dtype, size: int) -> None:
             "(for tests, TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
         )
     if dtype == torch.float64:
-        raise ValueError("q: backend 'triton' computes float32, bfloat16 and float16; found torch.float64")
+        raise ValueError("q: backend 'triton' supports float32, bfloat16 and float16; found torch.float64")
     if size > 256:
-        raise ValueError(f"q: backend 'triton' takes heads of up to 256 channels; found {size}")
+        raise ValueError(f"q: backend 'triton' supports heads of up to 256 channels; found {size}")
 
 
 def _implementation(name: str) -> Callable[..., Tensor]:
@@ -233,10 +233,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor | None, keep: Te
     # Agreement with q
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
-            raise ValueError(f"{name}: expected {q.dtype} as q; found {tensor.dtype}")
+            raise ValueError(f"{name}: expected {q.dtype}, the dtype of q; found {tensor.dtype}")
     for name, optional in (("k", k), ("v", v), ("log_utility", log_utility), ("keep", keep)):
         if optional is not None and optional.device != q.device:
-            raise ValueError(f"{name}: expected device {q.device} as q; found {optional.device}")
+            raise ValueError(f"{name}: expected device {q.device}, that of q; found {optional.device}")
 
 
 def _windows(window: int | Tensor, heads: int, length: int, _: torch.device) -> tuple[int, ...]:
@@ -250,7 +250,7 @@ def _windows(window: int | Tensor, heads: int, length: int, _: torch.device) -> 
         except TypeError:
             raise ValueError(f"window: expected an int or an int tensor [{heads}]; found {window!r}") from None
     if min(values) < 1:
-        raise ValueError(f"window: expected 1 or more (the query's own key counts); found {min(values)}")
+        raise ValueError(f"window: expected 1 or more (the query's own key included); found {min(values)}")
     return tuple(min(w, length) for w in values)
 
 

@@ -184,7 +184,7 @@ class PagedState:
         # Shapes, dtypes and values
         missing = [name for name in _STATE if name not in state]
         if missing:
-            raise ValueError(f"{missing[0]}: it is missing")
+            raise ValueError(f"{missing[0]}: missing")
         pages, blocks = len(state["page_owner"]), state["block_table"].shape[-1]
         for name in _STATE:
             current, loaded = getattr(self, name), state[name]
@@ -197,25 +197,25 @@ class PagedState:
                     f"{name}: expected {current.dtype} {shape}; found {loaded.dtype} {tuple(loaded.shape)}"
                 )
             if loaded.is_floating_point() and not bool(torch.isfinite(loaded).all()):
-                raise ValueError(f"{name}: it holds numbers that are not finite")
+                raise ValueError(f"{name}: expected finite numbers; found NaN or infinity")
         # Lengths
         seen, lengths, table = state["seq_lens"], state["lengths"], state["block_table"]
         kept = (seen - self.window).clamp(min=0)[:, None]
         if bool((seen < 0).any()) or bool(((lengths < 0) | (lengths > kept)).any()):
-            raise ValueError("lengths: expected at most the tokens that have left the window")
+            raise ValueError("lengths: expected at most the number of tokens that have left the window")
         # Block table: pages first, then -1
         allocated = table >= 0
         count = allocated.sum(-1)
         is_prefix = allocated == (torch.arange(blocks, device=table.device) < count[..., None])
         if not bool(is_prefix.all()) or bool((table < -1).any()) or bool((count * self.page_size < lengths).any()):
-            raise ValueError("block_table: expected the pages of every entry, and -1 past them")
+            raise ValueError("block_table: expected a page for every block of kept tokens, followed by -1")
         # Owners: the inverse of the block table
         batch, head, block = allocated.nonzero(as_tuple=True)
         page, owner = table[batch, head, block], batch * self.num_kv_heads + head
         if bool((page >= pages).any()) or int((state["page_owner"] >= 0).sum()) != len(page):
-            raise ValueError("block_table: expected every page that has an owner, and none that is not there")
+            raise ValueError("block_table: expected exactly the pages that have an owner")
         if bool((state["page_owner"][page] != owner).any()) or bool((state["page_block"][page] != block).any()):
-            raise ValueError("page_owner, page_block: expected what the block table says")
+            raise ValueError("page_owner, page_block: expected the inverse of the block table")
 
     @torch.no_grad()
     def reserve(self, num_tokens: int) -> None:
@@ -247,7 +247,9 @@ class PagedState:
         """Allocate the pages for one more append."""
         if _captures(self.pool_k.device):
             if self._reserved_appends == 0:
-                raise RuntimeError("append in a CUDA graph: reserve the pages of all its replays before capturing it")
+                raise RuntimeError(
+                    "append inside a CUDA graph: call reserve for the tokens of all replays before capturing it"
+                )
             self._captured = True
         elif self._reserved_appends == 0 or self._captured:
             try:
@@ -304,7 +306,7 @@ class PagedState:
         if extra < least:
             raise CacheFullError(
                 f"the cache needs {num_pages + least} pages of {self.page_size} tokens, but max_pages is "
-                f"{self.max_pages}: free a sequence, raise max_pages or tau"
+                f"{self.max_pages}: free a sequence, or raise max_pages or tau"
             )
         for name, value in (("page_owner", -1), ("page_block", 0), ("_free", 0)):
             setattr(self, name, torch.nn.functional.pad(getattr(self, name), (0, extra), value=value))

@@ -50,7 +50,7 @@ class Search(Section):
 
 
 class Retrain(Section):
-    """What to retrain: references, budget, training settings and seeds."""
+    """Retraining of the chosen layouts: references, budget, training settings and seeds."""
 
     references: list[str]
     budget: str
@@ -100,7 +100,7 @@ class Plan(Section):
         """Check that names refer to existing entries, and that text sizes fit."""
         for name in (*self.retrain.references, self.curves.reference):
             if name not in self.references:
-                raise ValueError(f"there is no reference '{name}'")
+                raise ValueError(f"unknown reference '{name}'")
         for budget in (self.retrain.budget, self.curves.budget):
             if budget not in self.budgets:
                 raise ValueError(f"budget {budget} is not one of the plan's budgets")

@@ -194,7 +194,7 @@ def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks
     ]
     if any(part.num_blocks == 0 for part in parts):
         raise UserError(
-            f"{len(owner)} tokens cannot be parted by document at {num_tokens}, with a block of {text.block_size} "
+            f"{len(owner)} tokens cannot be split by document at {num_tokens}, with a block of {text.block_size} "
             "on either side\ngive more text, a larger data.max_heldout_tokens, or another number"
         )
     return parts[0], parts[1]

@@ -80,15 +80,28 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=[*COMMANDS, "tables"], metavar="COMMAND")
-    parser.add_argument("--plan", type=Path, default=HERE / "study.yaml", help="default: study.yaml beside this file")
-    parser.add_argument("--runs", type=Path, default=HERE.parents[1] / "runs" / "study", help="folder of all cells")
-    parser.add_argument("--only", action="append", metavar="REFERENCE", help="repeat for several; default: all")
-    parser.add_argument("--budget", action="append", help="one of the plan's; repeat for several; default: all")
     parser.add_argument(
-        "--chooser", action="append", help="zero-shot and retrain: whose layouts; repeat for several; default: all"
+        "--plan", type=Path, default=HERE / "study.yaml", help="plan to run (default: study.yaml beside this file)"
     )
-    parser.add_argument("--limit", type=int, help="stop after so many cells")
-    parser.add_argument("--out", type=Path, default=HERE, help="folder of the tables")
+    parser.add_argument(
+        "--runs", type=Path, default=HERE.parents[1] / "runs" / "study", help="folder with the results of all cells"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="REFERENCE",
+        help="run this reference only; repeat for several (default: all)",
+    )
+    parser.add_argument(
+        "--budget", action="append", help="run this budget of the plan only; repeat for several (default: all)"
+    )
+    parser.add_argument(
+        "--chooser",
+        action="append",
+        help="zero-shot and retrain: evaluate the layouts of this signal only; repeat for several (default: all)",
+    )
+    parser.add_argument("--limit", type=int, help="stop after this number of cells")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder to write the tables to")
     options = parser.parse_args(arguments)
     try:
         _run(options)

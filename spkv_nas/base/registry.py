@@ -55,9 +55,7 @@ class Registry(Generic[Entry]):
         for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
             entry = self._load(point)
             if entry.name in entries:
-                raise UserError(
-                    f"two {self.noun}s are called '{entry.name}'; {point.value} is the second\nremove one"
-                )
+                raise UserError(f"two {self.noun}s are called '{entry.name}'; {point.value} is the second\nremove one")
             entries[entry.name] = entry
         return entries
 

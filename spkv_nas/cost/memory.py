@@ -39,7 +39,7 @@ MOMENTS = 8  # bytes of Adam's two moments per parameter
 
 
 class Learns(Enum):
-    """What is trained, which determines the gradients of a backward pass."""
+    """Trained weights, which determine the gradients that a backward pass computes."""
 
     GATES = "predictors alone"
     ADAPTERS = "adapters of linear layers, and predictors"

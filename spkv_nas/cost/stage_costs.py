@@ -117,7 +117,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Training:
-    """How weights are trained: float32 weights, AdamW, and optionally matrix products in bfloat16.
+    """Training configuration to estimate: float32 weights, AdamW, optionally matrix products in bfloat16.
 
     Attributes:
         steps: number of steps.

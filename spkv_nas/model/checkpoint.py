@@ -92,7 +92,7 @@ def save_files(
 
 @dataclass(frozen=True)
 class WrittenWeights:
-    """How weights were written, as a clause of a message, and the SHA-256, by name, of files carried over unchanged."""
+    """Summary of written weights: a clause for a message, and the SHA-256, by name, of files copied unchanged."""
 
     done: str
     hashes: dict[str, str]
