@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-ROOT = Path(__file__).parent.parent
 OTHER = "it's duo"  # a probe whose name wants quotes, in a shell and in YAML
 MAP = "svg[data-chart=density]"
 NEEDED = [pytest.mark.browser, pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")]

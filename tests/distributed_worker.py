@@ -1,4 +1,4 @@
-"""The runs of ``test_distributed.py``: imported by pytest for one process, a script in the processes of torchrun."""
+"""Train the runs of ``training/test_distributed.py``: imported by pytest in one process, a script under torchrun."""
 
 from __future__ import annotations
 

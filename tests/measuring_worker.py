@@ -1,4 +1,4 @@
-"""What ``test_distributed_measures.py`` measures: called by pytest in one process, a script in those of torchrun."""
+"""Run the measurements of ``stages/test_distributed.py``: called by pytest in one process, a script under torchrun."""
 
 from __future__ import annotations
 

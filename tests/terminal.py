@@ -21,7 +21,6 @@ from pathlib import Path
 
 from rich.cells import cell_len
 
-ROOT = Path(__file__).parent.parent
 COLUMNS = 80
 SILENCE = 3.0  # seconds
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -2,7 +2,7 @@
 
 The command line calls ``check`` first. Each options class has one function here; those of its base classes run before
 it. Checked are values, options that exclude each other, and the existence of files, but nothing that takes a model, a
-tokenizer or the content of a text. Nothing here may import torch (``tests/test_checks.py``).
+tokenizer or the content of a text. Nothing here may import torch (``tests/stages/test_checks.py``).
 """
 
 from __future__ import annotations

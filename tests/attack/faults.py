@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from paths import ROOT, TESTS
+
 SOURCE = Path(__file__).with_name("faults.c")
 
 
@@ -75,9 +77,8 @@ def environment() -> dict[str, str]:
 
     The package is the one beside these tests, whichever is installed.
     """
-    root = Path(__file__).parents[2]
     paths = [
-        *map(str, (root, root / "kernels", root / "tests")),
+        *map(str, (ROOT, ROOT / "kernels", TESTS)),
         *(part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part),
     ]
     return {

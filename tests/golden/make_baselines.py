@@ -1,4 +1,4 @@
-"""Writes baselines.npz: what kvpress 0.5.5 says of the keys of one attention layer, for tests/test_baselines.py.
+"""Write baselines.npz, kvpress 0.5.5's scores of one attention layer's keys, for tests/evaluation/test_baselines.py.
 
 kvpress wants an older transformers than the project, and wraps every attention function when it is imported, so it has
 an environment of its own:

@@ -1,4 +1,4 @@
-"""Writes longppl.json: what the package longppl 0.3.0 says of three texts, for tests/test_longppl.py.
+"""Write longppl.json, the results of the package longppl 0.3.0 on three texts, for tests/evaluation/test_longppl.py.
 
 The evaluator is the embedded dense model, and so is the model that is judged: once with its own tokenizer, once with
 one without merges, whose tokens are bytes. The package has an environment of its own:

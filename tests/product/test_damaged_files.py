@@ -13,6 +13,7 @@ import pytest
 from attack.mutants import Reader, attack
 from attack.readers import READERS, make_probe
 from helpers import fails, make_comparison, make_layouts, make_search, make_table
+from paths import ROOT
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
 from spkv_nas.artifacts.head_scores import HeadScores
@@ -34,8 +35,6 @@ from spkv_nas.proposal.agreement import agreement, write_agreement
 from spkv_nas.report.axes import round_axis
 from spkv_nas.search.queue import Queue
 from spkv_nas.search.storage import Storage, storage_errors
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

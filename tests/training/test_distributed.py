@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed_worker import RUNS, train
 from helpers import RECIPE, fails, torchrun, write_project
+from paths import TESTS
 from safetensors.torch import load_file
 
 from spkv_nas.artifacts.layout import Layout
@@ -47,7 +48,7 @@ def test_two_processes_learn_what_one_learns(mode: str, tmp_path: Path) -> None:
     """
     file = write_project(tmp_path / "project", ONE_KV_HEAD)
     one, two = tmp_path / "one", tmp_path / "two"
-    done = torchrun(Path(__file__).with_name("distributed_worker.py"), mode, file, two)
+    done = torchrun(TESTS / "distributed_worker.py", mode, file, two)
     assert done.returncode == (1 if mode == "ddp" else 0), done.stderr
     if mode == "ddp":
         assert sorted(two.glob("finished-*")) == [two / "finished-0", two / "finished-1"], done.stderr

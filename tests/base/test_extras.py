@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import tomllib
+from paths import ROOT
 
 from spkv_nas.base.extras import EXTRAS
 
-ROOT = Path(__file__).parent.parent
 HEAVY = ["pyarrow", *(name for extra in ("train", "lora", "search", "tasks", "tensorboard") for name in EXTRAS[extra])]
 ALL = [*HEAVY, *EXTRAS["report"]]
 WITHOUT = """

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from helpers import BLOCK, fails, gated, logits, tiny_model
+from paths import TESTS
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,7 +35,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 
-GOLDEN = Path(__file__).parent / "golden" / "baselines.npz"
+GOLDEN = TESTS / "golden" / "baselines.npz"
 WINDOW, SINKS = 6, 2
 
 

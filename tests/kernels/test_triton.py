@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from operator_cases import GATES, check, inputs, relative_error, run
+from paths import ROOT
 from spkv_kernels import attention
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BENCHMARKS = Path(__file__).parent.parent / "kernels" / "benchmarks"
+BENCHMARKS = ROOT / "kernels" / "benchmarks"
 SHAPES = [  # float32 tiles are 64 x 32 forward and 32 x 32 backward at these head sizes
     pytest.param((1, 1, 1, 1, 8), 1, id="T1"),
     pytest.param((1, 2, 2, 13, 16), 20, id="T<w"),

@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import terminal
 from helpers import Heard, write_project
+from paths import ROOT
 from transformers.utils import logging
 
 from spkv_nas.artifacts.layout import Layout
@@ -60,7 +61,7 @@ class TestTerminal:
         stub = tmp_path / "stub" / "torch"
         stub.mkdir(parents=True)
         (stub / "__init__.py").write_text("import os\nos.write(1, b'<torch>')\nos._exit(0)\n")
-        path = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")]), str(terminal.ROOT)])
+        path = os.pathsep.join([str(stub.parent), *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         seen = terminal.run(*arguments, environment={"PYTHONPATH": path}, folder=tmp_path)
         before, torch, _ = seen.text.partition("<torch>")
         assert torch, seen.text

@@ -16,6 +16,7 @@ import pandas as pd
 import pytest
 import yaml
 from numpy.typing import NDArray
+from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
@@ -25,7 +26,7 @@ from spkv_nas.proposal.convert import convert
 from spkv_nas.proposal.foreign_formats import ForeignScores, num_local, read_score_table, read_scores
 from spkv_nas.proposal.propose import propose
 
-COMMITTED = Path(__file__).parents[1] / "layouts" / "stdlib-21x3"
+COMMITTED = ROOT / "layouts" / "stdlib-21x3"
 # The first two layers have a value that training left below 0 and ties at 1, as published files do.
 ALPHA = np.array([[-2.4e-4, 0.62, 1.0], [1.0, 0.11, 0.34], [0.97, 1.0, 0.5], [0.2, 0.81, 0.03]])
 MASK = (ALPHA > 0.5).astype(float)
@@ -297,7 +298,7 @@ class TestCommands:
 
     def test_show_with_coverage(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """At the threshold that the layout was proposed at, so that it is the coverage of its provenance."""
-        shutil.copytree(COMMITTED.parents[1] / "probes" / "stdlib-21x3", tmp_path / "probes" / "stdlib-21x3")
+        shutil.copytree(ROOT / "probes" / "stdlib-21x3", tmp_path / "probes" / "stdlib-21x3")
         place = ("--probe", "stdlib-21x3", "--workspace", tmp_path)
         run(capsys, "propose", "--budget", 18, "--tau", 0.3, *place)
         layouts = tmp_path / "layouts" / "stdlib-21x3"
@@ -387,4 +388,4 @@ def test_committed_layouts_have_their_hash(path: Path) -> None:
 
 
 def test_a_table_of_densities_is_called_that() -> None:
-    assert HeadScores.read(COMMITTED.parents[1] / "probes" / "stdlib-21x3").signal == "density"
+    assert HeadScores.read(ROOT / "probes" / "stdlib-21x3").signal == "density"

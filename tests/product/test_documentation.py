@@ -17,17 +17,17 @@ import pytest
 import yaml
 from command_cases import parsed
 from helpers import make_table, scatter_gates, tiny_model
-from test_scaling import PAPER_TABLE
+from paths import ROOT
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, attach_gates, propose
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page.parent.name != "reference")]
 BLOCK = re.compile(r"^```(bash|python|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)

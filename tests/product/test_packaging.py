@@ -9,11 +9,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from spkv_nas.base import version
 from spkv_nas.base.version import COMMIT_FILE, checkout_commit, environment
 
-ROOT = Path(__file__).parent.parent
 NAME = COMMIT_FILE.relative_to(ROOT).as_posix()
 
 

@@ -14,13 +14,14 @@ import pandas as pd
 import pytest
 import yaml
 from helpers import RECIPE, write_project
+from paths import ROOT
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import read_json
 from spkv_nas.report.chart import Points
 
-STUDY = Path(__file__).parent.parent / "reports" / "study"
+STUDY = ROOT / "reports" / "study"
 MODULES = [file.stem for file in STUDY.glob("*.py")]
 PLAN = """\
 window: 8

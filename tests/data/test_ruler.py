@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from paths import TESTS
 from ruler_bytes import digest, embedded_tokenizer
 from scipy.stats import kstest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -92,7 +93,7 @@ def test_it_fills_the_length_and_never_more(
 
 
 def test_two_processes_make_the_same_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
-    script, environment = Path(__file__).with_name("ruler_bytes.py"), {**os.environ, "PYTHONHASHSEED": "7"}
+    script, environment = TESTS / "ruler_bytes.py", {**os.environ, "PYTHONHASHSEED": "7"}
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == digest(tokenizer)
 

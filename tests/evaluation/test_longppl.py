@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from helpers import fails, gated, tiny_model
+from paths import TESTS
 from task_cases import hybrid
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -32,7 +33,7 @@ from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.stages import longppl as stage
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "longppl.json").read_text())
+GOLDEN = json.loads((TESTS / "golden" / "longppl.json").read_text())
 
 
 @pytest.fixture(scope="module")

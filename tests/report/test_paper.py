@@ -9,11 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from helpers import fails
+from paths import ROOT
 
 from spkv_nas.cli import main
 from spkv_nas.report import page as report_page
 
-ROOT = Path(__file__).parent.parent
 NAME = "stdlib-21x3"
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from helpers import Page, make_domain_table
+from paths import ROOT
 
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
@@ -25,7 +26,7 @@ from spkv_nas.stages.longppl import LongPPLResult
 from spkv_nas.stages.ruler import RulerResult
 from spkv_nas.stages.tasks import TasksResult
 
-COMMITTED = Path(__file__).parent.parent / "reports" / "stdlib-21x3"
+COMMITTED = ROOT / "reports" / "stdlib-21x3"
 NAN = np.nan
 RULER_ROWS = (
     (512, "niah_single_1", 100, 0.98, 0.014, 0.0, 0.28, 0.99, 1.0, -0.01, 0.0099),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from paths import ROOT
 
-FILE = Path(__file__).parent.parent / "reports" / "first-steps.ipynb"
+FILE = ROOT / "reports" / "first-steps.ipynb"
 
 
 def outputs(notebook: Any) -> list[Any]:
@@ -47,5 +47,5 @@ def test_what_is_committed_is_of_no_one_machine() -> None:
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not any(output.get("name") == "stderr" for cell in cells for output in cell.outputs)
     shown = str([output.get("text", output.get("data")) for output in outputs(committed)])
-    for path in ("/tmp/", "/home/", "/root", "/work/", "site-packages", str(FILE.parent.parent)):
+    for path in ("/tmp/", "/home/", "/root", "/work/", "site-packages", str(ROOT)):
         assert path not in shown

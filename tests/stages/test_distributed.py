@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import gated, make_layouts, tiny_model, torchrun
 from measuring_worker import measure_all
+from paths import TESTS
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base import distributed
@@ -36,7 +37,7 @@ def ground(tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) 
 def test_several_processes_measure_what_one_does(ground: Path) -> None:
     """Every table of every measure, to 1e-6; of a text with fewer blocks than processes too. A command prints once."""
     one, several = ground / "one", ground / "several"
-    worker = Path(__file__).with_name("measuring_worker.py")
+    worker = TESTS / "measuring_worker.py"
     done = torchrun(worker, ground, several)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("full-attention") == 1

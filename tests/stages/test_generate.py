@@ -36,7 +36,7 @@ def folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, request: pyt
     save(model, tiny_tokenizer, tmp_path / request.param)
     if request.param == "stock":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(verify_export, "check", lambda *_: 0.0)  # test_export_families.py is about it
+            patch.setattr(verify_export, "check", lambda *_: 0.0)  # model/export/test_families.py is about it
             export(Layout(("GG", "LL", "LL", "GG"), 6), tmp_path / "stock", tmp_path / "exported")
         return tmp_path / "exported"
     return tmp_path / request.param

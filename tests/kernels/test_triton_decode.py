@@ -9,12 +9,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from operator_cases import relative_error
 from paged_cases import DEVICE, filled_cache, normal
+from paths import ROOT
 from spkv_kernels import PagedKVCache, decode_attention
 from torch import Tensor
 
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from spkv_kernels.triton import decode_kernels
 from spkv_kernels.triton.config import default
 
-BENCHMARKS = Path(__file__).parent.parent / "kernels" / "benchmarks"
+BENCHMARKS = ROOT / "kernels" / "benchmarks"
 
 
 @contextlib.contextmanager
