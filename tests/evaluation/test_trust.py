@@ -21,6 +21,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import SHOWN
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -33,7 +34,7 @@ from spkv_nas.proposal.strategies import densest
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
-from spkv_nas.stages.options import SHOWN, ProbeOptions, ProposeOptions
+from spkv_nas.stages.options import ProbeOptions, ProposeOptions
 from spkv_nas.stages.probe import GAIN_TOKENS
 from spkv_nas.stages.propose import propose
 from spkv_nas.stages.table_trust import trust, unknown_trust
