@@ -65,10 +65,10 @@ def main() -> None:
     nll_by_half = {}
     for name, extend in (("as it is", None), ("extended", {**EXTEND, "rope": rope})):
         recipe = Recipe(**merged(data, {"branch": {"steps": options.steps, "extend": extend}}))
-        trunk = BranchContext.prepare(recipe, EMBEDDED, options.runs)
-        branch = trunk.train(Variant.full_attention())
+        context = BranchContext.prepare(recipe, EMBEDDED, options.runs)
+        branch = context.train(Variant.full_attention())
         model, _ = load_on(branch.checkpoint, "cpu")
-        nll_by_half[name] = halves(model.eval(), trunk.corpus.heldout.cut(LENGTH))
+        nll_by_half[name] = halves(model.eval(), context.corpus.heldout.cut(LENGTH))
         say(
             f"{name}: in blocks of 512 {branch.nll.mean:.4f}, in halves of 1,024 "
             + " and ".join(f"{part.mean:.4f}" for part in nll_by_half[name])

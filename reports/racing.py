@@ -61,22 +61,22 @@ class TimedJudge(RecipeEvaluator):
         return [PairedDifference(0.0, 0.0)] * len(layouts)
 
 
-def measure(trunk: BranchContext, options: SearchOptions) -> None:
+def measure(context: BranchContext, options: SearchOptions) -> None:
     """Run a search and print a row of the table."""
     # Load the model and the text
     question = ask(options)
-    model = trunk.load_dense()
-    blocks = trunk.corpus.heldout.take(TOKENS // trunk.corpus.heldout.block_size)
+    model = context.load_dense()
+    blocks = context.corpus.heldout.take(TOKENS // context.corpus.heldout.block_size)
 
     def plain_pass() -> float:
         """Return the CPU seconds of one pass over the text."""
         start = time.process_time()
-        document_nll(model, blocks, batch_size=trunk.recipe.evaluation.batch_size)
+        document_nll(model, blocks, batch_size=context.recipe.evaluation.batch_size)
         return time.process_time() - start
 
     # Run the search, timing plain passes before and after it
     with tempfile.TemporaryDirectory() as folder:
-        judge = TimedJudge(replace(trunk, runs=Path(folder)), max_tokens=TOKENS, racing=options.racing)
+        judge = TimedJudge(replace(context, runs=Path(folder)), max_tokens=TOKENS, racing=options.racing)
         judge.score([], [], [])  # full attention's score, once per search
         judge.seconds = 0.0
         plain_seconds = [plain_pass()]
@@ -104,7 +104,7 @@ def main() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     recipe = Recipe.read(EMBEDDED / "search.yaml")
     with tempfile.TemporaryDirectory() as folder:
-        trunk = BranchContext.prepare(recipe, EMBEDDED, Path(folder))
+        context = BranchContext.prepare(recipe, EMBEDDED, Path(folder))
         say("        seed  short  cost in plain passes  stopped        best zero-shot dNLL %")
         for seed, short, racing in product(range(options.seeds), options.short, (True, False)):
             settings: dict[str, Any] = {
@@ -114,7 +114,9 @@ def main() -> None:
                 "trials": options.trials,
                 "racing": racing,
             }
-            measure(trunk, SearchOptions(workspace=ROOT, probe=EMBEDDED.name, budget="18", control="none", **settings))
+            measure(
+                context, SearchOptions(workspace=ROOT, probe=EMBEDDED.name, budget="18", control="none", **settings)
+            )
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _learn(subject: Subject, setting: Setting, heads: int) -> HeadScores:
             return head_gates.head_gates(
                 subject.model(), chosen, setting.window, budget=heads, progress=progress, **training
             )
-    train = subject.trunk.corpus.train.cut(setting.block_size)
+    train = subject.context.corpus.train.cut(setting.block_size)
     table, _ = learn_and_probe(
         subject, heads, train=train, chosen=chosen, window=setting.window, name=setting.name, **training
     )

@@ -70,9 +70,9 @@ def retrain_cells(subject: Subject) -> Iterator[Cell]:
 
 def _retrain(subject: Subject, layout: Layout | None, seed: int) -> None:
     """Retrain a layout and keep its NLL, but not its checkpoint."""
-    trunk = subject.trunk_of(branch=subject.plan.retrain.branch)
+    context = subject.trunk_of(branch=subject.plan.retrain.branch)
     variant = Variant.full_attention()
     if layout is not None:
         variant = Variant.hybrid(Layout(layout.heads, layout.window, _ANY))
-    trunk.train(variant, seed).nll.save(retrained_file(subject, layout, seed))
-    shutil.rmtree(trunk.folder(variant, seed))
+    context.train(variant, seed).nll.save(retrained_file(subject, layout, seed))
+    shutil.rmtree(context.folder(variant, seed))

@@ -106,12 +106,12 @@ class Subject:
             self.note,
             {
                 "identity": self.identity,
-                "dense": str(self.trunk.dense),
-                "grid": list(read_shape(str(self.trunk.dense)).grid),
+                "dense": str(self.context.dense),
+                "grid": list(read_shape(str(self.context.dense)).grid),
                 "chosen_on": chosen.tokens.size,
                 "judged_on": judged.tokens.size,
                 "judged_documents": len(set(judged.document.ravel().tolist())),
-                "trained_on": self.trunk.corpus.train.tokens.size,
+                "trained_on": self.context.corpus.train.tokens.size,
                 "environment": environment(),
             },
         )
@@ -127,7 +127,7 @@ class Subject:
         return parse_budget(budget, self.grid[0] * self.grid[1])
 
     @cached_property
-    def trunk(self) -> BranchContext:
+    def context(self) -> BranchContext:
         """Return dense checkpoint and text; the folder is shared by all references, so texts are tokenised once."""
         recipe, start = self.plan.recipe(self.name, self.base)
         return BranchContext.prepare(recipe, start, self.runs / "models", reporter=self.reporter)
@@ -135,11 +135,11 @@ class Subject:
     @cached_property
     def parts(self) -> tuple[TokenBlocks, TokenBlocks]:
         """Return the held-out text for selection and the one for evaluation; they share no document."""
-        return parted(self.trunk.corpus.heldout, self.plan.chosen_on)
+        return parted(self.context.corpus.heldout, self.plan.chosen_on)
 
     @property
     def searching(self) -> BranchContext:
-        """Return the trunk of a search, which selects on the first held-out blocks.
+        """Return the context of a search, which selects on the first held-out blocks.
 
         These blocks are spread over the first part of the held-out text.
         """
@@ -154,7 +154,7 @@ class Subject:
         )
 
     def trunk_of(self, *, branch: dict[str, Any] | None = None, gates: dict[str, Any] | None = None) -> BranchContext:
-        """Return a trunk whose branches are evaluated on the second part of the held-out text.
+        """Return a context whose branches are evaluated on the second part of the held-out text.
 
         Args:
             branch: replaces the recipe's branch section.
@@ -165,19 +165,19 @@ class Subject:
             sections["branch"] = BranchConfig.model_validate(branch)
         if gates is not None:
             sections["gates"] = GatesConfig.model_validate({"window": self.plan.window, **gates})
-        trunk = self._on(self.parts[1])
-        return replace(trunk, recipe=trunk.recipe.model_copy(update=sections))
+        context = self._on(self.parts[1])
+        return replace(context, recipe=context.recipe.model_copy(update=sections))
 
     def _on(self, heldout: TokenBlocks) -> BranchContext:
-        """Return the trunk with other held-out text."""
-        return replace(self.trunk, corpus=replace(self.trunk.corpus, heldout=heldout))
+        """Return the context with other held-out text."""
+        return replace(self.context, corpus=replace(self.context.corpus, heldout=heldout))
 
     def model(self, checkpoint: str | Path | None = None) -> PreTrainedModel:
         """Load the dense model, or another checkpoint, in the recipe's precision."""
         if checkpoint is None:
-            return self.trunk.load_dense()
-        dtype = "float32" if self.trunk.recipe.precision == "float32" else None
-        return load_on(checkpoint, choose_device(self.trunk.device), dtype)[0]
+            return self.context.load_dense()
+        dtype = "float32" if self.context.recipe.precision == "float32" else None
+        return load_on(checkpoint, choose_device(self.context.device), dtype)[0]
 
 
 def parted(text: TokenBlocks, num_tokens: int) -> tuple[TokenBlocks, TokenBlocks]:

@@ -128,7 +128,7 @@ def learn_and_probe(
 
 def _frozen(subject: Subject, heads: int) -> Measured:
     """Measure priced gates on the frozen model."""
-    plan, train = subject.plan, subject.trunk.corpus.train
+    plan, train = subject.plan, subject.context.corpus.train
     training = plan.frozen.model_dump()
     return learn_and_probe(subject, heads, train=train, chosen=subject.parts[0], window=plan.window, seed=0, **training)
 
@@ -137,9 +137,9 @@ def _trained(subject: Subject, heads: int | None = None) -> Measured:
     """Measure gates trained with the model, at the price of ``heads``, or without a price if None."""
     plan = subject.plan
     gates = plan.unpriced if heads is None else {**plan.priced, "target_density": share(subject, heads)}
-    trunk = subject.trunk_of(gates=gates)
-    branch = trunk.train(Variant.sp_kv())
-    num_tokens = branch.steps * trunk.recipe.branch.batch_size * trunk.recipe.data.block_size
+    context = subject.trunk_of(gates=gates)
+    branch = context.train(Variant.sp_kv())
+    num_tokens = branch.steps * context.recipe.branch.batch_size * context.recipe.data.block_size
     return _probed(subject, branch.checkpoint, UNPRICED if heads is None else PRICED, _TRAINED * num_tokens)
 
 

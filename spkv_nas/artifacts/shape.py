@@ -58,7 +58,7 @@ class ModelSize:
         vocabulary: vocabulary size V of the logits.
         positions: context length that it was trained for; None if the config does not say.
         num_full: layers with full attention; the others have a sliding window by design and are not gated.
-        own_window: sliding window of those other layers, in keys.
+        sliding_window: sliding window of those other layers, in keys.
         is_mixture: whether it is a mixture of experts, where a token uses only a part of the parameters.
     """
 
@@ -70,7 +70,7 @@ class ModelSize:
     vocabulary: int
     positions: int | None
     num_full: int
-    own_window: int = 0
+    sliding_window: int = 0
     is_mixture: bool = False
 
     @property
@@ -85,6 +85,6 @@ class ModelSize:
         return self.without_embeddings + self.vocabulary * self.hidden_size
 
     @property
-    def own_density(self) -> float:
+    def full_attention_share(self) -> float:
         """Return the share of layers with full attention."""
         return self.num_full / self.heads.num_layers

@@ -62,31 +62,31 @@ def measuring_device(device: str | None) -> str:
     return choose_device(None if device == AUTO else device)
 
 
-def choose_dtype(device: str, own: torch.dtype, asked: str | None = None) -> torch.dtype:
+def choose_dtype(device: str, checkpoint_dtype: torch.dtype, dtype: str | None = None) -> torch.dtype:
     """Return the dtype to compute in.
 
-    It is ``asked`` if given, else the checkpoint's dtype ``own``, or float32 if the device emulates that. An AVX2 CPU
-    emulates bfloat16: a linear layer of the embedded model then takes 8 times as long as in float32.
+    Prefer ``dtype``, then ``checkpoint_dtype``, and float32 if the device emulates that. An AVX2 CPU emulates bfloat16:
+    a linear layer of the embedded model then takes 8 times as long as in float32.
 
     Raises:
-        UserError: ``asked`` is not one of ``DTYPES``.
+        UserError: ``dtype`` is not one of ``DTYPES``.
     """
     import torch
 
-    if asked is not None:
-        check_dtype(asked)
-        return getattr(torch, asked)  # type: ignore[no-any-return]
-    return own if is_native(device, own) else torch.float32
+    if dtype is not None:
+        check_dtype(dtype)
+        return getattr(torch, dtype)  # type: ignore[no-any-return]
+    return checkpoint_dtype if is_native(device, checkpoint_dtype) else torch.float32
 
 
-def check_dtype(asked: str | None) -> None:
+def check_dtype(dtype: str | None) -> None:
     """Check the name of a dtype; None means not specified.
 
     Raises:
         UserError: the name is not one of ``DTYPES``.
     """
-    if asked is not None and asked not in DTYPES:
-        raise UserError(f"--dtype '{asked}' is unknown; there are {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype '{dtype}' is unknown; there are {', '.join(DTYPES)}")
 
 
 def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

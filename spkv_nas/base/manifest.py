@@ -21,20 +21,20 @@ WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json")  # endings of weigh
 _REMEDY = "remove the folder and run the command again that made it, or copy it anew"
 
 
-def write_manifest(folder: Path, known: Mapping[str, str] | None = None) -> None:
+def write_manifest(folder: Path, known_hashes: Mapping[str, str] | None = None) -> None:
     """Record the SHA-256 of every file of ``folder``; written last, it marks the folder as complete.
 
     Hidden files, such as remains of an interrupted write, are left out.
 
     Args:
         folder: the folder.
-        known: hashes by name of files that were copied, computed on the originals; the other files are read.
+        known_hashes: hashes by name of files that were copied, computed on the originals; the other files are read.
 
     Raises:
         UserError: a file cannot be read.
     """
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST and not p.name.startswith("."))
-    hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(known or {})
+    hashes = dict.fromkeys((p.relative_to(folder).as_posix() for p in files), "") | dict(known_hashes or {})
     unhashed = [name for name, value in hashes.items() if not value]
     try:
         hashes |= zip(unhashed, file_hashes(folder / name for name in unhashed), strict=True)

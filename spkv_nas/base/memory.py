@@ -42,7 +42,7 @@ def available_bytes(device: str = "cpu") -> int:
     return min(int(psutil.virtual_memory().available), *_left_to_groups())
 
 
-def own_bytes(device: str = "cpu") -> int:
+def available_bytes_per_process(device: str = "cpu") -> int:
     """Return ``available_bytes``, divided by the number of local torchrun processes for machine memory."""
     return available_bytes(device) // (1 if device.startswith("cuda") else num_local_processes())
 
@@ -82,12 +82,12 @@ class AdaptiveBatchSize:
         """Start with ``number`` blocks, at least one."""
         self.number = max(1, number)
 
-    def run(self, work: Callable[[int], Result], there: int) -> Result:
-        """Call ``work(n)`` with the micro-batch size n, at most ``there``; retry with fewer blocks if memory runs out.
+    def run(self, work: Callable[[int], Result], remaining: int) -> Result:
+        """Call ``work(n)`` with n blocks, at most ``remaining``; halve n if memory runs out.
 
         Args:
             work: function of the number of blocks, without side effects if it fails.
-            there: number of blocks left.
+            remaining: number of blocks to process.
 
         Returns:
             The result of ``work``; its error is raised if memory does not even suffice for one block.
@@ -96,7 +96,7 @@ class AdaptiveBatchSize:
             UserWarning: the micro-batch size was reduced.
         """
         while True:
-            batch_size = min(self.number, there)
+            batch_size = min(self.number, remaining)
             try:
                 return work(batch_size)
             except Exception as error:

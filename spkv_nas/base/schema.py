@@ -22,12 +22,12 @@ class Section(BaseModel):
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-def merged(base: Any, over: Mapping[str, Any]) -> Any:
-    """Return ``base`` updated with the keys of ``over``, recursively."""
+def merged(base: Any, overrides: Mapping[str, Any]) -> Any:
+    """Return ``base`` updated with the keys of ``overrides``, recursively."""
     if not isinstance(base, Mapping):
-        return dict(over)
+        return dict(overrides)
     result = dict(base)
-    for key, value in over.items():
+    for key, value in overrides.items():
         result[key] = merged(result.get(key), value) if isinstance(value, Mapping) else value
     return result
 

@@ -43,7 +43,7 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
     return Result(
         table,
         show.probe,
-        partial(json_documents.probe, folder=options.place.probe_dir(table.name)),
+        partial(json_documents.probe, folder=options.folders.probe_dir(table.name)),
         next=after_probe(options, table),
     )
 
@@ -98,7 +98,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **device_options), reporter)
     yield probe(ProbeOptions(signal=HEAD_GATES, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
     yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
-    folder = options.place.layout_dir(DEFAULT_PROBE)
+    folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]
     yield train_hybrid(
         TrainHybridOptions(layouts=layouts, probe=DEFAULT_PROBE, reference=False, **device_options), reporter

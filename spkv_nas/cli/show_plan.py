@@ -63,7 +63,7 @@ def forecast(result: Forecast) -> None:
     grid = Table("", "memory", "tokens", "FLOPs", "time", fits_title, title=f"each stage on {_where(result.site)}")
     remedies: dict[str, list[str]] = {}
     for stage in result.stages:
-        name = f"{escape(stage.name)}\n  [dim]{escape(stage.how)}[/dim]" if stage.how else escape(stage.name)
+        name = f"{escape(stage.name)}\n  [dim]{escape(stage.batching)}[/dim]" if stage.batching else escape(stage.name)
         tokens, flops = (f"{stage.tokens:,}", format_flops(stage.flops)) if stage.tokens else ("-", "-")
         time = "-" if stage.seconds is None else _time(stage.seconds, of_a_token=stage.tokens == 1)
         answer = {True: "yes", False: "no", None: "-"}[stage.fits]

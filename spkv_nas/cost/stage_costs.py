@@ -96,7 +96,7 @@ class StageCost:
         flops: FLOPs of all devices.
         seconds: time; None if the device is unknown.
         devices: devices that it is sharded across.
-        how: micro-batch size, for messages.
+        batching: micro-batch size, for messages.
         remedy: what to change if it does not fit; "" if it fits, None if the memory is unknown.
     """
 
@@ -106,7 +106,7 @@ class StageCost:
     flops: float
     seconds: float | None
     devices: int = 1
-    how: str = ""
+    batching: str = ""
     remedy: str | None = ""
 
     @property
@@ -205,7 +205,7 @@ class Stages:
         def better(length: int) -> StageCost:
             return replace(self, block_size=length).learn_gates(name, steps, step_tokens, room, of_keys=of_keys)
 
-        return self._work(name, memory, tokens, flops, how=self._how(blocks, recomputes), better=better)
+        return self._work(name, memory, tokens, flops, batching=self._batching(blocks, recomputes), better=better)
 
     def measure(
         self,
@@ -240,30 +240,31 @@ class Stages:
             Bytes(weights, passing=bytes_of(blocks * self.block_size)),
             num_tokens,
             num_tokens * self._forward_flops(scored=scored, gated=gated),
-            how=self._how(blocks),
+            batching=self._batching(blocks),
             better=lambda length: replace(self, block_size=length).measure(
                 name, tokens, times, gated=gated, scored=scored, shares=shares
             ),
         )
 
-    def train(self, name: str, how: Training, *, gated: bool) -> StageCost:
+    def train(self, name: str, training: Training, *, gated: bool) -> StageCost:
         """Return the cost of training a branch, with gates or as a hybrid."""
-        tokens = how.steps * how.batch_size * self.block_size
-        flops = tokens * self._learning_flops(how.learns, gated=gated, recomputes=how.recomputes, adapters=how.adapters)
-        devices, micro = self.site.devices, self._micro(how)
-        memory = self._training_bytes(how, devices, micro, gated)
-        passes = self._how(micro, how.recomputes)
-        if not how.recomputes:
-            recomputed = self._training_bytes(replace(how, recomputes=True), devices, micro, gated).total
+        tokens = training.steps * training.batch_size * self.block_size
+        learns, recomputes, adapters = training.learns, training.recomputes, training.adapters
+        flops = tokens * self._learning_flops(learns, gated=gated, recomputes=recomputes, adapters=adapters)
+        devices, micro = self.site.devices, self._micro(training)
+        memory = self._training_bytes(training, devices, micro, gated)
+        passes = self._batching(micro, training.recomputes)
+        if not training.recomputes:
+            recomputed = self._training_bytes(replace(training, recomputes=True), devices, micro, gated).total
             passes += f"; {format_bytes(round(recomputed))} with gradient_checkpointing"
         work = self._work(name, memory, tokens, flops, devices, passes)
-        return work if work.fits else replace(work, remedy=self._training_remedy(how, gated))
+        return work if work.fits else replace(work, remedy=self._training_remedy(training, gated))
 
     def export(self, name: str) -> StageCost:
         """Return the cost of an export, which converts one part (a layer or the embedding) at a time to float32."""
         size = self.size
         part = max(size.without_embeddings / size.heads.num_layers, size.vocabulary * size.hidden_size)
-        work = self._work(name, Bytes(FLOAT32 * part), 0, 0.0, how="on the CPU")
+        work = self._work(name, Bytes(FLOAT32 * part), 0, 0.0, batching="on the CPU")
         return replace(work, seconds=None, remedy=work.remedy if self.site.is_cpu else None)
 
     def generate(self, name: str, context: int, *, density: float, window: int) -> StageCost:
@@ -284,14 +285,14 @@ class Stages:
         tokens: int,
         flops: float,
         devices: int = 1,
-        how: str = "",
+        batching: str = "",
         better: Callable[[int], StageCost] | None = None,
     ) -> StageCost:
         """Assemble a stage's cost; ``better`` returns the cost at another block size."""
         speed = self.site.speed
         seconds = None if speed is None else flops / (speed * devices)
         remedy = "" if self.site.holds(memory) else self._remedy(memory, better)
-        return StageCost(name, memory, tokens, flops, seconds, devices, how, remedy)
+        return StageCost(name, memory, tokens, flops, seconds, devices, batching, remedy)
 
     def _remedy(self, memory: Bytes, better: Callable[[int], StageCost] | None) -> str:
         """Return a change that makes a stage on one device fit."""
@@ -306,11 +307,11 @@ class Stages:
             return shorter.remedy or f"--block-size {self.block_size // 2}"
         return "a device with more memory"
 
-    def _training_remedy(self, how: Training, gated: bool) -> str:
+    def _training_remedy(self, training: Training, gated: bool) -> str:
         """Return the smallest change of a recipe that makes training fit."""
         # Recompute layers or reduce the micro-batch
-        recomputing, micro = replace(how, recomputes=True), self._micro(how)
-        ways = {"": how, f"{_AGAIN}, ": recomputing}
+        recomputing, micro = replace(training, recomputes=True), self._micro(training)
+        ways = {"": training, f"{_AGAIN}, ": recomputing}
         for prefix, way in ways.items():
             if fitting := self._fitting(way, gated):
                 smaller = f"{prefix}micro_batch_size: {max(n for n in range(1, fitting + 1) if micro % n == 0)}"
@@ -318,7 +319,7 @@ class Stages:
         # Else shard, or train adapters
         remedy = self._sharded_remedy(ways, gated)
         adapted = replace(recomputing, learns=Learns.ADAPTERS, adapters=num_adapter_parameters(self.size, _RANK))
-        adapts = how.learns is Learns.ALL and self._fitting(adapted, gated)
+        adapts = training.learns is Learns.ALL and self._fitting(adapted, gated)
         return f"lora: {{}} and {_AGAIN}, or {remedy}" if adapts else remedy
 
     def _sharded_remedy(self, ways: Mapping[str, Training], gated: bool) -> str:
@@ -331,45 +332,49 @@ class Stages:
             number *= 2
         return "a smaller data.block_size, or devices with more memory"
 
-    def _fitting(self, how: Training, gated: bool) -> int:
+    def _fitting(self, training: Training, gated: bool) -> int:
         """Return the largest micro-batch size that fits on one of the site's devices, or 0."""
         room, devices = ROOM * self.site.memory, self.site.devices
-        return most(self._micro(how), room, lambda blocks: self._training_bytes(how, devices, blocks, gated).total)
+        return most(
+            self._micro(training), room, lambda blocks: self._training_bytes(training, devices, blocks, gated).total
+        )
 
-    def _training_bytes(self, how: Training, devices: int, blocks: int, gated: bool) -> Bytes:
+    def _training_bytes(self, training: Training, devices: int, blocks: int, gated: bool) -> Bytes:
         """Return the memory on one of ``devices`` with micro-batches of ``blocks``."""
         # Count trained parameters
-        size, passes = self.size, how.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
+        size, passes = self.size, training.passes(self.size, self.gates if gated else None, on_cpu=self.site.is_cpu)
         predictors = self.num_predictor_parameters if gated else 0
-        learning = predictors + how.adapters + (size.num_parameters if how.learns is Learns.ALL else 0)
+        learning = predictors + training.adapters + (size.num_parameters if training.learns is Learns.ALL else 0)
         # Activations, weights, gradients and moments
         tokens = blocks * self.block_size
-        passing = passes.learning(tokens, learns=how.learns, recomputes=how.recomputes)
-        weights = how.weight_item * size.num_parameters + FLOAT32 * (predictors + how.adapters)
-        gradients, moments = FLOAT32 * learning, how.moment_bytes * learning
+        passing = passes.learning(tokens, learns=training.learns, recomputes=training.recomputes)
+        weights = training.weight_item * size.num_parameters + FLOAT32 * (predictors + training.adapters)
+        gradients, moments = FLOAT32 * learning, training.moment_bytes * learning
         # FSDP2: a shard of everything, plus gathered layers
         layer = size.without_embeddings / size.heads.num_layers
         outside = size.num_parameters - size.without_embeddings
-        if how.sharded and devices > 1:
+        if training.sharded and devices > 1:
             gathered = passes.item * (outside + _GATHERED * layer) + FLOAT32 * layer  # and one layer's gradient
-            share = 0.0 if how.offloads else 1.0 / devices
+            share = 0.0 if training.offloads else 1.0 / devices
             return Bytes(weights * share, (gradients + moments) * share + gathered, passing)
         # DDP or one device: everything, plus copies of weights for autocast
         copies = 0.0
         if passes.autocast:  # bfloat16 copies; those of frozen weights only while needed
-            is_temporary = how.recomputes and how.learns is not Learns.ALL
+            is_temporary = training.recomputes and training.learns is not Learns.ALL
             copies = passes.item * (outside + layer if is_temporary else size.num_parameters)
         if devices > 1:
             gradients *= 2  # DDP's communication buckets
-        elif how.batch_size <= blocks:  # gradients of layers appear while activations are freed
-            layer_gradients = FLOAT32 * (learning - (outside if how.learns is Learns.ALL else 0))
-            gradients -= min(layer_gradients, passes.going(tokens, learns=how.learns, recomputes=how.recomputes))
+        elif training.batch_size <= blocks:  # gradients of layers appear while activations are freed
+            layer_gradients = FLOAT32 * (learning - (outside if training.learns is Learns.ALL else 0))
+            gradients -= min(
+                layer_gradients, passes.going(tokens, learns=training.learns, recomputes=training.recomputes)
+            )
         return Bytes(weights, gradients + moments + copies, passing)
 
-    def _micro(self, how: Training) -> int:
+    def _micro(self, training: Training) -> int:
         """Return the blocks per pass on one device."""
-        blocks_per_device = max(1, how.batch_size // self.site.devices)
-        return min(blocks_per_device, how.micro_batch_size or blocks_per_device)
+        blocks_per_device = max(1, training.batch_size // self.site.devices)
+        return min(blocks_per_device, training.micro_batch_size or blocks_per_device)
 
     def _weights(self, *, gated: bool) -> int:
         """Return the bytes of the weights in measurements."""
@@ -378,7 +383,8 @@ class Stages:
     def _forward_flops(self, *, scored: bool, gated: bool) -> float:
         """Return the FLOPs of a forward pass per token."""
         size = self.size
-        body = flops_per_token(size.shape, self.block_size, density=size.own_density, window=size.own_window)
+        density, window = size.full_attention_share, size.sliding_window
+        body = flops_per_token(size.shape, self.block_size, density=density, window=window)
         logits = 2.0 * size.vocabulary * size.hidden_size if scored else 0.0
         return body + logits + (2.0 * self.num_predictor_parameters if gated else 0.0)
 
@@ -389,6 +395,6 @@ class Stages:
         passes = 3 if learns is Learns.ALL else 2
         return passes * forward + 3 * added + (forward + added if recomputes else 0.0)
 
-    def _how(self, blocks: int, recomputes: bool = False) -> str:
+    def _batching(self, blocks: int, recomputes: bool = False) -> str:
         """Describe the micro-batch size for messages."""
         return f"{blocks} x {self.block_size:,} tokens a pass" + (", layers computed again" if recomputes else "")

@@ -33,21 +33,21 @@ class Mixture:
         """Return a mixture for a text of ``num_text`` blocks, with a phase drawn from a seed."""
         return cls(share, float(np.random.default_rng([seed, num_text]).random()))
 
-    def at(self, place: int) -> tuple[bool, int]:
-        """Return (True if the block at ``place`` is synthetic, its index among the synthetic blocks or the text's)."""
-        num_synthetic = self.synthetic(place)
-        if self.synthetic(place + 1) > num_synthetic:
+    def at(self, position: int) -> tuple[bool, int]:
+        """Return (True if the block at ``position`` is synthetic, its index among blocks of its kind)."""
+        num_synthetic = self.synthetic(position)
+        if self.synthetic(position + 1) > num_synthetic:
             return True, self.numbered_from + num_synthetic
-        return False, place - num_synthetic
+        return False, position - num_synthetic
 
-    def synthetic(self, place: int) -> int:
+    def synthetic(self, position: int) -> int:
         """Return the number of synthetic blocks before a position."""
-        return self._until(place) - self._until(0)
+        return self._until(position) - self._until(0)
 
     def longer(self, ratio: int, start: int) -> Mixture:
         """Return the mixture for blocks of ``ratio`` parts from the position ``start`` on, a multiple of ``ratio``."""
         return Mixture(self.share, self.phase, start // ratio, -(-self.synthetic(start) // ratio))
 
-    def _until(self, place: int) -> int:
+    def _until(self, position: int) -> int:
         """Return the number of synthetic blocks before a position, including those before position 0."""
-        return math.floor(self.share * (self.before + place) + self.phase)
+        return math.floor(self.share * (self.before + position) + self.phase)

@@ -82,7 +82,7 @@ class LayerState:
     _window_cache: tuple[tuple[int, ...], Tensor] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
-    def own_window(self) -> int:
+    def checkpoint_window(self) -> int:
         """Return how many recent keys a head of this layer sees in the checkpoint, without gates and layouts."""
         return self.native_window or GLOBAL_WINDOW
 
@@ -94,7 +94,7 @@ class LayerState:
         """
         if self.windows is not None:
             return self.windows
-        window = self.gate_window if gated and self.gate_window is not None else self.own_window
+        window = self.gate_window if gated and self.gate_window is not None else self.checkpoint_window
         return (window,) * self.num_kv_heads
 
     def operator_window(self, device: torch.device, *, gated: bool) -> int | Tensor:

@@ -34,7 +34,7 @@ from spkv_nas.model.device_map import spread
 from spkv_nas.model.gates import predictor_parameters
 from spkv_nas.model.model_shape import check_counts, check_size, config_size
 from spkv_nas.model.restore import check_attention, restoring_class
-from spkv_nas.model.source import at_revision, commit_of, config_place, model_folder, pinned, resolve
+from spkv_nas.model.source import at_revision, commit_of, config_folder, model_folder, pinned, resolve
 from spkv_nas.model.weight_files import FILE, INDEX, carry, check_files, content_hashes, stored_names
 from spkv_nas.model.weights import check_loaded, check_room, quiet_report
 
@@ -120,7 +120,7 @@ def save_as_files(
     elif stored_names(files) <= model.state_dict().keys():
         carried = [*files, *([] if files[0].name == FILE else [files[0].with_name(INDEX)])]
         try:
-            how = carry(carried, folder, link=link)
+            method = carry(carried, folder, link=link)
             model.config.architectures, model.config.dtype = [type(model).__name__], model.dtype
             model.config.save_pretrained(folder)
             if model.can_generate():
@@ -128,7 +128,7 @@ def save_as_files(
         except OSError as error:
             raise _unwritten(folder, error) from error
         save_tokenizer(tokenizer, folder)
-        return WrittenWeights(f"its weights were {how} as they are, file by file", content_hashes(carried))
+        return WrittenWeights(f"its weights were {method} as they are, file by file", content_hashes(carried))
     # Write new files otherwise
     save_files(model, tokenizer, folder, shard_bytes=max(file.stat().st_size for file in files))
     return WrittenWeights("its weights were written anew", {})
@@ -312,7 +312,7 @@ def read_gates(path_or_id: str | Path) -> GateConfig | None:
 def _read_config(source: str, what: str) -> PreTrainedConfig:
     """Read the config of a model folder, an id or a config file. Raises ``UserError``."""
     with _as_user_error(what):
-        path = config_place(source)
+        path = config_folder(source)
         file = path / "config.json" if path.is_dir() else path
         if file.is_file():
             check_counts(read_json(file, "config"), what)  # first, because AutoConfig builds lists of these lengths

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import available_bytes, own_bytes
+from spkv_nas.base.memory import available_bytes, available_bytes_per_process
 from spkv_nas.base.units import format_bytes
 
 _ROOM = 0.8  # share of a GPU's free memory for weights; activations take the rest
@@ -59,7 +59,7 @@ def check_placed(model: nn.Module) -> None:
         )
 
 
-def room_for_passes(model: PreTrainedModel) -> int:
+def memory_for_passes(model: PreTrainedModel) -> int:
     """Return the bytes that this process may still allocate on each of the devices of a model."""
     devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
-    return min(own_bytes(str(device)) for device in devices)
+    return min(available_bytes_per_process(str(device)) for device in devices)

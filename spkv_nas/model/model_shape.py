@@ -65,7 +65,7 @@ def model_size(model: PreTrainedModel) -> ModelSize:
         vocabulary=vocabulary_size(model),
         positions=positions if isinstance(positions, int) else None,
         num_full=sum(kind == "full_attention" for kind in kinds),
-        own_window=int(text.sliding_window) if "sliding_attention" in kinds else 0,
+        sliding_window=int(text.sliding_window) if "sliding_attention" in kinds else 0,
         is_mixture=any(".experts." in name for name, _ in model.named_parameters()),
     )
 

@@ -67,7 +67,7 @@ def _local(path_or_id: str | Path) -> Path | None:
     if _ID.fullmatch(split_revision(source)[0]) is None:
         raise UserError(f"cannot load model {source}: there is no such folder")
     try:
-        config_place(source)
+        config_folder(source)
     except OSError as error:
         raise UserError(f"cannot load model {source}: {first_line(error)}") from error
     return None
@@ -116,7 +116,7 @@ def _commit(name: str, revision: str | None) -> str | None:
     return None if file is None else Path(file).parent.name
 
 
-def config_place(source: str) -> Path:
+def config_folder(source: str) -> Path:
     """Return where to read a config from: the path, or an id's folder in the hub cache. Raises ``OSError``."""
     from transformers.utils import cached_file
 
@@ -144,7 +144,7 @@ def model_folder(source: str, explicit: str | None = None) -> Path:
 
     if Path(source).is_dir():
         return Path(source)
-    folder = config_place(source)
+    folder = config_folder(source)
     name, commit = pinned(source)
 
     def get(file: str) -> str | None:

@@ -81,7 +81,7 @@ def layout_windows(model: nn.Module, layout: Layout) -> list[tuple[int, ...]]:
 def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     """Let every head see all keys inside the ``with`` block, and restore gates or layout after it.
 
-    Layers with a native sliding window keep it (``LayerState.own_window``). The model is in evaluation mode. Yields the
+    Layers with a native sliding window keep it. The model is in evaluation mode. Yields the
     layers' states in order, whose windows and observers the block may set.
 
     Raises:
@@ -94,7 +94,7 @@ def full_attention(model: PreTrainedModel) -> Iterator[list[LayerState]]:
     with evaluation_mode(model), gate_mode(model, "open") if gate_config(model) else nullcontext():
         try:
             for state in states:
-                state.windows = (state.own_window,) * state.num_kv_heads  # windows override gates
+                state.windows = (state.checkpoint_window,) * state.num_kv_heads  # windows override gates
             yield states
         finally:
             for state, windows in zip(states, before, strict=True):
@@ -111,7 +111,7 @@ def every_head_local(model: PreTrainedModel, window: int) -> Iterator[None]:
     """
     with full_attention(model) as states:
         for state in states:
-            state.windows = (min(window, state.own_window),) * state.num_kv_heads
+            state.windows = (min(window, state.checkpoint_window),) * state.num_kv_heads
         yield
 
 

@@ -90,7 +90,7 @@ def _observer(masses: list[Tensor], state: LayerState, window: int, sinks: int) 
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
         parts = []
-        for query, weights in attention_weights(q, k, scale, window=state.own_window, start=window):
+        for query, weights in attention_weights(q, k, scale, window=state.checkpoint_window, start=window):
             key = torch.arange(weights.shape[-1], device=q.device)
             far = (query[:, None] - key >= window) & (key >= sinks)
             parts.append((weights * far).sum(-1).mean(2))

@@ -62,7 +62,7 @@ class Mixture:
         """Start with alpha at 1; local attention sees the ``window`` most recent and the first ``sinks`` keys."""
         self.alpha = torch.ones(state.num_kv_heads, device=device, requires_grad=True)
         self.records = False
-        self._visible = state.own_window
+        self._visible = state.checkpoint_window
         self._window = min(window, self._visible)
         self._sinks = 0 if state.native_window else sinks  # sliding-window layers never see the first keys
         self._full: Tensor | None = None

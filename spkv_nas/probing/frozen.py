@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.cost.memory import PassMemory, fitting_pass
-from spkv_nas.model.device_map import check_placed, room_for_passes
+from spkv_nas.model.device_map import check_placed, memory_for_passes
 from spkv_nas.model.model_shape import model_size
 
 ROOM = 0.5  # share of the free memory that a forward and backward pass may use
@@ -51,7 +51,7 @@ def passes(
     """
     item, on_cpu = int(model.dtype.itemsize), model.device.type == "cpu"
     memory = PassMemory(model_size(model), item, gates, mixes, on_cpu=on_cpu)
-    return fitting_pass(memory, length, wanted, ROOM * room_for_passes(model))
+    return fitting_pass(memory, length, wanted, ROOM * memory_for_passes(model))
 
 
 def ramp(step: int, steps: int) -> float:

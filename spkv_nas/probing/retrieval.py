@@ -230,7 +230,9 @@ def _observer(scores: list[Tensor], state: LayerState, source: Tensor, query_pos
     """
 
     def observe(q: Tensor, k: Tensor, _v: Tensor, scale: float) -> None:
-        parts = [w for _, w in attention_weights(q, k, scale, window=state.own_window, start=query_positions.start)]
+        parts = [
+            w for _, w in attention_weights(q, k, scale, window=state.checkpoint_window, start=query_positions.start)
+        ]
         rows = torch.cat([torch.nn.functional.pad(w, (0, q.shape[2] - w.shape[-1])) for w in parts], -2)
         rows = rows.flatten(1, 2)[:, :, :-1]  # [B, Hq, m - 1, T]
         # Attention weight on the token after the current one's first occurrence

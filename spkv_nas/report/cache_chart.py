@@ -77,7 +77,7 @@ def cache_nll_chart(inputs: Inputs, verdict: Verdict) -> Chart | None:
                 for (shape, tone, label), sizes in groups
             ),
         ),
-        note=f"{evidence.how[0].upper()}{evidence.how[1:]}. {NOTE}",
+        note=f"{evidence.description[0].upper()}{evidence.description[1:]}. {NOTE}",
     )
 
 

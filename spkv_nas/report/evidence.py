@@ -53,7 +53,7 @@ class Evidence:
     """All results of one evaluation mode.
 
     Attributes:
-        how: the mode in words.
+        description: the mode in words.
         steps: of retraining; NaN: unknown.
         source: ``COMPARISON`` or ``SEARCH``.
         baseline: the row that changes count from, ``DENSE`` or ``FULL_ATTENTION`` (the control).
@@ -61,7 +61,7 @@ class Evidence:
         fidelity: for a search, one of ``FIDELITIES``; "" for a comparison.
     """
 
-    how: str
+    description: str
     steps: float
     source: str
     baseline: str
@@ -78,12 +78,12 @@ class Evidence:
 
 
 def all_evidence(inputs: Inputs) -> list[Evidence]:
-    """Return the evidence of every mode that has results, most retraining steps first, with distinct ``how``."""
+    """Return the evidence of every mode that has results, most retraining first; each has a unique description."""
     collected = [*_of_search(inputs), *_of_comparison(inputs)]
-    occurrences = Counter(evidence.how for evidence in collected)
+    occurrences = Counter(evidence.description for evidence in collected)
     collected = [
-        replace(evidence, how=f"{evidence.how}, in the {evidence.source}")
-        if occurrences[evidence.how] > 1
+        replace(evidence, description=f"{evidence.description}, in the {evidence.source}")
+        if occurrences[evidence.description] > 1
         else evidence
         for evidence in collected
     ]
@@ -113,11 +113,11 @@ def _of_search(inputs: Inputs) -> Iterator[Evidence]:
         results = tuple(_search_results(inputs, rows.dropna(subset=columns[0]), *columns))
         is_zero_shot = fidelity == "zero_shot"
         steps = 0.0 if is_zero_shot else _steps(recorded.get(fidelity) if isinstance(recorded, dict) else None)
-        how = _how(steps) + (_HELD_OUT if fidelity == "full" else "")
+        description = _how(steps) + (_HELD_OUT if fidelity == "full" else "")
         # Zero-shot scores count from the dense model, retrained layouts from the control, trained alike
         baseline = DENSE if is_zero_shot else FULL_ATTENTION
         if results:
-            yield Evidence(how, steps, SEARCH, baseline, _distinct(results), fidelity)
+            yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity)
 
 
 def _search_results(inputs: Inputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:

@@ -76,7 +76,7 @@ def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
         "known": num_known,  # number of layouts with results; the others were stopped early
         "measured": [
             [
-                mode.how,
+                mode.description,
                 _column(mode),
                 [[indices[scored.key], _number(scored.delta), _number(scored.error)] for scored in mode.results],
             ]

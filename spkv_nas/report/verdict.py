@@ -108,7 +108,7 @@ class Verdict:
         if self.evidence is None:
             return self._before_training
         name, count = self.layout.name, 1 + len(self.others)
-        competition = f"{self._budget}, {self.evidence.how}"
+        competition = f"{self._budget}, {self.evidence.description}"
         if count == 1:
             return "", name, f" is the only layout measured{competition}: {self._value}."
         if self.is_clear:

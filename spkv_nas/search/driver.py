@@ -43,7 +43,7 @@ class Search:
     """One search; every worker creates one with the same arguments and calls ``run``.
 
     Args:
-        judge: evaluator that scores and retrains layouts.
+        evaluator: evaluator that scores and retrains layouts.
         space: the search space.
         starts: layouts of the space to start from and to compare with, by name.
         others: layouts to compare with only.
@@ -60,7 +60,7 @@ class Search:
 
     def __init__(
         self,
-        judge: Evaluator,
+        evaluator: Evaluator,
         space: Space,
         starts: Mapping[str, Layout],
         others: Mapping[str, Layout],
@@ -73,13 +73,13 @@ class Search:
         reporter: Reporter = SILENT,
     ) -> None:
         """Check that space and evaluator match, and open the storage."""
-        self.judge, self.space, self.effort, self.cost = judge, space, effort, cost
+        self.evaluator, self.space, self.effort, self.cost = evaluator, space, effort, cost
         self.starts, self.baselines = dict(starts), {**starts, **others}
         self._name, self._reporter = name, reporter
-        grid = (judge.shape.num_layers, judge.shape.num_kv_heads)
+        grid = (evaluator.shape.num_layers, evaluator.shape.num_kv_heads)
         density = f"the density table '{space.table.name}'"
         check_grid(density, space.grid, "the recipe's model", grid, "give the recipe of that model")
-        if judge.judged_on.sum() == 0:
+        if evaluator.judged_on.sum() == 0:
             raise UserError(
                 "no held-out document is left to judge the search by: lower --max-tokens, or give more text"
             )
@@ -119,7 +119,7 @@ class Search:
             if not stopped:
                 return trials
             self._reporter.announce(f"scoring {len(stopped)} of the best layouts on the whole text")
-            scores = self.judge.score(stopped, [None] * len(stopped), [])
+            scores = self.evaluator.score(stopped, [None] * len(stopped), [])
             full_scores = {layout.content_hash: score for layout, score in zip(stopped, scores, strict=True)}
             trials = [
                 replace(trial, zero_shot=full_scores.get(trial.layout.content_hash, trial.zero_shot))
@@ -136,7 +136,7 @@ class Search:
             "constraints": dict(self.space.constraints.named),
             "start": [layout.hash for layout in self.starts.values()],
             "objective": ["nll", *self._costs()],
-            "checkpoint or text": self.judge.identity,
+            "checkpoint or text": self.evaluator.identity,
         }
         if kind == SURROGATE:
             settings["signals"] = [f"{table.name} {table.content_hash}" for table in self.space.signals]
@@ -179,7 +179,7 @@ class Search:
                     return self._trials(finished)
                 # Work on the first study with a free task
                 for study in unfinished:
-                    tasks = study.queue.claim(total, CLAIM, study.sampler.known_before)
+                    tasks = study.queue.claim(total, CLAIM, study.sampler.num_prior_results)
                     if tasks:
                         self._work(study, tasks)
                         break
@@ -197,7 +197,7 @@ class Search:
         """Sample and score the layouts of claimed tasks, and record the results."""
         with study.queue.holding(tasks):
             results = study.queue.results()
-            known_results = [results[index] for index in range(study.sampler.known_before(tasks[-1]))]
+            known_results = [results[index] for index in range(study.sampler.num_prior_results(tasks[-1]))]
             layouts = {index: study.sampler.layout(index, known_results) for index in tasks}
             scores = self._scores(study, layouts, results)
             for (index, layout), score in zip(layouts.items(), scores, strict=True):
@@ -208,7 +208,7 @@ class Search:
         """Score layouts by trial number, in order, each against the incumbent of the trials before it."""
         baselines = {layout.heads for layout in self.baselines.values()}
         scores: list[Score] = []
-        for num_known, group_numbers in groupby(layouts, study.sampler.known_before):
+        for num_known, group_numbers in groupby(layouts, study.sampler.num_prior_results):
             finished = self._finished_before(num_known, trials)
             group = {number: layouts[number] for number in group_numbers}
             # Baselines, and trials known to run to the end, have no incumbent
@@ -218,7 +218,7 @@ class Search:
                 else finished.rival(self._costs_of(layout))
                 for number, layout in group.items()
             ]
-            scores += self.judge.score(list(group.values()), rivals, finished.layouts)
+            scores += self.evaluator.score(list(group.values()), rivals, finished.layouts)
         return scores
 
     def _finished_before(self, known: int, trials: Mapping[int, Result]) -> Finished:
@@ -239,7 +239,7 @@ class Search:
         """
         # Collect baselines and tried layouts with their scores
         entries = [(BASELINE, 0, number, layout) for number, layout in enumerate(self.baselines.values())]
-        scores = self.judge.score([layout for *_, layout in entries], [None] * len(entries), [])
+        scores = self.evaluator.score([layout for *_, layout in entries], [None] * len(entries), [])
         for study, trials in finished.items():
             layouts = {number: self.space.layout(trial.point) for number, trial in trials.items()}
             entries += [(study.kind, study.seed, number, layout) for number, layout in layouts.items()]
@@ -292,7 +292,7 @@ class Search:
         # Open the queue of retrainings
         layouts = [*self.baselines.values(), *promoted]
         runs: list[Layout | None] = [None, *layouts]  # None is full attention
-        names = [self.judge.run_name(fidelity, layout) for layout in runs]
+        names = [self.evaluator.run_name(fidelity, layout) for layout in runs]
         queue = Queue(self._storage, f"{self._name}/{fidelity}-{_hash(names)}", {"runs": names}, metrics=["finished"])
         self._reporter.reused(len(queue.results()), len(runs), f"{fidelity} retrainings")
         # Retrain one layout at a time until all workers have finished
@@ -305,10 +305,10 @@ class Search:
             title = FULL_ATTENTION if layout is None else f"{layout.strategy} {layout.hash}"
             self._reporter.announce(f"{fidelity} retraining: {title} ({number} of {len(runs)})")
             with queue.holding(tasks):
-                self.judge.retrain(fidelity, layout)
+                self.evaluator.retrain(fidelity, layout)
                 queue.finish(tasks[0], _DONE, names[tasks[0]])
         # Add the results to the trials
-        changes = self.judge.retrained(fidelity, layouts)
+        changes = self.evaluator.retrained(fidelity, layouts)
         measured = {layout.content_hash: change for layout, change in zip(layouts, changes, strict=True)}
         return [trial.after(fidelity, measured.get(trial.layout.content_hash)) for trial in trials]
 

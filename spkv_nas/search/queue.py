@@ -91,13 +91,13 @@ class Queue:
         self._name_metrics(metrics)
         self._write_heartbeat()
 
-    def claim(self, number: int, most: int, known_before: Callable[[int], int] = lambda index: 0) -> list[int]:
+    def claim(self, number: int, most: int, num_prior_results: Callable[[int], int] = lambda index: 0) -> list[int]:
         """Claim free tasks among the first ``number``, in order; none if no task is free or may start yet.
 
         Args:
             number: total number of tasks.
             most: maximum to claim; fewer are claimed if there are not enough for all workers.
-            known_before: maps a task to the number of first tasks that must be finished before it may start.
+            num_prior_results: maps a task to the number of first tasks that must be finished before it may start.
         """
         with self._storage.turn():
             results = self.results()
@@ -105,7 +105,9 @@ class Queue:
             live_workers = [worker for worker in self._others() if worker.is_alive]
             unavailable = {*results, *self._tasks, *chain.from_iterable(worker.tasks for worker in live_workers)}
             free = [
-                index for index in range(number) if index not in unavailable and known_before(index) <= first_unfinished
+                index
+                for index in range(number)
+                if index not in unavailable and num_prior_results(index) <= first_unfinished
             ]
             claimed = free[: min(most, math.ceil(len(free) / (1 + len(live_workers))))]
             if claimed:

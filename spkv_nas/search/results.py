@@ -76,7 +76,7 @@ def write_results(search: Search, trials: Sequence[Trial], folder: Path, layouts
 
 def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
     """Return the content of ``search.yaml``: settings, effort, baselines, and the benefit of guidance."""
-    space, effort, judge = search.space, search.effort, search.judge
+    space, effort, evaluator = search.space, search.effort, search.evaluator
     return {
         "probe": space.table.name,
         "tau": rounded_tau(space.table.tau),
@@ -87,15 +87,15 @@ def _origin(search: Search, rows: pd.DataFrame) -> dict[str, Any]:
         "objectives": ["nll", *([search.cost.name] if search.cost else [])],
         "trials": effort.trials,
         "seeds": list(effort.seeds),
-        "tokens": {"chosen_on": judge.tokens_chosen_on, "judged_on": int(judge.judged_on.sum())},
-        "num_documents": int((judge.judged_on > 0).sum()),
-        "effective_documents": round(effective_number(judge.judged_on), 1),
+        "tokens": {"chosen_on": evaluator.tokens_chosen_on, "judged_on": int(evaluator.judged_on.sum())},
+        "num_documents": int((evaluator.judged_on > 0).sum()),
+        "effective_documents": round(effective_number(evaluator.judged_on), 1),
         "counted_from": {"zero_shot": DENSE, "short": FULL_ATTENTION, "full": FULL_ATTENTION},
-        "control": {fidelity: vars(judge.control(fidelity)) for fidelity in _retrained(rows)},
-        "steps": {"short": judge.steps("short"), "full": judge.steps("full")},
+        "control": {fidelity: vars(evaluator.control(fidelity)) for fidelity in _retrained(rows)},
+        "steps": {"short": evaluator.steps("short"), "full": evaluator.steps("full")},
         "samplers": {sampler: reached.as_mapping() for sampler, reached in guidance(rows).items()},
         "rank_correlation": correlations(rows),
-        "recipe": dict(judge.settings),
+        "recipe": dict(evaluator.settings),
         "environment": environment(),
     }
 

@@ -51,7 +51,7 @@ class Sampler:
         """Return the first trial of the generation of trial ``index``, which sees the trials before that."""
         return index - index % self._size
 
-    def known_before(self, index: int) -> int:
+    def num_prior_results(self, index: int) -> int:
         """Return how many of the first trials must be finished before trial ``index`` can start.
 
         Its layout depends on earlier generations only, but its rival for early stopping may also be a starting layout.

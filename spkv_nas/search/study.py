@@ -102,7 +102,7 @@ class Study:
         first = len(self._finished)
         results = [Result(self._space.point(trial.layout), trial.values) for trial in self._finished]
         end = min(self._goal, self._sampler.first_of_generation(first) + GENERATION)
-        numbers = [number for number in range(first, end) if self._sampler.known_before(number) <= first]
+        numbers = [number for number in range(first, end) if self._sampler.num_prior_results(number) <= first]
         return [self._sampler.layout(number, results) for number in numbers]
 
     @property

@@ -69,7 +69,7 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
     taus = sweep if options.tau is None else [options.tau]
     # Load the models and the text
     subject = Subject.of_command(options)
-    folder = options.place.report_dir(subject.name)
+    folder = options.folders.report_dir(subject.name)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)
     gated = None if options.against is None else _load_gated(options, measured)

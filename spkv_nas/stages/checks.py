@@ -66,7 +66,7 @@ def check(given: object) -> None:
             if kind in _CHECKS:
                 _CHECKS[kind](given)
     if isinstance(given, _WRITING) and not getattr(given, "dry_run", False):
-        given.place.check_writable()
+        given.folders.check_writable()
 
 
 def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = True) -> Recipe:
@@ -166,8 +166,8 @@ def _evaluate(opts: options.EvaluateOptions) -> None:
 def _score(opts: options.ScoreOptions) -> None:
     """Check ``score``: the layouts, the model and the text."""
     subject = Subject.of_command(opts)
-    family = subject.family if opts.probe is None else find_table(opts.place, opts.probe).name
-    find_proposal(opts.place, opts.name or family, opts.layouts)
+    family = subject.family if opts.probe is None else find_table(opts.folders, opts.probe).name
+    find_proposal(opts.folders, opts.name or family, opts.layouts)
     subject.check()
 
 
@@ -235,7 +235,7 @@ def _train(opts: options.TrainOptions) -> None:
 def _train_hybrid(opts: options.TrainHybridOptions) -> None:
     """Check ``train-hybrid``: the probe, the layouts and the recipe."""
     table = chosen_table(opts)
-    find_proposal(opts.place, table.name, opts.layouts)
+    find_proposal(opts.folders, table.name, opts.layouts)
     check_recipe(chosen_recipe(opts, table, "demo.yaml"), opts.dtype)
 
 
@@ -255,7 +255,7 @@ def _report(opts: options.ReportOptions) -> None:
     if opts.figures not in (None, "paper"):
         raise UserError(f"--figures: expected paper; found '{opts.figures}'")
     if opts.probe is not None and not opts.watch:
-        find_table(opts.place, opts.probe)
+        find_table(opts.folders, opts.probe)
 
 
 def _check_sizes(context: str | None, hardware: str | None) -> int:

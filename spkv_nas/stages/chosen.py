@@ -31,22 +31,22 @@ def chosen_table(
         UserError: there is none, or the choice is ambiguous; the error then lists a command for each.
     """
     if options.probe is not None:
-        return find_table(options.place, options.probe)
-    records, folder = probe_records(options.place), options.place.root / "probes"
+        return find_table(options.folders, options.probe)
+    records, folder = probe_records(options.folders), options.folders.root / "probes"
     if not records:
         raise UserError(
             f"no density table in {folder}\nprobe a model first (--model with --data, or a recipe; the embedded "
             "reference without either), or give --probe FILE.csv"
         )
     if len(records) == 1:
-        return find_table(options.place, next(iter(records)))
+        return find_table(options.folders, next(iter(records)))
     # Prefer the recommended signal, then densities, if all probes are of one model
     models = {model_identity(record) for record in records.values()}
     for signal in (RECOMMENDED, DENSITY) if len(models) == 1 and None not in models else ():
         names = [name for name, record in records.items() if record.get("signal", DENSITY) == signal]
         if len(names) == 1:
             reporter.announce(f"probe '{names[0]}' ({signal}), of {len(records)} of one model; --probe takes another")
-            return find_table(options.place, names[0])
+            return find_table(options.folders, names[0])
         if names:
             break
     # List the commands to choose from
@@ -66,7 +66,7 @@ def chosen_recipe(options: SearchOptions | TrainHybridOptions, table: HeadScores
         return options.recipe
     if str(table.metadata.get("model", "")).startswith(EMBEDDED_PREFIX):
         return EMBEDDED / embedded
-    recorded = read_options(table.metadata, options.place.root)
+    recorded = read_options(table.metadata, options.folders.root)
     lines = [f"the probe '{table.name}' is not of the embedded models: give --recipe, the file to retrain its model by"]
     if recorded is not None and recorded.recipe is not None:
         command = command_line(replace(options, recipe=recorded.recipe, probe=options.probe or table.name))

@@ -210,7 +210,7 @@ class Subject:
             train, whole = self._split(tokenizer, length, reporter)
             text = text or recipe.data.model_dump(mode="json")
         elif options.data:
-            cache = options.place.run_dir(self.name) / "blocks"
+            cache = options.folders.run_dir(self.name) / "blocks"
             read = partial(load_text, options.data, tokenizer, cache, Path(), block_size=length, max_tokens=limit)
             whole = after_main(partial(read, reporter=reporter))
         else:
@@ -240,7 +240,7 @@ class Subject:
         from spkv_nas.training.dataset import ruler_blocks
 
         recipe = self.recipe
-        cache = self.options.place.run_dir(recipe.name) / "blocks"
+        cache = self.options.folders.run_dir(recipe.name) / "blocks"
         stretch = recipe.heldout_stretch
         text = after_main(partial(load_heldout, recipe.data, tokenizer, cache, self.base, reporter, stretch=stretch))
         if recipe.data.mix is None:
@@ -263,7 +263,7 @@ class Subject:
         if self.options.data:
             data, base, name = DataConfig(sources=[*self.options.data], block_size=length), Path(), self.name
             stretch = length
-        cache = self.options.place.run_dir(name) / "blocks"
+        cache = self.options.folders.run_dir(name) / "blocks"
         folder = on_main(partial(cache_split, data, tokenizer, cache, base, reporter, stretch=stretch))
         return read_split(folder, data, stretch=stretch)
 
@@ -287,12 +287,12 @@ def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporte
     Must be called on all ranks; the smallest size of any rank is returned.
     """
     from spkv_nas.model.config_section import gate_config
-    from spkv_nas.model.device_map import room_for_passes
+    from spkv_nas.model.device_map import memory_for_passes
     from spkv_nas.model.model_shape import model_size
 
     max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
     memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
-    room = ROOM * room_for_passes(model)
+    room = ROOM * memory_for_passes(model)
     fitting = min(gathered(max(1, most(max_batch, room, lambda number: memory.shared(number * length)))))
     if fitting < max_batch:
         reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")

@@ -110,9 +110,9 @@ def calibrate(options: CalibrateOptions, reporter: Reporter = SILENT) -> Calibra
         device,
     )
     # Time it
-    options.place.check_writable()
+    options.folders.check_writable()
     name = options.name or subject.name
-    folder = options.place.report_dir(name)
+    folder = options.folders.report_dir(name)
     with reporter.bar("measuring") as progress:
         calibration = time_attention(case, contexts, progress=progress)
     calibration.write(folder)
@@ -153,7 +153,7 @@ def cost(options: CostOptions, reporter: Reporter = SILENT) -> CostResult:
     shares = [layout_density(shape, layout) for layout in layouts]
     windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
     times = find_times(
-        options.place,
+        options.folders,
         subject.name,
         shape,
         windows,
@@ -275,8 +275,8 @@ def draw_flops(options: CostOptions) -> Path:
     tokens = choose_context(options.context, None)
     density = LADDER_DENSITY if options.density is None else options.density
     rows = flops_table(tokens, density)
-    options.place.check_writable()
-    folder = options.place.report_dir(options.name or PAPER)
+    options.folders.check_writable()
+    folder = options.folders.report_dir(options.name or PAPER)
     write_flops_table(folder, rows)
     save_chart(folder, flops_charts(rows, tokens, density))
     return folder / "flops.png"

@@ -72,16 +72,16 @@ def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
     return model, tokenizer
 
 
-def identity(source: str, loaded: Loaded, how: str) -> str:
+def identity(source: str, loaded: Loaded, mode: str) -> str:
     """Return a string of everything that answers depend on besides the questions.
 
-    It names the checkpoint, its dtype and tokenizer, and ``how`` it answers. Answer files have its hash in their names.
+    It names checkpoint, dtype, tokenizer and ``mode``. Answer files have its hash in their names.
     """
     from spkv_nas.data.block_cache import fingerprint
     from spkv_nas.model.checkpoint import checkpoint_hash
 
     model, tokenizer = loaded
-    return f"{checkpoint_hash(source)} {model.dtype} {fingerprint(tokenizer)} {how}"
+    return f"{checkpoint_hash(source)} {model.dtype} {fingerprint(tokenizer)} {mode}"
 
 
 def hard(model: PreTrainedModel, tau: float | None) -> AbstractContextManager[Any]:

@@ -110,7 +110,7 @@ def evaluate(options: EvaluateOptions, reporter: Reporter = SILENT) -> Evaluatio
     # Check tokenizer and thresholds before loading
     check_pair(subject.source, options.against)
     taus = check_sweep(options.tau, options.tau_sweep, options.points)
-    folder = options.place.report_dir(subject.name)
+    folder = options.folders.report_dir(subject.name)
     # Measure
     measured = subject.load(reporter)
     batch_size = measured.batch_size
@@ -157,7 +157,7 @@ def _pair(
     scored = [_evaluated(subject.source, evaluation), _evaluated(against, baseline)]
     rows = checkpoint_table(key.hexdigest()[:8], *scored)
     origin = measured_on(subject, measured, evaluation.nll, against=against)
-    folder = options.place.report_dir(subject.name)
+    folder = options.folders.report_dir(subject.name)
     rows = on_main(lambda: _add_rows(folder, rows, origin, reporter))
     return Pair(against, baseline, paired_difference(evaluation.nll, baseline.nll), rows)
 
@@ -195,7 +195,7 @@ def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
     quiet_transformers(reporter)
     # Read table and layouts
     subject = Subject.of_command(options)
-    workspace = options.place
+    workspace = options.folders
     table = None if options.probe is None else find_table(workspace, options.probe)
     family = subject.family if table is None else table.name
     name = options.name or (subject.name if table is None else table.name)

@@ -212,7 +212,7 @@ def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
     planner = Planner(
         recipe,
         file.parent,
-        options.place.run_dir(recipe.name),
+        options.folders.run_dir(recipe.name),
         announce=reporter.announce,
         text=None if options.tokens is None else TextSize(1, options.tokens),
     )
@@ -288,7 +288,9 @@ def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
     heads = size.heads.num_layers * size.heads.num_kv_heads
     budget = parse_budget(options.budget, heads)
     yield stages.export("export")
-    yield stages.generate(f"generate at {context:,}", context, density=size.own_density, window=size.own_window)
+    yield stages.generate(
+        f"generate at {context:,}", context, density=size.full_attention_share, window=size.sliding_window
+    )
     name = f"generate, {budget} of {heads} global"
     yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)
 

@@ -91,7 +91,7 @@ def _fit_memory(draft: Draft, options: InitOptions, reporter: Reporter) -> tuple
         planner = Planner(
             recipe,
             base,
-            options.place.run_dir(recipe.name),
+            options.folders.run_dir(recipe.name),
             device=options.device,
             announce=reporter.announce,
             text=draft.text,

@@ -42,7 +42,7 @@ class ComparedLayouts:
 
 def show(options: ShowLayoutsOptions) -> list[ShownLayout]:
     """Read layout files, and compute their coverage if a probe is named."""
-    table = None if options.probe is None else find_table(options.place, options.probe)
+    table = None if options.probe is None else find_table(options.folders, options.probe)
     shown = []
     for file in options.files:
         proposal = _read(file)

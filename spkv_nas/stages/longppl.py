@@ -66,7 +66,7 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     check(options)
     assert options.model is not None
     name = options.name or result_name(options.model)
-    folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "longppl"
+    folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
     check_pair(options.model, options.against)
     # Find the key tokens
     evaluator = options.evaluator or options.against or options.model

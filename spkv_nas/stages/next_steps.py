@@ -83,7 +83,7 @@ def after_init(options: InitOptions, name: str, window: int) -> list[Suggestion]
         name: the recipe's name.
         window: the recipe's window in tokens; layouts of another window are not comparable with its models.
     """
-    workspace, model = options.place, absolute(options.model)
+    workspace, model = options.folders, absolute(options.model)
     for probe, record in probe_records(workspace).items():
         is_of_model = model_identity(record) in (model, name) and record.get("signal") == RECOMMENDED
         if is_of_model and record.get("window") == window and _has_layouts(workspace, probe):
@@ -99,7 +99,7 @@ def after_train(options: TrainOptions) -> list[Suggestion]:
 
 def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest to propose layouts and, after head gates, to measure densities if there are none."""
-    workspace, identity = options.place, model_identity(table.metadata)
+    workspace, identity = options.folders, model_identity(table.metadata)
     chosen = table.name
     if table.is_density and identity is not None:
         chosen = _probe_by_signal(workspace, identity, RECOMMENDED) or chosen
@@ -116,7 +116,7 @@ def after_probe(options: ProbeOptions, table: HeadScores) -> list[Suggestion]:
 
 def after_propose(options: ProposeOptions, table: HeadScores) -> list[Suggestion]:
     """Suggest head gates in place of densities; else to score the layouts, and to retrain them."""
-    workspace = options.place
+    workspace = options.folders
     if (recommended := recommend(workspace, table, options.budget)) is not None:
         return [recommended]
     recorded = read_options(table.metadata, workspace.root)
@@ -161,7 +161,7 @@ def first_recipe(recorded: ProbeOptions) -> InitOptions:
 
 def after_training_hybrids(options: TrainHybridOptions, name: str) -> list[Suggestion]:
     """Suggest the report on the layouts of probe ``name``."""
-    if name not in options.place.probes():
+    if name not in options.folders.probes():
         return []
     return [Suggestion.of(ReportOptions(probe=name, workspace=options.workspace))]
 

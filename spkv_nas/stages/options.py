@@ -34,7 +34,7 @@ class InWorkspace:
     workspace: flags.Root = default(Path(), "here")
 
     @property
-    def place(self) -> Workspace:
+    def folders(self) -> Workspace:
         """Return the workspace."""
         return Workspace(self.workspace)
 

@@ -81,7 +81,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | For
 def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``train-hybrid``: full attention, SP-KV and every layout."""
     table = chosen_table(options, reporter)
-    proposal = find_proposal(options.place, table.name, options.layouts)
+    proposal = find_proposal(options.folders, table.name, options.layouts)
     proposal.table(table)  # warns
     layouts = {name: proposal.layouts[name] for name in distinct(proposal.layouts)}
     planner = _planner(options, chosen_recipe(options, table, "demo.yaml"), reporter)
@@ -92,7 +92,7 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
 def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``ablate``: every row of the ablations file."""
     ablations = AblationPlan.read(options.file or EMBEDDED / "ablations.yaml", options.dtype)
-    runs, first = options.place.run_dir(ablations.name), next(iter(ablations.recipes.values()))
+    runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
     planner, plans = Planner(first, ablations.base, runs, **_planner_options(options, reporter)), []
     trained: set[Path] = set()
     for name, recipe in ablations.recipes.items():
@@ -135,7 +135,7 @@ def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> 
     name = options.name or PALINDROME
     reporter.announce("trying a step of each model")
     return palindrome_plan(
-        palindrome_settings(options), name, options.place.run_dir(name), device=choose_device(options.device)
+        palindrome_settings(options), name, options.folders.run_dir(name), device=choose_device(options.device)
     )
 
 
@@ -163,7 +163,7 @@ def _planner(options: Trains, file: Path, reporter: Reporter) -> Planner:
     recipe = Recipe.read(file)
     if isinstance(options, InPrecision):
         recipe = recipe.with_precision(options.dtype)
-    return Planner(recipe, file.parent, options.place.run_dir(recipe.name), **_planner_options(options, reporter))
+    return Planner(recipe, file.parent, options.folders.run_dir(recipe.name), **_planner_options(options, reporter))
 
 
 def _planner_options(options: OnDevice, reporter: Reporter) -> dict[str, Any]:

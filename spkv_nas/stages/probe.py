@@ -64,7 +64,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
         reporter, with_logits=scores_layouts, tokens=SCORING_TOKENS if scores_layouts else None, learns=measures_density
     )
     if options.signal == signals.REGRESSION:
-        root = options.place.run_dir(subject.family) / "zero-shot"  # shared with searches
+        root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
         signal_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
     if scores_layouts:
         signal_options["batch_size"] = measured.batch_size
@@ -99,7 +99,7 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
                 options.signal, measured.model, measured.blocks, window=options.window, **signal_options, **probe_kwargs
             )
     # Write the table, then measure gains
-    folder = options.place.probe_dir(subject.name)
+    folder = options.folders.probe_dir(subject.name)
     on_main(lambda: table.write(folder))
     if measures_density and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
         on_main(lambda: table_with_gains.write(folder))
@@ -171,7 +171,7 @@ def _learn(subject: Subject, measured: Measured, options: ProbeOptions, reporter
     key_parts = [on_main(lambda: checkpoint_hash(subject.source)), str(model.dtype), config.model_dump(), schedule]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode())
     blocks.feed(key)
-    folder = options.place.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
+    folder = options.folders.run_dir(subject.name) / f"gates-{key.hexdigest()[:12]}"
     start = time.perf_counter()
     with run_lock(folder, reporter.announce), reporter.bar("learning gates") as progress:
         learned = learn_gates(model, blocks, config, state=folder / "state", progress=progress, **schedule)

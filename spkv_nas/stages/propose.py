@@ -110,15 +110,19 @@ def propose(options: ProposeOptions, reporter: Reporter = SILENT) -> ProposalRes
             window=options.window,
             seed=options.seed,
             num_random=options.num_random,
-            others=_recommended(options.place, table),
+            others=_recommended(options.folders, table),
             progress=progress,
         )
     # Write layouts and judge the ranking
-    folder = options.place.layout_dir(table.name)
+    folder = options.folders.layout_dir(table.name)
     write_proposal(folder, answer, reporter)
-    table_trust = trust(options.place, answer.table, answer.layouts["densest"].global_mask)
+    table_trust = trust(options.folders, answer.table, answer.layouts["densest"].global_mask)
     trust_sentence = unknown_trust(answer.table) if table_trust is None else table_trust.sentence()
-    sentences = [*_sentences(answer, requirements, options), trust_sentence, window_advice(options.place, answer.table)]
+    sentences = [
+        *_sentences(answer, requirements, options),
+        trust_sentence,
+        window_advice(options.folders, answer.table),
+    ]
     # Suggest what to run next
     advice = _advice(answer, options)
     steps = after_propose(options, answer.table)
@@ -162,7 +166,7 @@ def _probe_command(share: str, table: HeadScores, options: ProposeOptions) -> st
 
     Return "" where the checkpoint has gates of its own, or the probe's record is incomplete.
     """
-    recorded = read_options(table.metadata, options.place.root)
+    recorded = read_options(table.metadata, options.folders.root)
     takes_budget = "budget" in table.metadata or "training_steps" in table.metadata
     return command_line(replace(recorded, budget=share)) if recorded is not None and takes_budget else ""
 
@@ -221,7 +225,7 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
             progress=progress,
         )
     # Write layouts, curve and figure
-    folder = options.place.layout_dir(table.name)
+    folder = options.folders.layout_dir(table.name)
     write_budgets(folder, curve, reporter)
     figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
     return BudgetsResult(curve, caution(curve.table), folder, figure)
@@ -238,7 +242,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     # Read and split the probes
     tables: dict[str, HeadScores] = {}
     for probe in options.probes:
-        for label, table in parse_probe(probe, lambda source: find_table(options.place, source), options.by):
+        for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.by):
             if label in tables:
                 raise UserError(f"the probe '{label}' is named twice")
             tables[label] = table
@@ -247,7 +251,7 @@ def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementRe
     # Compare the heads that they choose
     first = next(iter(tables.values()))
     rows = agreement(tables, parse_budget(options.budget, first.num_heads))
-    folder = options.place.report_dir(options.name or first.name)
+    folder = options.folders.report_dir(options.name or first.name)
     windows = {label: table.window for label, table in tables.items()}
     warn_of_windows(windows, remedy="probe all with one --window")
     write_agreement(folder, rows, windows, reporter=reporter)

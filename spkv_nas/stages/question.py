@@ -121,7 +121,7 @@ def _kinds(option: str, names: str) -> list[str]:
 
 def _signals(options: SearchOptions, table: HeadScores) -> tuple[HeadScores, ...]:
     """Read the tables of ``--signals``. Raises ``UserError`` if one is missing or has another grid."""
-    signals = tuple(find_table(options.place, probe) for probe in options.signals or ())
+    signals = tuple(find_table(options.folders, probe) for probe in options.signals or ())
     for signal in signals:
         check_grid(f"--signals: '{signal.name}'", signal.grid, f"the density table '{table.name}'", table.grid)
     return signals

@@ -49,7 +49,7 @@ def report(
         UserError: unknown figures, before anything is read, or a file that cannot be read.
     """
     check(options)
-    workspace = options.place
+    workspace = options.folders
     # Choose the probes
     tables = [] if options.probe is not None else [find_table(workspace, name) for name in pages(workspace)]
     tables = tables or [chosen_table(options, reporter)]
@@ -61,7 +61,7 @@ def report(
 
 def page_names(options: ReportOptions) -> list[str]:
     """Return the names of the pages that ``report`` writes."""
-    workspace = options.place
+    workspace = options.folders
     return pages(workspace) if options.probe is None else [find_table(workspace, options.probe).name]
 
 
@@ -69,7 +69,7 @@ def _page(
     options: ReportOptions, table: HeadScores, reporter: Reporter, written: datetime | None, *, pictures: bool
 ) -> Path:
     """Write the page of a probe and return its path."""
-    workspace = options.place
+    workspace = options.folders
     proposal = find_proposal(workspace, table.name)
     proposal.warn_of_windows()
     if (missed_price := table.missed_price) is not None:
@@ -129,7 +129,7 @@ def _trust(options: ReportOptions, table: HeadScores, layouts: Mapping[str, Layo
     densest = layouts.get("densest")
     if densest is None or densest.grid != table.grid:
         return None
-    return trust(options.place, table, densest.global_mask)
+    return trust(options.folders, table, densest.global_mask)
 
 
 def _calibration(folder: Path, table: HeadScores, reporter: Reporter) -> Calibration | None:

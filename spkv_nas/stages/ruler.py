@@ -63,7 +63,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
     tasks = _tasks(options.ruler_tasks, material)
     assert options.model is not None
     name = options.name or result_name(options.model)
-    folder = options.place.report_dir(name)
+    folder = options.folders.report_dir(name)
     # Load the checkpoint, and check that each task's first sample fits
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
     sheets = [(task, length) for length in lengths for task in tasks]
@@ -86,7 +86,7 @@ def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
         "environment": {**environment(), "wonderwords": version("wonderwords")},
     }
     # Answer: the checkpoint, itself with all heads local, the baseline
-    samples = options.place.run_dir(name) / "ruler"
+    samples = options.folders.run_dir(name) / "ruler"
     samples_identity = f"{seed} {number} {VERSION} {version('wonderwords')} {material.identity}"
     with reporter.bar("answering") as bar:
         exam = _Exam(sheets, make, number, 2 if options.against is None else 3, bar, samples, samples_identity)

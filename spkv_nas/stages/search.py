@@ -49,7 +49,7 @@ def search(options: SearchOptions, reporter: Reporter = SILENT) -> SearchResult:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     # Check options and read their files
     question = ask(options, reporter)
-    space, name, workspace = question.space, question.name, options.place
+    space, name, workspace = question.space, question.name, options.folders
     cost = _cache_bytes(question.requirements, space) if question.second == "kv-bytes" else None  # before any training
     workspace.check_writable()
     folder = workspace.report_dir(name)
@@ -99,7 +99,7 @@ def _decode_time(
     context = requirements.context
     assert context is not None
     times = find_times(
-        options.place,
+        options.folders,
         name,
         shape,
         [window],

@@ -59,7 +59,7 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
     assert options.model is not None
     assert options.tasks is not None
     name = options.name or result_name(options.model)
-    folder, samples = options.place.report_dir(name), options.place.run_dir(name) / "tasks"
+    folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
     reporter.announce("reading tasks and their data")
     with code_allowed(options.allow_code):

@@ -64,13 +64,13 @@ def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
     quiet_transformers(reporter)
     recipe = Recipe.read(options.recipe).with_precision(options.dtype)
     join_processes(recipe, options.device)
-    workspace = options.place
+    workspace = options.folders
     workspace.check_writable()
     for line in recipe.warnings():
         reporter.caution(f"warning: {line}")
     # Count what is finished
     runs, variant = workspace.run_dir(recipe.name), Variant.sp_kv()
-    recipe = on_main(lambda: recipe.settled(choose_device(options.device)))
+    recipe = on_main(lambda: recipe.resolve_precision(choose_device(options.device)))
     dense = dense_run(recipe, runs)
     finished = [] if dense is None else [is_dense_trained(dense)]
     context = BranchContext.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter)
@@ -87,8 +87,8 @@ def train_dense_model(options: TrainOptions, reporter: Reporter = SILENT) -> Pat
     quiet_transformers(reporter)
     recipe = Recipe.read(options.recipe).with_precision(options.dtype)
     join_processes(recipe, options.device)
-    options.place.check_writable()
-    runs = options.place.run_dir(recipe.name)
+    options.folders.check_writable()
+    runs = options.folders.run_dir(recipe.name)
     return BranchContext.prepare(recipe, options.recipe.parent, runs, device=options.device, reporter=reporter).dense
 
 
@@ -108,7 +108,7 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
 
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
     """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
-    workspace = options.place
+    workspace = options.folders
     # Read probe, layouts and recipe
     table = chosen_table(options, reporter)
     proposal = find_proposal(workspace, table.name, options.layouts)
@@ -139,7 +139,7 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hy
 def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
     """Train the rows of an ablations file, by default the embedded one, and write a table to ``reports/<name>/``."""
     quiet_transformers(reporter)
-    file, workspace = options.file or EMBEDDED / "ablations.yaml", options.place
+    file, workspace = options.file or EMBEDDED / "ablations.yaml", options.folders
     name, rows = ablation.ablate(file, workspace, device=options.device, dtype=options.dtype, reporter=reporter)
     return AblationResult(name, rows, workspace.report_dir(name))
 
@@ -150,12 +150,12 @@ def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Palin
     from spkv_nas.report.training_charts import palindrome_charts
 
     quiet_transformers(reporter)
-    options.place.check_writable()
+    options.folders.check_writable()
     settings = palindrome_settings(options)
     name = options.name or PALINDROME
     device = choose_device(options.device)
-    folder = options.place.report_dir(name)
-    finished = compare(settings, options.place.run_dir(name), device=device, reporter=reporter)
+    folder = options.folders.report_dir(name)
+    finished = compare(settings, options.folders.run_dir(name), device=device, reporter=reporter)
     results.write_results(folder, settings, finished)
     save_chart(folder, palindrome_charts(results.curve_table(finished), Palindromes(0).chance_nll))
     return PalindromeResult(results.result_table(settings, finished), folder)

@@ -43,7 +43,7 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
         UserError: unknown figures, or a workspace that cannot be written, before anything is read.
     """
     check(options)
-    options.place.check_writable()
+    options.folders.check_writable()
     last_state: Seen | None = None
     names: list[str] = []
     shown_progress: dict[str, Section | None] = {}
@@ -72,12 +72,12 @@ def watch(options: ReportOptions, reporter: Reporter = SILENT, wait: Callable[[f
 
 def _under_way(options: ReportOptions, names: list[str], reporter: Reporter) -> dict[str, Section | None]:
     """Return the section on unfinished work of every page."""
-    return {name: under_way(options.place, name, reporter) for name in names}
+    return {name: under_way(options.folders, name, reporter) for name in names}
 
 
 def _scan(options: ReportOptions) -> Seen:
     """Return the state of every file of results that a report can read."""
-    root, seen = options.place.root, {}
+    root, seen = options.folders.root, {}
     probe_files = [Path(options.probe)] if options.probe is not None else []
     for path in chain(*((root / kind).glob("*/*") for kind in ("probes", *_OWN)), probe_files):
         with suppress(OSError):  # just replaced, or the name of a probe

@@ -63,7 +63,7 @@ def training_arguments(
         seed=recipe.seed if seed is None else seed,
         use_cpu=not device.startswith("cuda"),
         dataloader_pin_memory=device.startswith("cuda"),
-        bf16=recipe.settled(device).precision == "bfloat16",
+        bf16=recipe.resolve_precision(device).precision == "bfloat16",
         report_to=list(recipe.report_to),
         run_name=f"{recipe.name}-{folder.name}",  # shown by experiment trackers
         project=recipe.name,

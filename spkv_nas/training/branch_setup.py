@@ -66,14 +66,14 @@ def set_up(recipe: Recipe, corpus: Corpus, dense: Path | str, variant: Variant, 
         optimizer_state=state if state.is_file() and recipe.lora is None else None,
         extension=_extension(recipe, model),
     )
-    dress(model, recipe, variant, seed)
+    apply_variant(model, recipe, variant, seed)
     if variant.kind is not Kind.SP_KV:
         return setup
     soft = 1.0 if _is_frozen(recipe, variant) else gates.soft_fraction  # hard gates would leave nothing to train
     return replace(setup, gates=GateSchedule(phase.steps, soft, gates.anneal_steps, gates.mode))
 
 
-def dress(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -> None:
+def apply_variant(model: PreTrainedModel, recipe: Recipe, variant: Variant, seed: int) -> None:
     """Apply a variant to a dense model: a layout's windows, or gates with new predictors.
 
     Weights that are not trained are frozen, and LoRA adapters are added if the recipe has them.
@@ -119,7 +119,7 @@ def _from_scratch(recipe: Recipe, corpus: Corpus, seed: int) -> BranchSetup:
     gates, decay = recipe.gates, recipe.branch.steps
     steps = recipe.dense.steps + decay
     model = new_model(recipe, corpus.tokenizer)
-    dress(model, recipe, Variant.sp_kv(), seed)
+    apply_variant(model, recipe, Variant.sp_kv(), seed)
     return BranchSetup(
         model=model,
         phase=recipe.branch.model_copy(update={"steps": steps}),

@@ -112,7 +112,7 @@ class BranchContext:
             device: device to train on; chosen automatically by default.
             reporter: receives messages and progress.
         """
-        recipe = on_main(lambda: recipe.settled(choose_device(device)))
+        recipe = on_main(lambda: recipe.resolve_precision(choose_device(device)))
         corpus = load_corpus(recipe, base, runs, reporter=reporter)
         dense = dense_checkpoint(recipe, corpus, runs, device=device, reporter=reporter)
         return cls(recipe, corpus, dense, runs, device, reporter)

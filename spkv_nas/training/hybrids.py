@@ -171,20 +171,20 @@ def hybrid_variants(layouts: dict[str, Layout], *, reference: bool = True) -> di
     return baselines | {name: Variant.hybrid(layout) for name, layout in layouts.items()}
 
 
-def zero_shot_scores(trunk: BranchContext, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
+def zero_shot_scores(context: BranchContext, layouts: dict[str, Layout]) -> dict[str, DocumentNLL]:
     """Measure the held-out NLL of the unchanged dense checkpoint and of each layout applied to it without training.
 
     Must be called on all ranks.
     """
-    model = trunk.load_dense()
-    heldout = trunk.corpus.heldout
+    model = context.load_dense()
+    heldout = context.corpus.heldout
     scores = zero_shot(
         model,
         [None, *layouts.values()],
         heldout,
-        batch_size=trunk.recipe.evaluation.batch_size,
-        cache=on_main(partial(cache_folder, trunk.runs / "zero-shot", model, trunk.dense, heldout)),
-        reporter=trunk.reporter,
+        batch_size=context.recipe.evaluation.batch_size,
+        cache=on_main(partial(cache_folder, context.runs / "zero-shot", model, context.dense, heldout)),
+        reporter=context.reporter,
     )
     return dict(zip([DENSE, *layouts], scores, strict=True))
 

@@ -355,7 +355,7 @@ class Recipe(Section):
             raise UserError(f"--dtype {dtype}: training knows float32 and bfloat16")
         return self.model_copy(update={"precision": dtype})
 
-    def settled(self, device: str) -> Recipe:
+    def resolve_precision(self, device: str) -> Recipe:
         """Return the recipe with ``precision: auto`` resolved for ``device``, so that results record the precision."""
         return self.with_precision(training_precision(device)) if self.precision == "auto" else self
 

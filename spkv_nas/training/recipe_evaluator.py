@@ -38,19 +38,19 @@ class RecipeEvaluator:
     """Evaluator that scores and retrains layouts with a recipe.
 
     Args:
-        trunk: context of the recipe's branches.
+        context: context of the recipe's branches.
         max_tokens: maximum number of held-out tokens for selection, capped at half of the held-out text.
         short_steps: steps of a short retraining; defaults to a fourth of the recipe's.
         racing: True to stop scoring poor layouts early, on a part of the text.
     """
 
     def __init__(
-        self, trunk: BranchContext, *, max_tokens: int, short_steps: int | None = None, racing: bool = True
+        self, context: BranchContext, *, max_tokens: int, short_steps: int | None = None, racing: bool = True
     ) -> None:
         """Keep one context per fidelity of retraining."""
-        short = shortened(trunk.recipe, short_steps)
-        self._context, self._max_tokens, self._racing = trunk, max_tokens, racing
-        self._contexts: dict[Retraining, BranchContext] = {"short": replace(trunk, recipe=short), "full": trunk}
+        short = shortened(context.recipe, short_steps)
+        self._context, self._max_tokens, self._racing = context, max_tokens, racing
+        self._contexts: dict[Retraining, BranchContext] = {"short": replace(context, recipe=short), "full": context}
 
     @classmethod
     def prepare(

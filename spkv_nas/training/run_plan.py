@@ -26,7 +26,7 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.model_shape import config_size
 from spkv_nas.model.source import resolve
 from spkv_nas.training.arguments import training_arguments
-from spkv_nas.training.branch_setup import dense_model, dress
+from spkv_nas.training.branch_setup import apply_variant, dense_model
 from spkv_nas.training.branches import branch_folder, is_finished
 from spkv_nas.training.dense import dense_run, is_dense_trained, new_config, new_model
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
@@ -132,7 +132,7 @@ class Planner:
     ) -> None:
         """Resolve the recipe for the device; everything else is measured when it is needed."""
         self.device, self._announce = choose_device(device), announce
-        self.recipe = recipe.settled(self.device)
+        self.recipe = recipe.resolve_precision(self.device)
         self.available = available_bytes(self.device)
         self._base, self._runs, self._text = base, runs, text
         self._costs: dict[Kind, StepCost] = {}
@@ -268,7 +268,7 @@ class Planner:
         # Measure
         self._announce(f"trying a step: {variant.name if variant.layout is None else 'a layout'}")
         model = dense_model(recipe, self.dense_path, variant) if self._has_dense else new_model(recipe, self.tokenizer)
-        dress(model, recipe, variant, recipe.seed)
+        apply_variant(model, recipe, variant, recipe.seed)
         try:
             return measure(model, (num_blocks, block_size), settings, device=device)
         except (torch.OutOfMemoryError, MemoryError):  # the plan reports the memory needed

@@ -100,13 +100,13 @@ def _frozen_item(recipe: Recipe, *, bfloat16: bool) -> int:
     return FLOAT32 if path is None else frozen_dtype(path, bfloat16=bfloat16).itemsize
 
 
-def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, device: str) -> StepCost:
+def measure(model: PreTrainedModel, shape: tuple[int, int], training: Training, *, device: str) -> StepCost:
     """Measure passes and updates of a model on random tokens; the weights change.
 
     Args:
         model: model to train, with its frozen parameters marked.
         shape: (blocks per pass, tokens per block).
-        how: settings of the training.
+        training: settings of the training.
         device: device to train on.
 
     Raises:
@@ -116,13 +116,13 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, de
     model.to(device).train()
     tokens = torch.randint(vocabulary_size(model), shape, generator=torch.Generator().manual_seed(0)).to(device)
     autocast: Callable[[], AbstractContextManager[object]] = (
-        (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if how.bfloat16 else nullcontext
+        (lambda: torch.autocast(torch.device(device).type, torch.bfloat16)) if training.bfloat16 else nullcontext
     )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=1e-6, fused=True)
 
     def train() -> None:
-        with autocast(), loss_in_chunks(model), recomputed(model) if how.recomputes else nullcontext():
+        with autocast(), loss_in_chunks(model), recomputed(model) if training.recomputes else nullcontext():
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
 
@@ -148,27 +148,27 @@ def measure(model: PreTrainedModel, shape: tuple[int, int], how: Training, *, de
         pass_seconds=pass_seconds / num_blocks,
         forward_seconds=_median(forward, device, pass_seconds) / num_blocks,
         update_seconds=update,
-        fixed_bytes=weights + round((FLOAT32 + how.moment_bytes) * num_trainable),
+        fixed_bytes=weights + round((FLOAT32 + training.moment_bytes) * num_trainable),
         block_bytes=(saved.num_bytes + copies) // num_blocks,
         is_measured=True,
     )
 
 
-def estimate(size: ModelSize, block_size: int, how: Training, *, device: str) -> StepCost:
+def estimate(size: ModelSize, block_size: int, training: Training, *, device: str) -> StepCost:
     """Estimate the cost of a training step from the model's size, without gates."""
-    speed = EFFICIENCY * matmul_speed(device, bfloat16=how.bfloat16)
-    number = size.num_parameters if how.learns is Learns.ALL else how.adapters
+    speed = EFFICIENCY * matmul_speed(device, bfloat16=training.bfloat16)
+    number = size.num_parameters if training.learns is Learns.ALL else training.adapters
     forward = block_size * (2 * size.num_multiplied + attention_flops(size.heads, block_size)) / speed
     return StepCost(
-        pass_seconds=((3 if how.learns is Learns.ALL else 2) + how.recomputes) * forward,
+        pass_seconds=((3 if training.learns is Learns.ALL else 2) + training.recomputes) * forward,
         forward_seconds=forward,
         update_seconds=0.0,
         fixed_bytes=(
-            how.weight_item * size.num_parameters
-            + FLOAT32 * how.adapters
-            + round((FLOAT32 + how.moment_bytes) * number)
+            training.weight_item * size.num_parameters
+            + FLOAT32 * training.adapters
+            + round((FLOAT32 + training.moment_bytes) * number)
         ),
-        block_bytes=how.passes(size).learning(block_size, learns=how.learns, recomputes=how.recomputes),
+        block_bytes=training.passes(size).learning(block_size, learns=training.learns, recomputes=training.recomputes),
         is_measured=False,
     )
 

@@ -70,7 +70,7 @@ class StepTiming:
 def time_embedded_steps(*, rounds: int = 7) -> list[StepTiming]:
     """Time the embedded reference on the CPU: dense, soft-gate and hybrid steps, a forward pass, and a probe."""
     # Models and random tokens
-    recipe = Recipe.read(EMBEDDED / "recipe.yaml").settled("cpu")
+    recipe = Recipe.read(EMBEDDED / "recipe.yaml").resolve_precision("cpu")
     precision = None if recipe.precision == "float32" else torch.bfloat16
     dense, tokenizer = load("embedded:dense", dtype=torch.float32)
     gated, _ = load("embedded:reference", dtype=torch.float32)

@@ -18,7 +18,7 @@ from spkv_nas.base.manifest import check_manifest, manifest_checked, write_manif
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read; every file is large enough to be kept, and settled at once."""
+    """The names of the files that are read; every file is large enough to be kept, and resolve_precision at once."""
     names: list[str] = []
 
     def sha256_file(path: Path) -> str:

@@ -87,9 +87,9 @@ class TestMemory:
         tokens, kept = torch.full((8, 64), 3), _Kept(model)
         with torch.autocast("cpu", torch.bfloat16):
             kept.watch(lambda: model.get_decoder()(input_ids=tokens, use_cache=False))
-        how = Training(1, 1, learns=learns, frozen_item=own.itemsize)
+        training = Training(1, 1, learns=learns, frozen_item=own.itemsize)
         copies = 2 * model_size(model).without_embeddings if own == torch.float32 else 0
-        said = how.passes(model_size(model)).kept(tokens.numel(), learns=learns) + copies
+        said = training.passes(model_size(model)).kept(tokens.numel(), learns=learns) + copies
         assert said == pytest.approx(kept.num_bytes, rel=0.1)
 
     @pytest.mark.parametrize("predictor", ["mlp", "linear", "bidirectional"])
@@ -139,23 +139,23 @@ class TestStages:
 
     def test_learning_costs_passes(self, stages: Stages) -> None:
         forward = stages.measure("", 8192).flops
-        how = Training(steps=1, batch_size=16)
-        assert stages.train("", how, gated=False).flops == 3 * forward
-        assert stages.train("", replace(how, recomputes=True), gated=False).flops == 4 * forward
+        training = Training(steps=1, batch_size=16)
+        assert stages.train("", training, gated=False).flops == 3 * forward
+        assert stages.train("", replace(training, recomputes=True), gated=False).flops == 4 * forward
         gates = 6.0 * stages.num_predictor_parameters * 8192
-        assert stages.train("", replace(how, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
+        assert stages.train("", replace(training, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
         assert stages.learn_gates("", 4, 2048, 0.5).flops == 2 * forward + gates
-        adapted = replace(how, learns=Learns.ADAPTERS, adapters=1000)
+        adapted = replace(training, learns=Learns.ADAPTERS, adapters=1000)
         assert stages.train("", adapted, gated=False).flops == 2 * forward + 6.0 * 1000 * 8192
 
     def test_what_training_holds(self, stages: Stages) -> None:
         """16 bytes of a parameter and autocast's 2; DDP adds 4, FSDP2 parts the 16 and gathers some layers."""
-        how, size = Training(160, 8, micro_batch_size=4), stages.size
+        training, size = Training(160, 8, micro_batch_size=4), stages.size
         number = size.num_parameters
 
         def fixed(devices: int, **changes: object) -> float:
             own = replace(stages, site=replace(stages.site, devices=devices))
-            memory = own.train("", replace(how, **changes), gated=False).memory  # type: ignore[arg-type]
+            memory = own.train("", replace(training, **changes), gated=False).memory  # type: ignore[arg-type]
             return (memory.weights + memory.learning) / number
 
         assert fixed(1) == 18
@@ -167,13 +167,13 @@ class TestStages:
         assert fixed(1, learns=Learns.ADAPTERS, adapters=number) == 4 + 16 + 2
 
     def test_what_to_change(self, stages: Stages) -> None:
-        how = Training(160, 8)
+        training = Training(160, 8)
         again = "gradient_checkpointing: true"
-        remedy = stages.train("", how, gated=True).remedy
+        remedy = stages.train("", training, gated=True).remedy
         assert remedy == f"lora: {{}} and {again}, or sharding: fsdp on 2 devices, {again}, micro_batch_size: 1"
         for memory, remedy in ((220e9, f"{again}, micro_batch_size: 2"), (320e9, again)):
             long = replace(stages, block_size=1 << 14, site=replace(stages.site, memory=memory))
-            assert long.train("", how, gated=True).remedy == remedy
+            assert long.train("", training, gated=True).remedy == remedy
         sharded = replace(stages, block_size=2048, site=replace(stages.site, memory=141e9, devices=4))
         remedy = sharded.train("", Training(160, 32, sharded=True), gated=True).remedy
         assert remedy == "micro_batch_size: 4"
@@ -190,9 +190,9 @@ class TestStages:
         assert small.export("").fits is None
 
     def test_batches_become_smaller_before_they_do_not_fit(self, stages: Stages) -> None:
-        assert stages.measure("", 1 << 20).how == "8 x 512 tokens a pass"
+        assert stages.measure("", 1 << 20).batching == "8 x 512 tokens a pass"
         long = replace(stages, block_size=1 << 16, site=Site("", 32e9))
-        assert long.measure("", 1 << 20).how == "1 x 65,536 tokens a pass"
+        assert long.measure("", 1 << 20).batching == "1 x 65,536 tokens a pass"
         assert long.measure("", 1 << 20).fits
 
 

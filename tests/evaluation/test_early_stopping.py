@@ -177,8 +177,8 @@ class TestRivals:
         space = Space(make_table(np.random.default_rng(0).random((4, 3))), (4, 4), 8)
         starts = [space.optimum(np.random.default_rng(seed).random((4, 3)), 4) for seed in range(13)]
         few, many = (Sampler(space, SURROGATE, 0, starts[:number]) for number in (3, 13))
-        assert [few.known_before(index) for index in (0, 2, 3, 9, 10, 25)] == [0, 0, 3, 3, 10, 20]
-        assert [many.known_before(index) for index in (0, 9, 10, 12, 13, 20)] == [0, 0, 10, 10, 13, 20]
-        assert Sampler(space, RANDOM, 0, starts).known_before(GENERATION - 1) == 0
+        assert [few.num_prior_results(index) for index in (0, 2, 3, 9, 10, 25)] == [0, 0, 3, 3, 10, 20]
+        assert [many.num_prior_results(index) for index in (0, 9, 10, 12, 13, 20)] == [0, 0, 10, 10, 13, 20]
+        assert Sampler(space, RANDOM, 0, starts).num_prior_results(GENERATION - 1) == 0
         scored = [Result("", [1.0]) for _ in range(3)]
         assert few.layout(7, scored) == Sampler(space, SURROGATE, 0, starts[:3]).layout(7, [])

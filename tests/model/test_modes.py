@@ -143,7 +143,7 @@ class TestWindows:
         assert state.head_windows(gated=True) == (gated, gated)
         state.windows = (3, 4)
         assert state.head_windows(gated=False) == state.head_windows(gated=True) == (3, 4)
-        assert state.own_window == (state.native_window or 1 << 30)
+        assert state.checkpoint_window == (state.native_window or 1 << 30)
 
     def test_full_attention_runs_no_predictor(self, tokens: Tensor) -> None:
         model, seen = gated(), []

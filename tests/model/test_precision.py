@@ -144,8 +144,8 @@ class TestRecipes:
         auto = recipe.model_copy(update={"precision": "auto"})
         for is_native, expected in ((True, "bfloat16"), (False, "float32")):
             monkeypatch.setattr(device, "is_native", lambda *_, found=is_native: found)
-            assert auto.settled("cpu").precision == expected
-        assert recipe.settled("cpu") is recipe
+            assert auto.resolve_precision("cpu").precision == expected
+        assert recipe.resolve_precision("cpu") is recipe
 
     def test_auto_is_the_default(self, recipe_file: Path) -> None:
         recipe_file.write_text(recipe_file.read_text().replace("precision: float32\n", ""))

@@ -61,7 +61,7 @@ def plain(model: PreTrainedModel, windows: np.ndarray, blocks: TokenBlocks) -> D
 def ends(model: PreTrainedModel, window: int) -> tuple[np.ndarray, np.ndarray]:
     """The windows [L, Hkv] of all-local and of full attention."""
     with full_attention(model) as states:
-        own = np.array([[state.own_window] * state.num_kv_heads for state in states])
+        own = np.array([[state.checkpoint_window] * state.num_kv_heads for state in states])
     return np.minimum(own, window), own
 
 

@@ -82,7 +82,7 @@ class TestLearning:
         model = tiny_model()
         found = []
         for free in (1 << 40, 3_000_000, 1):
-            monkeypatch.setattr(frozen, "room_for_passes", lambda _, free=free: free)
+            monkeypatch.setattr(frozen, "memory_for_passes", lambda _, free=free: free)
             found.append(frozen.passes(model, 32, 8, GATES))
         assert found[0] == (8, False)
         assert 1 <= found[1][0] < 8
@@ -181,7 +181,7 @@ class TestProbe:
         assert table.window == 8
         facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
         assert facts == {"training": "frozen-model", "training_steps": 3, "target_density": 0.25}
-        assert HeadScores.read(options.place.probe_dir("mine")).priced_at == 0.25
+        assert HeadScores.read(options.folders.probe_dir("mine")).priced_at == 0.25
         assert any("gates learned on" in line for line in said)
         again: list[str] = []
         assert stage.probe(options, Reporter(announce=again.append)).content_hash == table.content_hash

@@ -105,16 +105,16 @@ class Evaluator:
 
 class TestTable:
     def test_planted_gains_by_domain(self, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-        judge = Evaluator(np.random.default_rng(5).uniform(0, 0.1, size=(4, 2)), 10)
-        monkeypatch.setattr(module, "zero_shot", judge)
+        evaluator = Evaluator(np.random.default_rng(5).uniform(0, 0.1, size=(4, 2)), 10)
+        monkeypatch.setattr(module, "zero_shot", evaluator)
         table = regression(tiny_model(vocab_size=300), blocks, WINDOW, budget=3, num_layouts=200)
-        assert all(layout.num_global == 3 and layout.window == WINDOW for layout in judge.seen)
-        assert 40 < len(judge.seen) == len(set(judge.seen)) == table.metadata["layouts"] <= 56
-        share = judge.counts / judge.counts.sum()
-        gains = np.tensordot(share, judge.gains, 1)
+        assert all(layout.num_global == 3 and layout.window == WINDOW for layout in evaluator.seen)
+        assert 40 < len(evaluator.seen) == len(set(evaluator.seen)) == table.metadata["layouts"] <= 56
+        share = evaluator.counts / evaluator.counts.sum()
+        gains = np.tensordot(share, evaluator.gains, 1)
         assert table.values == pytest.approx(gains - gains.min(), abs=1e-4)
         odd = np.arange(10) % 2 == 1
-        own = np.tensordot(judge.counts[odd] / judge.counts[odd].sum(), judge.gains[odd], 1)
+        own = np.tensordot(evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1)
         found = table.rows.query("domain == 'b'")["density"].to_numpy().reshape(4, 2)
         assert found - found.mean() == pytest.approx(own - own.mean(), abs=1e-4)
         assert np.isfinite(table.standard_error).all()

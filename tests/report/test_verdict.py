@@ -54,7 +54,7 @@ class Case:
     errors: dict[frozenset[str], float]
     rivals: list[tuple[str, float, float]]  # name, change, its error
     budget: int
-    how: str
+    description: str
     baseline: str
     masks: dict[str, np.ndarray]
 
@@ -67,7 +67,7 @@ class Case:
 
     def standing(self, index: int) -> str:
         (best, lowest, _), (name, delta, _) = self.rivals[0], self.rivals[index]
-        error = self.pair_error(best, name) if self.how == "retrained for 40 steps" else math.nan
+        error = self.pair_error(best, name) if self.description == "retrained for 40 steps" else math.nan
         return "unknown" if math.isnan(error) else "level" if delta - lowest <= 2 * error else "behind"
 
 
@@ -118,16 +118,20 @@ def random_case(seed: int) -> Case:
     # The oracle: full retraining of several layouts in the search, or else the comparison
     mode = pd.Series([masks[name].sum() for name in compared]).mode().max()
     rows = comparison[comparison["strategy"].isin([name for name in compared if masks[name].sum() == mode])]
-    columns, how, baseline = ("delta_nll_percent", "delta_nll_standard_error"), "retrained for 40 steps", names[0]
+    columns, description, baseline = (
+        ("delta_nll_percent", "delta_nll_standard_error"),
+        "retrained for 40 steps",
+        names[0],
+    )
     if search is not None and search["full_delta_percent"].notna().sum() > 1:
         rows = search.dropna(subset="full_delta_percent").rename(columns={"name": "strategy"})
         columns, baseline, mode = ("full_delta_percent", "full_standard_error"), FULL_ATTENTION, 3
-        how = "retrained for 120 steps, on held-out documents not used for selection"
+        description = "retrained for 120 steps, on held-out documents not used for selection"
     elif len(rows) < 2:
         return random_case(seed + 1000)  # the longest retraining of several layouts may be the short one
     ordered = rows.sort_values(columns[0], kind="stable")
     rivals = [(str(row["strategy"]), float(row[columns[0]]), float(row[columns[1]])) for _, row in ordered.iterrows()]
-    return Case(table, layouts, comparison, search, errors, rivals, int(mode), how, baseline, masks)
+    return Case(table, layouts, comparison, search, errors, rivals, int(mode), description, baseline, masks)
 
 
 def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.DataFrame:
@@ -182,7 +186,7 @@ def check_lead(case: Case, lead: str) -> None:
     best, delta, error = case.rivals[0]
     standings = [case.standing(index) for index in range(1, len(case.rivals))]
     assert (said["name"], int(said["count"]), int(said["budget"])) == (best, len(case.rivals), case.budget)
-    assert (said["how"], said["baseline"]) == (case.how, BASELINES[case.baseline])
+    assert (said["how"], said["baseline"]) == (case.description, BASELINES[case.baseline])
     assert (said["value"], said["error"]) == (f"{abs(delta):.3f}", f"{error:.3f}")
     assert said["side"] == ("below" if delta < 0 else "above")
     if "level" in said.re.groupindex:

@@ -235,34 +235,34 @@ class TestJudge:
     def search(
         self, table: HeadScores, folder: Path, effort: Effort, *, racing: bool = False, **options: Any
     ) -> tuple[Search, TableJudge]:
-        judge = TableJudge(table, racing)
+        evaluator = TableJudge(table, racing)
         starts = {"start": self.start}
-        return Search(judge, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), judge
+        return Search(evaluator, Space(table, (6, 6), 8), starts, {}, effort, folder, name="x", **options), evaluator
 
     def test_any_judge_will_do(self, table: HeadScores, tmp_path: Path) -> None:
         effort = Effort(trials=20, short=3, full=1)
-        search, judge = self.search(table, tmp_path / "study", effort)
+        search, evaluator = self.search(table, tmp_path / "study", effort)
         trials = search.run()
         best = min(trials[1:], key=lambda trial: trial.zero_shot.percent)
         assert best.full is not None
         assert best.full.percent == 2 * best.zero_shot.percent
-        assert [name.partition("-")[0] for name in judge.done] == ["short"] * 5 + ["full"] * 3
+        assert [name.partition("-")[0] for name in evaluator.done] == ["short"] * 5 + ["full"] * 3
         assert sum(trial.short is not None for trial in trials if trial.sampler == SURROGATE) >= 3
         again, idle = self.search(table, tmp_path / "study", effort)
-        idle.done = judge.done[:]
+        idle.done = evaluator.done[:]
         assert again.run() == trials
-        assert idle.done == judge.done
+        assert idle.done == evaluator.done
         rows = write_results(search, trials, tmp_path / "report", tmp_path / "layouts")
         assert sorted(path.name for path in (tmp_path / "report").glob("[!.]*")) == ["search.csv", "search.yaml"]
         assert read_search(tmp_path / "report" / "search.csv")["name"].tolist() == rows["name"].tolist()
 
     def test_a_sampler_that_tried_nothing_of_its_own(self, table: HeadScores, tmp_path: Path) -> None:
         """Nothing but the layouts to start from was tried: there is nobody to promote, which was an error."""
-        search, judge = self.search(table, tmp_path, Effort(trials=1, short=2, full=1))
+        search, evaluator = self.search(table, tmp_path, Effort(trials=1, short=2, full=1))
         trials = search.run()
         assert [trial.layout.heads for trial in trials] == [self.start.heads] * 2
         assert all(trial.full is not None for trial in trials)
-        assert len(judge.done) == 4
+        assert len(evaluator.done) == 4
 
     def test_with_a_cost(self, table: HeadScores, tmp_path: Path) -> None:
         cost = LayoutCost("first layer's heads", lambda layout: float(layout.heads[0].count("G")))
@@ -282,11 +282,11 @@ class TestJudge:
         found = {}
         for racing in (True, False):
             effort = Effort(trials=20, samplers=(RANDOM,), short=2, full=0)
-            search, judge = self.search(table, tmp_path / str(racing), effort, racing=racing, cost=cost)
+            search, evaluator = self.search(table, tmp_path / str(racing), effort, racing=racing, cost=cost)
             trials = search.run()
             assert any(trial.zero_shot.stopped for trial in trials) is racing
             assert not any(trial.zero_shot.stopped and trial.short for trial in trials)
-            found[racing] = front(trials), judge.done, result_table(trials, table)
+            found[racing] = front(trials), evaluator.done, result_table(trials, table)
         assert [trial.name for trial in found[True][0]] == [trial.name for trial in found[False][0]]
         assert found[True][1] == found[False][1]
         stopped = found[True][2]["zero_shot_tokens"] == 25

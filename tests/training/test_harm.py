@@ -183,9 +183,9 @@ def test_the_control_is_compared_before_a_layout_is_trained(
     order: list[str] = []
     train = BranchContext.train
 
-    def watched_train(trunk: BranchContext, variant: Variant, seed: int | None = None) -> Branch:
+    def watched_train(context: BranchContext, variant: Variant, seed: int | None = None) -> Branch:
         order.append(variant.name)
-        return train(trunk, variant, seed)
+        return train(context, variant, seed)
 
     def watched_compare(*arguments: Any) -> None:
         order.append("compared")
