@@ -78,9 +78,13 @@ def run_program(command: list[str], environment: dict[str, str] | None = None, f
     plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     start = time.monotonic()
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave, cwd=folder,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=slave,
+        stderr=slave,
+        cwd=folder,
         env={**plain, "TERM": "xterm", **(environment or {})},
-    )  # fmt: skip
+    )
     os.close(slave)
     outputs = []
     with open(master, "rb", buffering=0) as screen:

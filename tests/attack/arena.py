@@ -90,9 +90,13 @@ class Server:
     def __init__(self, library: Path, log: Path) -> None:
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "attack.server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env={**environment(), "LD_PRELOAD": str(library)}, text=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "attack.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**environment(), "LD_PRELOAD": str(library)},
+            text=True,
+        )
         self.threads = int(self._answer())
 
     def ask(self, action: str, **request: Any) -> Any:
@@ -203,15 +207,24 @@ class Arena:
         if not forked:
             with open(files["out"], "w") as out, open(files["err"], "w") as err:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "spkv_nas", *arguments], cwd=self.ground, stdout=out, stderr=err,
-                    stdin=subprocess.DEVNULL, env={**environment(), **faults.environment(self.library)},
-                )  # fmt: skip
+                    [sys.executable, "-m", "spkv_nas", *arguments],
+                    cwd=self.ground,
+                    stdout=out,
+                    stderr=err,
+                    stdin=subprocess.DEVNULL,
+                    env={**environment(), **faults.environment(self.library)},
+                )
             return Run(process.pid, folder, process)
         trace = str(folder / "trace") if command.trains else ""
         job = {
-            "folder": str(self.ground), "arguments": arguments, "faults": faults.request, "environment": {},
-            "injection": injection, "trace": trace, **files,
-        }  # fmt: skip
+            "folder": str(self.ground),
+            "arguments": arguments,
+            "faults": faults.request,
+            "environment": {},
+            "injection": injection,
+            "trace": trace,
+            **files,
+        }
         return Run(self.server.ask("start", job=job), folder)
 
     def wait(self, run: Run, seconds: float = LIMIT) -> Run:

@@ -151,17 +151,31 @@ def _array(sound: bytes, draw: random.Random) -> bytes:
     with np.errstate(invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         others = [
-            values.ravel(), values.ravel()[:0], values[..., None], values.T, np.array(values.flat[0]),
-            values.astype(str), values.astype("S"), np.array("[]"), np.array("[{}]"), np.array("null"),
-            np.array("[" * 10**5), np.array('[{"id": 1, "domain": 2, "name": 3}]'), np.array(["a", "a"]),
-        ]  # fmt: skip
+            values.ravel(),
+            values.ravel()[:0],
+            values[..., None],
+            values.T,
+            np.array(values.flat[0]),
+            values.astype(str),
+            values.astype("S"),
+            np.array("[]"),
+            np.array("[{}]"),
+            np.array("null"),
+            np.array("[" * 10**5),
+            np.array('[{"id": 1, "domain": 2, "name": 3}]'),
+            np.array(["a", "a"]),
+        ]
         if values.ndim:
             others += [values[..., :-1], values[::-1], np.concatenate([values] * 2)]
         if numeric:
             others += [
-                spoilt, spoilt.astype(values.dtype), -spoilt, np.zeros_like(spoilt), values.astype(np.complex64),
+                spoilt,
+                spoilt.astype(values.dtype),
+                -spoilt,
+                np.zeros_like(spoilt),
+                values.astype(np.complex64),
                 values.astype(bool),
-            ]  # fmt: skip
+            ]
         arrays[name] = draw.choice(others)
         if draw.random() < 0.1:
             del arrays[name]

@@ -68,8 +68,12 @@ def torchrun(arena: Arena, command: Command) -> Run:
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         process = subprocess.Popen(
             [sys.executable, *launcher, script, *command.arguments(arena.ground)],
-            cwd=arena.ground, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=environment(),
-        )  # fmt: skip
+            cwd=arena.ground,
+            stdout=out,
+            stderr=err,
+            stdin=subprocess.DEVNULL,
+            env=environment(),
+        )
     return Run(process.pid, folder, process)
 
 

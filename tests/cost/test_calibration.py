@@ -199,7 +199,7 @@ class TestMeasuring:
         seconds: dict[Phase, set[float]] = {
             phase: {row.seconds_per_token for row in found.timings if row.phase == phase}
             for phase in ("decode", "prefill")
-        }  # fmt: skip
+        }
         assert seconds == {"decode": {1 / (8 * 2)}, "prefill": {1 / (8 * 2)}}
 
     def test_prefill_stops_where_a_call_takes_too_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +254,21 @@ class TestCommands:
     """``micro-3`` has 8 query and 2 KV heads of size 8 in 4 layers."""
 
     def calibrate(self, workspace: Path, *options: str) -> None:
-        main(["calibrate", "micro-3", "--context", "64", "--window", "8", "--device", "cpu", "-w", str(workspace),
-              *options])  # fmt: skip
+        main(
+            [
+                "calibrate",
+                "micro-3",
+                "--context",
+                "64",
+                "--window",
+                "8",
+                "--device",
+                "cpu",
+                "-w",
+                str(workspace),
+                *options,
+            ]
+        )
 
     def cost(self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str) -> tuple[str, str]:
         """What ``cost`` prints: the answer, and the remarks."""
@@ -288,10 +301,14 @@ class TestCommands:
         layout.write(tmp_path / "mine.yaml")
         result = cost(
             CostOptions(
-                level="micro-3", layout=[tmp_path / "mine.yaml"], density=0.5, window=4, context="100",
+                level="micro-3",
+                layout=[tmp_path / "mine.yaml"],
+                density=0.5,
+                window=4,
+                context="100",
                 workspace=tmp_path,
             )
-        )  # fmt: skip
+        )
         rows = result.costs
         assert isinstance(result.times, Calibration)
         assert [row.decode_seconds for row in rows] == pytest.approx([4 * 4.0, 2.0 + 1 + 1 + 4, 4 * 2.0])

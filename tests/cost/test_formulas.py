@@ -104,8 +104,19 @@ class TestCostCommand:
         """Level 8 at 128k: 2 x 21 x 3 x 128 numbers of 2 bytes per token, and 18 of 63 heads of that."""
         layout = Layout(("GGG",) * 6 + ("LLL",) * 15, window=128, strategy="mine")
         layout.write(tmp_path / "mine.yaml")
-        main(["cost", "level-8", "--layout", str(tmp_path / "mine.yaml"), "--density", "0.2", "--figure",
-              "--workspace", str(tmp_path)])  # fmt: skip
+        main(
+            [
+                "cost",
+                "level-8",
+                "--layout",
+                str(tmp_path / "mine.yaml"),
+                "--density",
+                "0.2",
+                "--figure",
+                "--workspace",
+                str(tmp_path),
+            ]
+        )
         shown = capsys.readouterr().out
         assert "1,053 M parameters" in shown
         for number in ("32,256", "4,032.00", "10.57", "12.68", "9,216", "1,154.81", "6,451", "809.55"):

@@ -37,9 +37,12 @@ MIX = {"share": 0.5, "tasks": ["niah_single_1"]}
 
 class TestMixture:
     @given(
-        share=st.floats(0.001, 1.0), num_text=st.integers(1, 50), seed=st.integers(0, MOST_SEED),
-        start=st.integers(0, 10_000), length=st.integers(1, 200),
-    )  # fmt: skip
+        share=st.floats(0.001, 1.0),
+        num_text=st.integers(1, 50),
+        seed=st.integers(0, MOST_SEED),
+        start=st.integers(0, 10_000),
+        length=st.integers(1, 200),
+    )
     def test_every_stretch_has_its_share(self, share: float, num_text: int, seed: int, start: int, length: int) -> None:
         mixture = Mixture.drawn(share, num_text, seed)
         found = sum(mixture.at(place)[0] for place in range(start, start + length))
@@ -66,9 +69,13 @@ class TestMixture:
 
 def ruler_blocks(tokenizer: PreTrainedTokenizerBase, **options: Any) -> RulerBlocks:
     found: dict[str, Any] = {
-        "block_size": 512, "tasks": ("niah_single_1",), "lengths": (512,), "learns_all": True, "seed": 0,
+        "block_size": 512,
+        "tasks": ("niah_single_1",),
+        "lengths": (512,),
+        "learns_all": True,
+        "seed": 0,
         "material": NO_MATERIAL,
-    }  # fmt: skip
+    }
     return RulerBlocks(tokenizer, **{**found, **options})
 
 
@@ -133,9 +140,15 @@ class TestTraining:
     @pytest.fixture
     def mixed(self, recipe: Recipe) -> Recipe:
         config = {**(recipe.model.config or {}), "max_position_embeddings": 512}
-        return Recipe(**merged(recipe.model_dump(), {
-            "data": {"block_size": 400, "heldout": 0.5, "mix": {"ruler": MIX}}, "model": {"config": config},
-        }))  # fmt: skip
+        return Recipe(
+            **merged(
+                recipe.model_dump(),
+                {
+                    "data": {"block_size": 400, "heldout": 0.5, "mix": {"ruler": MIX}},
+                    "model": {"config": config},
+                },
+            )
+        )
 
     @pytest.fixture
     def mixed_corpus(self, mixed: Recipe, recipe_file: Path, tmp_path: Path) -> Corpus:

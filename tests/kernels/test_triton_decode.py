@@ -166,9 +166,19 @@ def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_default_compiles_without_a_spill() -> None:
     """Ahead of time, for GPUs that need not be there."""
     command = [
-        sys.executable, str(BENCHMARKS / "resources.py"), "--json", "--arch", "80", "90", "--mode", "none",
-        "--kernel", "decode", "decode_combine", "append",
-    ]  # fmt: skip
+        sys.executable,
+        str(BENCHMARKS / "resources.py"),
+        "--json",
+        "--arch",
+        "80",
+        "90",
+        "--mode",
+        "none",
+        "--kernel",
+        "decode",
+        "decode_combine",
+        "append",
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr

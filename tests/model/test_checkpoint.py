@@ -52,7 +52,7 @@ class TestWeights:
             (lambda w: w["model.norm.weight"][:1].fill_(torch.inf), "NaN or infinity"),
         ],
         ids=["all", "one", "predictors", "shape", "predictor-shape", "bias", "layer", "nan", "inf"],
-    )  # fmt: skip
+    )
     def test_that_do_not_fit_are_refused(
         self, change: Any, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
@@ -182,7 +182,7 @@ class TestSection:
             (lambda s: s["layers"][LAYER].update(native_window=3), "gives attention layer 2 2 KV heads"),
             (lambda s: s.update(layers=[]), "key 'layers'"),
         ],
-    )  # fmt: skip
+    )
     def test_damaged(self, change: Any, message: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: change(config["spkv"]))

@@ -83,9 +83,14 @@ def test_two_thousand_tokens(kind: str, family: str) -> None:
     ids, mask = prompts()
     cache = SPKVCache(model)
     found = generate(
-        model, ids, mask, past_key_values=cache, max_new_tokens=2000,
-        return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
+        model,
+        ids,
+        mask,
+        past_key_values=cache,
+        max_new_tokens=2000,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     for row, length in enumerate(LENGTHS):
         text = found.sequences[row, max(LENGTHS) - length :]
         expected = whole_pass(model, text[None, :-1])[0, length - 1 :]

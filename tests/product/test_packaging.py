@@ -57,9 +57,22 @@ def test_a_folder_inside_another_checkout_has_no_commit(tmp_path: Path) -> None:
     """An environment that lies in some project's checkout had that project's commit in its results."""
     subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
     subprocess.run(
-        ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org", "commit", "--quiet",
-         "--allow-empty", "--message", "first"], check=True,
-    )  # fmt: skip
+        [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@example.org",
+            "commit",
+            "--quiet",
+            "--allow-empty",
+            "--message",
+            "first",
+        ],
+        check=True,
+    )
     (tmp_path / "site-packages").mkdir()
     assert len(checkout_commit(tmp_path)) == 12
     assert checkout_commit(tmp_path / "site-packages") == "unknown"

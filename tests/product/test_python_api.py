@@ -161,9 +161,14 @@ class TestSearch:
         before = copy.deepcopy(model.state_dict())
         seen: list[tuple[int, str]] = []
         study = spkv_nas.search_layouts(
-            model, blocks, table, 3, trials=14, window=6,
+            model,
+            blocks,
+            table,
+            3,
+            trials=14,
+            window=6,
             callbacks=[lambda study, trial: seen.append((len(study.trials), trial.name))],
-        )  # fmt: skip
+        )
         assert seen == [(number + 1, f"surrogate-0-{number}") for number in range(14)]
         assert (study.trials["num_global"] <= 3).all()
         best = study.best_layout
@@ -177,9 +182,14 @@ class TestSearch:
         model, table = tiny_model(), make_table(DENSITY)
         whole = spkv_nas.search_layouts(model, blocks, table, "2..4", trials=13, window=6)
         parts = spkv_nas.search_layouts(
-            model, blocks, table, "2..4", trials=13, window=6,
+            model,
+            blocks,
+            table,
+            "2..4",
+            trials=13,
+            window=6,
             callbacks=[lambda study, trial: study.stop() if trial.number == 3 else None],
-        )  # fmt: skip
+        )
         assert len(parts.trials) == 4
         assert parts.optimize(5).optimize(4).trials.equals(whole.trials)
 

@@ -187,8 +187,11 @@ class TestConverting:
         assert np.array_equal(layout.global_mask, np.clip(ALPHA, 0, 1) >= np.quantile(ALPHA, 0.5))
         assert (layout.window, layout.strategy) == (256, "duo-attention")
         assert {**layout.provenance, "created_by": ""} == {
-            "source": str(duo), "sparsity": 0.5, "budget": 6, "created_by": "",
-        }  # fmt: skip
+            "source": str(duo),
+            "sparsity": 0.5,
+            "budget": 6,
+            "created_by": "",
+        }
         assert lines == [
             f"{tmp_path / 'mine.yaml'}: 6 of 12 KV heads global, hash {layout.hash}",
             "not carried: 128 sinks; a layout's local heads see their window of 256 alone",

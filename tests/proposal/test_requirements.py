@@ -182,8 +182,10 @@ class TestCommand:
         folder = workspace / "layouts" / "p"
         assert pd.read_csv(folder / "budgets.csv")["budget"].tolist() == [2, 5, 8]
         assert sorted(path.name for path in (folder / "budgets").glob("[!.]*")) == [
-            "constrained-2.yaml", "constrained-5.yaml", "constrained-8.yaml"
-        ]  # fmt: skip
+            "constrained-2.yaml",
+            "constrained-5.yaml",
+            "constrained-8.yaml",
+        ]
         assert (folder / "budgets.png").is_file()
         self.propose(workspace, "--budget", "20%..50%")
         assert {path.stem for path in (folder / "budgets").glob("[!.]*")} == {f"densest-{n}" for n in range(4, 10)}

@@ -74,8 +74,12 @@ def test_labels_cover_no_mark_and_no_other_label() -> None:
 def test_names_of_baselines_lie_on_no_line() -> None:
     """They were written across the curves that ended where the baselines are."""
     names = ["one", "two", "three", "density-0-0", "density-0-1"]
-    search = make_search(name=names, sampler=["baseline"] * 3 + ["density"] * 2, hash=list("abcde"),
-                         zero_shot_delta_percent=[0.52, 0.51, 2.0, 2.0, 0.5])  # fmt: skip
+    search = make_search(
+        name=names,
+        sampler=["baseline"] * 3 + ["density"] * 2,
+        hash=list("abcde"),
+        zero_shot_delta_percent=[0.52, 0.51, 2.0, 2.0, 0.5],
+    )
     chart = progress_chart(search, None)
     frame = Frame.of(chart)
     labels = frame.labels()
@@ -131,11 +135,28 @@ def test_ticks_are_round() -> None:
     assert not spread_axis("", -0.1, 28).log
 
 
-AGREEMENT = pd.DataFrame({"first": ["a", "a", "b"], "second": ["b", "c", "c"], "budget": 2, "jaccard": [0.5, 0.1, 0.2],
-                          "chance": 0.1, "spearman": [0.3, -0.2, math.nan]})  # fmt: skip
-BUDGETS = pd.DataFrame({"budget": [1, 2, 3], "num_global": [1, 2, 3], "coverage": [0.4, 0.7, 1.0], "random": 0.5,
-                        "worst_domain": 0.3, "coverage_low": [0.3, 0.6, 1.0], "coverage_high": [0.5, 0.8, 1.0],
-                        "kv_bytes": [2.0**30, 2.0**31, 3 * 2.0**30]})  # fmt: skip
+AGREEMENT = pd.DataFrame(
+    {
+        "first": ["a", "a", "b"],
+        "second": ["b", "c", "c"],
+        "budget": 2,
+        "jaccard": [0.5, 0.1, 0.2],
+        "chance": 0.1,
+        "spearman": [0.3, -0.2, math.nan],
+    }
+)
+BUDGETS = pd.DataFrame(
+    {
+        "budget": [1, 2, 3],
+        "num_global": [1, 2, 3],
+        "coverage": [0.4, 0.7, 1.0],
+        "random": 0.5,
+        "worst_domain": 0.3,
+        "coverage_low": [0.3, 0.6, 1.0],
+        "coverage_high": [0.5, 0.8, 1.0],
+        "kv_bytes": [2.0**30, 2.0**31, 3 * 2.0**30],
+    }
+)
 CURVES = pd.DataFrame(
     {
         "variant": ["full", "full", "sp-kv", "sp-kv"],

@@ -42,9 +42,14 @@ ALL_FILES = """() => {
 
 @pytest.mark.parametrize(
     ("budget", "tau", "probe"),
-    [(1, None, "stdlib-21x3"), (18, None, "stdlib-21x3"), (30, "0.3", "stdlib-21x3"), (63, "0.95", "stdlib-21x3"),
-     (12, None, OTHER)],
-)  # fmt: skip
+    [
+        (1, None, "stdlib-21x3"),
+        (18, None, "stdlib-21x3"),
+        (30, "0.3", "stdlib-21x3"),
+        (63, "0.95", "stdlib-21x3"),
+        (12, None, OTHER),
+    ],
+)
 def test_download_is_the_file_that_propose_writes(
     open_page: Any, workspace: Path, tmp_path: Path, budget: int, tau: str | None, probe: str
 ) -> None:
@@ -92,12 +97,14 @@ def test_the_map_shows_the_table_at_every_threshold(open_page: Any, workspace: P
     chosen = propose(table, 18, num_random=0)["densest"].global_mask
     assert labels == [
         "\n".join(
-            [f"Layer {at[0]}, KV head {at[1]}: density {table.measure.exact(table.values[at])}, "
-             f"{'global' if chosen[at] else 'local'}",
-             *(f"{domain}: {table.measure.exact(table.domain_density(domain)[at])}" for domain in table.domains)]
+            [
+                f"Layer {at[0]}, KV head {at[1]}: density {table.measure.exact(table.values[at])}, "
+                f"{'global' if chosen[at] else 'local'}",
+                *(f"{domain}: {table.measure.exact(table.domain_density(domain)[at])}" for domain in table.domains),
+            ]
         )
         for at in heads
-    ]  # fmt: skip
+    ]
 
 
 def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
@@ -106,8 +113,20 @@ def test_hashes_and_their_quotes_are_those_of_python(open_page: Any) -> None:
     hashes = [Layout(("G",), 1, provenance={"x": text}).check for text in texts]
     written = ["{strategy: custom, provenance: {x: " + text + "}}" for text in map(_plain, texts)]
     assert page.evaluate("texts => texts.map(shortHash)", written) == hashes
-    digits = ["12345678", "01234567", "01234589", "0b010101", "0b010121", "1e234567", "1234e567", "12345e67",
-              "abcdef01", "00000000", "0e123456", "e1234567"]  # fmt: skip
+    digits = [
+        "12345678",
+        "01234567",
+        "01234589",
+        "0b010101",
+        "0b010121",
+        "1e234567",
+        "1234e567",
+        "12345e67",
+        "abcdef01",
+        "00000000",
+        "0e123456",
+        "e1234567",
+    ]
     assert page.evaluate("digits => digits.map(yamlText)", digits) == [_plain(text) for text in digits]
 
 
@@ -321,9 +340,18 @@ def test_a_thousand_names_that_would_act_do_not(
 ) -> None:
     """Of domains, layouts, notes and a probe; every one would open a dialog, which the page may not."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
-    forms = ("<script>alert({})</script>", "\"><img src=x onerror=alert({})>", "</script><script>alert({})</script>",
-             "'-alert({})-'", "<svg onload=alert({})>", "${{alert({})}}", "javascript:alert({})",
-             "</style><script>alert({})<!--", "{{{{alert({})}}}}", "\u2028alert({})//")  # fmt: skip
+    forms = (
+        "<script>alert({})</script>",
+        '"><img src=x onerror=alert({})>',
+        "</script><script>alert({})</script>",
+        "'-alert({})-'",
+        "<svg onload=alert({})>",
+        "${{alert({})}}",
+        "javascript:alert({})",
+        "</style><script>alert({})<!--",
+        "{{{{alert({})}}}}",
+        "\u2028alert({})//",
+    )
     payloads = [form.format(number) for number in range(100) for form in forms]
     fit = [name for name in payloads if "/" not in name and name.isprintable()]  # to name files
     layouts = {name: Layout(("GL", "LG", "LL", "LL"), 8, name) for name in fit[:20]}
@@ -331,9 +359,12 @@ def test_a_thousand_names_that_would_act_do_not(
     table = replace(make_domain_table(tuple(payloads[:40])), name=payloads[1], metadata={"model": payloads[0]})
     record = {payload: payload for payload in payloads}
     file = write_report(
-        tmp_path, table=table, layouts=layouts, record=record,
+        tmp_path,
+        table=table,
+        layouts=layouts,
+        record=record,
         comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
-    )  # fmt: skip
+    )
     page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
     for control in ("#instrument-domain", "#instrument-shown", "#instrument-other"):
         for option in range(1, page.locator(f"{control} option").count()):

@@ -46,9 +46,12 @@ def test_figures_of_the_paper_come_with_their_widths(workspace: Path) -> None:
     lines = runs[0].pop("figures.tex").decode().splitlines()
     found = [re.fullmatch(r"\\includegraphics\[width=(0\.\d+)\\textwidth\]\{(.+)\}", line) for line in lines]
     assert {match[2]: float(match[1]) for match in found if match} == {
-        "layouts.pdf": 0.5, "coverage-nll.pdf": 0.46, "density.pdf": 0.95, "density-evolution.pdf": 0.7,
+        "layouts.pdf": 0.5,
+        "coverage-nll.pdf": 0.46,
+        "density.pdf": 0.95,
+        "density-evolution.pdf": 0.7,
         "tau-sweep.pdf": 0.48,
-    }  # fmt: skip
+    }
     assert {match[2] for match in found if match} == set(runs[0])
     assert all(content.startswith(b"%PDF-") for content in runs[0].values())
 

@@ -47,8 +47,16 @@ class Server:
         make = ["initdb", "-D", self._data, "-U", "search", "-A", "trust", "--no-sync"]
         subprocess.run(make, check=True, capture_output=True, cwd=folder, **_AS_OTHER)
         self._start = [
-            "postgres", "-D", self._data, "-k", folder, "-c", "listen_addresses=", "-c", "fsync=off",
-        ]  # fmt: skip
+            "postgres",
+            "-D",
+            self._data,
+            "-k",
+            folder,
+            "-c",
+            "listen_addresses=",
+            "-c",
+            "fsync=off",
+        ]
         self.start()
 
     def start(self) -> None:
@@ -99,9 +107,26 @@ def project(folder: Path) -> list[str]:
     lines = [f"{layer},{head},{density[layer, head]}" for layer, head in np.ndindex(5, 2)]
     (probe / "density.csv").write_text("layer,kv_head,density\n" + "\n".join(lines) + "\n")
     return [
-        "search", "--recipe", str(recipe), "--workspace", str(folder / "workspace"), "--probe", "tiny", "--window", "4",
-        "--max-tokens", "1280", "--budget", "4", "--trials", "20", "--seeds", "2", "--short", "0",
-    ]  # fmt: skip
+        "search",
+        "--recipe",
+        str(recipe),
+        "--workspace",
+        str(folder / "workspace"),
+        "--probe",
+        "tiny",
+        "--window",
+        "4",
+        "--max-tokens",
+        "1280",
+        "--budget",
+        "4",
+        "--trials",
+        "20",
+        "--seeds",
+        "2",
+        "--short",
+        "0",
+    ]
 
 
 def table(folder: Path) -> bytes:

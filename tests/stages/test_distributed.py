@@ -69,9 +69,13 @@ def test_every_block_is_one_process_s(
         monkeypatch.setenv("RANK", str(rank))
         own: list[tuple[int, torch.Tensor]] = []
         run_own_batches(
-            lambda _, tokens: tokens, lambda start, tokens, own=own: own.append((start, tokens)), blocks, batch_size,
-            torch.device("cpu"), lambda done, total: told.append((done, total)),
-        )  # fmt: skip
+            lambda _, tokens: tokens,
+            lambda start, tokens, own=own: own.append((start, tokens)),
+            blocks,
+            batch_size,
+            torch.device("cpu"),
+            lambda done, total: told.append((done, total)),
+        )
         numbers = [number for start, tokens in own for number in range(start, start + len(tokens))]
         assert all(np.array_equal(tokens, blocks.tokens[start : start + len(tokens)]) for start, tokens in own)
         assert all(len(tokens) <= batch_size for _, tokens in own)

@@ -43,8 +43,10 @@ def test_layouts_are_to_be_retrained_first(place: Path) -> None:
 
 def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(place: Path) -> None:
     """The command beside the map gave the heads of the sliders, whatever the headline said."""
-    write_comparison(place / "reports/test/comparison.csv", make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01],
-                     delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]))  # fmt: skip
+    write_comparison(
+        place / "reports/test/comparison.csv",
+        make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01], delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]),
+    )
     assert parsed(recommended(place)).layouts == [place / "layouts/test/last.yaml"]
     models = [TrainedModel(name, 0, "", place / "runs" / name) for name in ("densest", "last")]
     for model in models:

@@ -140,10 +140,12 @@ class TestDryRun:
         said = {
             ("ablate", ablations): (f"in all: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens", "longer", "full atten"),
             ("search", "--probe", "p", "--recipe", recipe_file, "--short", "2", "--full", "1", "--budget", "1"): (
-                "short, known layouts", "full, found ones at most, 2", "scores, at most",
+                "short, known layouts",
+                "full, found ones at most, 2",
+                "scores, at most",
             ),
             ("palindrome", "--steps", "3", "--batch-size", "1"): ("sliding-window", "in all: 1,728 tokens"),
-        }  # fmt: skip
+        }
         for command, words in said.items():
             main([*map(str, command), "--workspace", str(place), "--dry-run"])
             printed = capsys.readouterr().out
@@ -315,9 +317,14 @@ class TestInit:
         [(10**6, (False, None)), (1800, (False, 1)), (1400, (True, 2)), (1260, (True, 1))],
     )
     def test_layers_are_computed_again_where_no_block_fits_otherwise(
-        self, available: int, expected: object, model: Path, corpus_folder: Path, tmp_path: Path,
+        self,
+        available: int,
+        expected: object,
+        model: Path,
+        corpus_folder: Path,
+        tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         def cost(planner: Planner, variant: Variant) -> StepCost:
             return StepCost(2.0, 0.0, 0.0, 900, 100 if planner.recipe.gradient_checkpointing else 300, True)
 
@@ -330,9 +337,13 @@ class TestInit:
         assert (recipe.gradient_checkpointing, recipe.micro_batch_size) == expected
 
     def test_the_path_of_the_readme(
-        self, corpus_folder: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase,
-        capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+        self,
+        corpus_folder: Path,
+        tmp_path: Path,
+        tiny_tokenizer: PreTrainedTokenizerBase,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         """Its own recipe was declared bad, and ``match-budget`` failed on what it trained."""
         monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
         monkeypatch.chdir(tmp_path)

@@ -46,9 +46,19 @@ def project(tmp_path: Path) -> tuple[Path, Path]:
 
 def command(recipe: Path, workspace: Path, *more: str) -> list[str]:
     return [
-        "search", "--recipe", str(recipe), "--workspace", str(workspace), "--probe", "tiny", "--window", "4",
-        "--max-tokens", "640", *more,
-    ]  # fmt: skip
+        "search",
+        "--recipe",
+        str(recipe),
+        "--workspace",
+        str(workspace),
+        "--probe",
+        "tiny",
+        "--window",
+        "4",
+        "--max-tokens",
+        "640",
+        *more,
+    ]
 
 
 class TestCommand:

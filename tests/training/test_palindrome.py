@@ -66,8 +66,12 @@ class TestSequences:
             kind: [w for w, k in zip(words, sequences.kinds, strict=True) if k == kind] for kind in sequences.kinds
         }
         assert {kind: len(members) for kind, members in by_kind.items()} == {
-            "start": 1, "number": 32, "whitespace": 31, "instruction": len(INSTRUCTION.split()), "output": 63,
-        }  # fmt: skip
+            "start": 1,
+            "number": 32,
+            "whitespace": 31,
+            "instruction": len(INSTRUCTION.split()),
+            "output": 63,
+        }
         assert all(word.isdigit() for word in by_kind["number"])
         assert set(by_kind["whitespace"]) == {" "}
 

@@ -265,9 +265,14 @@ class TestNotFinite:
 
     @pytest.mark.parametrize(("step", "rate", "good"), [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")])
     def test_a_weight_thrown_far_is_not_saved(
-        self, step: int, rate: float, good: str, run: Callable[[], Branch], tmp_path: Path,
+        self,
+        step: int,
+        rate: float,
+        good: str,
+        run: Callable[[], Branch],
+        tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A learning rate of 1e20 in one step: the weights are finite, and once saved no command got on from them.
         At 1e30 in the last one the run ended as if nothing were wrong, with the NLL of a uniform guess.
         """
