@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models, and what changes their files: of the tests that damage them."""
+"""Write checkpoints of tiny models and change their files, for tests that damage them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Weights = dict[str, Tensor]
 def write(
     folder: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gated", *, stock_type: bool = False, **options: Any
 ) -> Path:
-    """A checkpoint without a manifest, as other tools write them; with ``stock_type`` as earlier versions wrote it."""
+    """Write a checkpoint without a manifest, as other tools do; with ``stock_type`` as earlier versions wrote it."""
     model = tiny_model(**options)
     if kind == "gated":
         attach_gates(model, GateConfig(window=6, hidden_size=16, tau=0.4))

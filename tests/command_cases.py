@@ -1,4 +1,4 @@
-"""Read command lines back: what options a suggested command gives its stage, without running it."""
+"""Parse command lines back to the options that a suggested command passes to its stage, without running it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ShowLayo
 
 
 def parsed(line: str) -> Any:
-    """The options dataclass that a command line gives its stage; the command line is that of the product itself."""
+    """Return the options dataclass that a command line passes to its stage, parsed by the product's command line."""
     seen: list[Any] = []
     app, layouts = typer.Typer(), typer.Typer()
     for function in (*COMMANDS, pipeline.demo):
@@ -37,7 +37,7 @@ def parsed(line: str) -> Any:
 
 
 def _recorder(name: str, kind: type, seen: list[Any]) -> Callable[..., None]:
-    """A function with the command line of options of a ``kind`` that only keeps them."""
+    """Return a function that takes options of a ``kind`` from the command line and only stores them."""
 
     def record(options: Any, reporter: Reporter) -> None:
         seen.append(options)

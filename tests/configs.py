@@ -1,4 +1,4 @@
-"""``config.json`` of models that are too large to load here, as published, what decides no shape left out."""
+"""Published ``config.json`` contents of models too large to load in a test, reduced to what decides shapes."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ BILLIONS = {  # of parameters, as their cards say
 
 
 def published(name: str, **changes: Any) -> PreTrainedConfig:
-    """The config of one of these models, keys of its file changed."""
+    """Return the config of one of these models, with some keys changed."""
     content = {**CONFIGS[name], **changes}
     return AutoConfig.for_model(content.pop("model_type"), **content)
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model without memory for its weights."""
+    """Create a model on the meta device, without memory for its weights."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model

@@ -1,4 +1,4 @@
-"""Shared test models: tiny, random, offline."""
+"""Set up the environment and the fixtures that all tests share: tiny random models, offline."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    """int64 [2, 24]."""
+    """Token ids, int64 [2, 24]."""
     return torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """A byte-level BPE of 260 entries."""
+    """Byte-level BPE tokenizer with 260 entries."""
     return train_bpe(["the quick brown fox jumps over the lazy dog"] * 3, 260)
 
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Path:
-    """The file of ``write_project``, in a folder of its own."""
+    """Recipe file of ``write_project``, in a separate folder."""
     return write_project(tmp_path / "project")
 
 
 @pytest.fixture
 def recipe(recipe_file: Path) -> Recipe:
-    """The recipe of ``recipe_file``."""
+    """Recipe parsed from ``recipe_file``."""
     return Recipe.read(recipe_file)
 
 
@@ -65,7 +65,7 @@ def blocks() -> TokenBlocks:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """Ten short documents."""
+    """Folder of ten short documents."""
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(10):

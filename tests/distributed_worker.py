@@ -98,7 +98,7 @@ def _recorded(file: Path, stop_at: int) -> Iterator[None]:
 
 @contextmanager
 def sharding_on_cpu() -> Iterator[None]:
-    """accelerate shards on GPUs alone, and silently replicates elsewhere: tell it that it shards."""
+    """Make accelerate shard on CPUs, where it would silently replicate."""
     original = trainer.SPKVTrainer.create_accelerator_and_postprocess
 
     def create(self: Any) -> None:
@@ -150,7 +150,7 @@ def refuse() -> None:
 
 
 def main(mode: str, recipe_file: Path, folder: Path) -> None:
-    """Train in a way, the loss in chunks; with DDP one process is lost at last, while the other works."""
+    """Train in one mode with a chunked loss; with DDP one process finally exits while the other works."""
     recipe = Recipe.read(recipe_file)
     join_processes(recipe, "cpu")
     with pytest.raises(UserError, match="no"):

@@ -1,4 +1,4 @@
-"""What the tests share: tiny random models, a small project, tables, and how to run a command that must fail."""
+"""Shared helpers: tiny random models, a small project, tables, and how to run a command that must fail."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ precision: float32
 
 
 def write_project(folder: Path, recipe: str = RECIPE) -> Path:
-    """A recipe for a tiny model on forty short documents in two domains, in a new folder; the recipe's file."""
+    """Write a recipe for a tiny model on forty short documents in two domains to a new folder; return its file."""
     for domain in ("prose", "code"):
         (folder / "text" / domain).mkdir(parents=True)
         for number in range(20):
@@ -92,7 +92,7 @@ def write_project(folder: Path, recipe: str = RECIPE) -> Path:
 
 
 class Heard:
-    """What work says to a reporter: the lines, and by title what bars were told."""
+    """Records the lines that work reports, and by title the values of its bars."""
 
     def __init__(self) -> None:
         self.announced: list[str] = []
@@ -109,7 +109,7 @@ BLOCK = 32  # tokens of a block of the fixture ``blocks``
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """Run a command that must fail as a user's mistake; its message."""
+    """Run a command that must fail with a user error; return its message."""
     with pytest.raises(SystemExit) as exit_:
         main([str(a) for a in arguments])
     assert exit_.value.code == 2
@@ -155,7 +155,7 @@ def gated(family: str = "llama") -> PreTrainedModel:
 
 
 def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.ndarray:
-    """[N, L, Hkv, T] utility logits with hard gates at tau."""
+    """Return utility logits [N, L, Hkv, T] with hard gates at tau."""
     seen: list[torch.Tensor] = []
     handles = [p.register_forward_hook(lambda _m, _a, out: seen.append(out)) for p in predictors(model).values()]
     set_gate_mode(model, "hard", tau)
@@ -167,7 +167,7 @@ def all_logits(model: PreTrainedModel, blocks: TokenBlocks, tau: float) -> np.nd
 
 
 def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> HeadScores:
-    """A table from ``density`` [L, Hkv], or [P, L, Hkv] with its domains."""
+    """Make a table from ``density`` [L, Hkv], or [P, L, Hkv] with its domains."""
     grid = np.asarray(density, dtype=float)
     grid = grid[None] if grid.ndim == 2 else grid
     domain, layer, head = (axis.ravel() for axis in np.indices(grid.shape))
@@ -206,7 +206,7 @@ def make_layouts(*names: str) -> dict[str, Layout]:
 
 
 class Page(HTMLParser):
-    """Elements with their attributes, texts by element, and a check that tags close in order."""
+    """Parses elements with their attributes and texts, and checks that tags close in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -271,7 +271,7 @@ def make_comparison(**columns: list[Any]) -> pd.DataFrame:
 
 
 def make_search(**columns: list[Any]) -> pd.DataFrame:
-    """A search of two samplers: two layouts retrained, one of them a baseline."""
+    """Make the table of a search with two samplers and two retrained layouts, one of them a baseline."""
     nan = np.nan
     frame = pd.DataFrame(
         {

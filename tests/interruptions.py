@@ -1,4 +1,4 @@
-"""What tests of interrupted training share: a kill at a step, and whether two runs ended alike."""
+"""Interrupt trainings at a step, and check whether two runs ended alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Train = Callable[[str], Branch]
 
 
 class Killed(BaseException):
-    """In place of a SIGKILL: nothing in the process handles it."""
+    """Stands in for SIGKILL: nothing in the process handles it."""
 
 
 def at_step(number: int, action: Callable[[], None]) -> Callable[..., None]:
@@ -34,7 +34,7 @@ def kill() -> None:
 
 
 def cut(train: Train, name: str, monkeypatch: pytest.MonkeyPatch, step: int = 7) -> None:
-    """A run that is killed at the end of a step; checkpoints come every third."""
+    """Train until a kill at the end of a step; checkpoints are written every third step."""
     with monkeypatch.context() as patch:
         patch.setattr(callbacks.TokenProgressCallback, "on_step_end", at_step(step, kill))
         with pytest.raises(Killed):

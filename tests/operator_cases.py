@@ -1,4 +1,4 @@
-"""Inputs of the attention operator, and how its backends are compared: with the eager oracle in float64."""
+"""Inputs of the attention operator, and the comparison of its backends with the eager float64 oracle."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def inputs(shape: tuple[int, int, int, int, int], gate: str, seed: int = 0) -> d
 def run(
     given: dict[str, Tensor | None], dtype: torch.dtype, device: str = "cpu", **options: object
 ) -> dict[str, Tensor]:
-    """Output and gradients of a weighted sum of it."""
+    """Return the output and the gradients of a weighted sum of it."""
     given = {name: x.to(device) if x is not None else None for name, x in given.items()}
     leaves = {
         name: x.detach()
@@ -65,12 +65,12 @@ def run(
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest error over the largest value; gradients that are zero by nature (w = 1) count from 0.1."""
+    """Return the largest error over the largest value; gradients that are zero by nature (w = 1) count from 0.1."""
     return float((found.cpu().double() - expected).abs().max() / expected.abs().max().clamp_min(0.1))
 
 
 def check(given: dict[str, Tensor | None], window: int | Tensor, backend: str, **options: object) -> None:
-    """Compare output and every gradient, in float32, with the float64 oracle; ``options`` may say a ``device``."""
+    """Compare output and every gradient in float32 with the float64 oracle; ``options`` may set a ``device``."""
     same = {name: value for name, value in options.items() if name != "device"}
     expected = run(given, torch.float64, window=window, backend="reference", **same)
     found = run(given, torch.float32, window=window, backend=backend, **options)

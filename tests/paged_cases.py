@@ -1,4 +1,4 @@
-"""Paged caches with tokens in them, for the tests of decoding and of appending."""
+"""Paged caches with tokens in them, for the tests of decoding and appending."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled_cache(
     device: str = DEVICE,
     **options: int,
 ) -> PagedKVCache:
-    """A cache with sequences of ``lengths`` tokens and a head for every density."""
+    """Make a cache with sequences of ``lengths`` tokens and one head per density."""
     batch, heads = len(lengths), len(densities)
     cache = PagedKVCache(batch, heads, size, **{"window": 20, **options}, dtype=dtype, device=device)
     k, v = (normal(batch, heads, max(lengths), size, seed=seed, dtype=dtype).to(device) for seed in (1, 2))

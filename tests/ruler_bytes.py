@@ -1,4 +1,4 @@
-"""A hash of some of RULER's samples, for a process of its own to compute too; imports no torch."""
+"""Hash some RULER samples, in a separate process too; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks of a few samples that are made for a test, to choose, to write, to read, and a group; and who answers them."""
+"""Small downstream tasks for tests, with choices and with generated text, and a model that answers them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ metric_list: [{metric: word_perplexity}]
 
 
 def write_tasks(place: Path) -> Path:
-    """A folder with three tasks on eleven samples of different lengths, and a group of two of them."""
+    """Write three tasks on eleven samples of different lengths, and a group of two of them, to a folder."""
     place.mkdir()
     rows = [
         {"text": " ".join(WORDS[: 3 + n]), "choices": [WORDS[n], "dog", "the lazy fox"], "answer": n % 3}
@@ -68,7 +68,7 @@ def write_tasks(place: Path) -> Path:
 
 
 def hybrid() -> PreTrainedModel:
-    """A tiny model, half of whose layers are local."""
+    """Make a tiny model, half of whose layers are local."""
     model = tiny_model(vocab_size=300)
     apply_layout(model, Layout(("GG", "LL", "LL", "GG"), window=6))
     return model

@@ -1,4 +1,4 @@
-"""A command on a terminal of 80 columns: what a person sees of it, and when.
+"""Run a command on a terminal of 80 columns, and record what a user sees and when.
 
 ``python tests/terminal.py probe --max-tokens 20000`` runs it and says after how long the first output came, how long
 the longest silences were and what came before them, and which lines were too wide.
@@ -28,7 +28,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a terminal got: (seconds since the start, text) of every output, the seconds in all, and the exit code."""
+    """Output of a terminal: (seconds since the start, text) of every write, the total seconds, and the exit code."""
 
     outputs: list[tuple[float, str]]
     seconds: float
@@ -36,17 +36,17 @@ class Seen:
 
     @property
     def text(self) -> str:
-        """All of it, with control sequences."""
+        """Whole output, with control sequences."""
         return "".join(text for _, text in self.outputs)
 
     @property
     def lines(self) -> list[str]:
-        """Every line that ever stood on the screen, those that were overwritten too."""
+        """Every line that was ever on the screen, including overwritten ones."""
         return [line for line in re.split(r"[\r\n]+", _CONTROL.sub("", self.text)) if line.strip()]
 
     @property
     def wide_lines(self) -> list[str]:
-        """Those that do not fit, but for long paths, which must not be broken."""
+        """Lines wider than the terminal, except long paths, which must not be broken."""
         return [
             line
             for line in self.lines
@@ -55,7 +55,7 @@ class Seen:
         ]
 
     def silences(self, longest: float) -> list[tuple[float, float, str]]:
-        """(when, seconds, the line before) of those that were longer than ``longest``, the one at the start too."""
+        """Return (when, seconds, line before) of silences longer than ``longest``, including the one at the start."""
         times = [0.0, *(when for when, _ in self.outputs), self.seconds]
         before = ["the start", *(text for _, text in self.outputs)]
         gaps = zip(times, times[1:], before, strict=False)
@@ -72,7 +72,7 @@ def run(*arguments: str | Path, environment: dict[str, str] | None = None, folde
 
 
 def run_program(command: list[str], environment: dict[str, str] | None = None, folder: Path | None = None) -> Seen:
-    """As ``run``, for any command."""
+    """Run any command on a terminal, as ``run`` does."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}

@@ -1,4 +1,4 @@
-"""Small texts in files, and a tokenizer that keeps what it was given."""
+"""Small texts in files, and a tokenizer that records its input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spkv_nas.data.config import DataConfig
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes; it keeps the texts that it has tokenised."""
+    """Tokenizer whose tokens are bytes; it stores the texts that it has tokenised."""
 
     eos_token_id = 256
     backend_tokenizer = SimpleNamespace(to_str=lambda: "bytes")
@@ -29,12 +29,12 @@ class Bytes:
 
 
 def bytes_tokenizer(patience: int = 10**9) -> Any:
-    """As the type checker wants it; interrupted after ``patience`` texts."""
+    """Return a byte tokenizer, typed as transformers', that is interrupted after ``patience`` texts."""
     return Bytes(patience)
 
 
 def prose(number: int, start: int = 0) -> str:
-    """So many short paragraphs that differ."""
+    """Return a number of short paragraphs that differ."""
     return "".join(f"paragraph {i} has {i * i % 97} words\nin two lines\n\n" for i in range(start, start + number))
 
 
@@ -46,5 +46,5 @@ def write_files(folder: Path, number: int) -> Path:
 
 
 def sixty_documents(base: Path) -> DataConfig:
-    """Some of them held out."""
+    """Write sixty documents, some of them held out."""
     return DataConfig(sources=[str(write_files(base / "text", 60))], block_size=64, heldout=0.3)

@@ -1,4 +1,4 @@
-"""Density tables: means, thresholds from the histogram, files, and the errors of a CSV made by hand."""
+"""Test tables of head scores: means, thresholds from the histogram, files, and errors of CSV files written by hand."""
 
 from __future__ import annotations
 

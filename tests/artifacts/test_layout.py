@@ -1,4 +1,4 @@
-"""Layouts: the grid, its YAML file, and the errors of a file edited by hand."""
+"""Test layouts: the grid, its YAML file, and the errors of files edited by hand."""
 
 from __future__ import annotations
 

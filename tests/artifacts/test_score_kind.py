@@ -1,4 +1,4 @@
-"""Names, units and shades of what a table holds."""
+"""Test the names, units and shades of each kind of score."""
 
 from __future__ import annotations
 

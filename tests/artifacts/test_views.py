@@ -1,4 +1,4 @@
-"""How tables and layouts show themselves in a notebook."""
+"""Test how tables and layouts render in a notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spkv_nas.report.plot import Picture
 
 
 def texts(html: str) -> list[str]:
-    """Of the cells, row after row."""
+    """Return the texts of the cells, row by row."""
     return re.findall("<td[^>]*>([^<]*)</td>", html)
 
 

@@ -1,4 +1,4 @@
-"""Files that are written and read again."""
+"""Test that files are read back as they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hashes that are kept: read once, and again whenever the file may be another."""
+"""Test cached hashes: a file is read once, and again whenever it may have changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spkv_nas.base.manifest import check_manifest, manifest_checked, write_manif
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read; every file is large enough to be kept, and resolve_precision at once."""
+    """Record the names of the files that are read; every file counts as large enough to be cached."""
     names: list[str] = []
 
     def sha256_file(path: Path) -> str:
@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def later(path: Path) -> None:
-    """Wait until a change gets another time."""
+    """Wait until a change gets a different modification time."""
     before = path.stat().st_ctime_ns
     while path.stat().st_ctime_ns == before:
         path.touch()

@@ -1,4 +1,4 @@
-"""Actions that wait for an import."""
+"""Test callbacks that run when a module is imported."""
 
 from __future__ import annotations
 

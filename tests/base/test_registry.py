@@ -1,4 +1,4 @@
-"""Tests of the registry of built-in and third-party entries."""
+"""Test the registry of built-in and third-party entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps results whole: files that change together, records of them, and names that stay in their folder."""
+"""Test that results stay consistent: files that change together, their records, and names that stay in their folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spkv_nas.base.workspace import Workspace
 
 
 def write(folder: Path, content: str, *, with_heads: bool = True) -> None:
-    """A result of two tables, one of which is not always there, and a record."""
+    """Write a result of two tables, one of which is optional, and a record."""
     with replacing(folder, ["heads.csv"]) as new:
         (new / "table.csv").write_text(content)
         if with_heads:
@@ -32,7 +32,7 @@ def write(folder: Path, content: str, *, with_heads: bool = True) -> None:
 
 
 def read(folder: Path) -> dict[str, str]:
-    """The files of a result by name, as one sees them in the folder."""
+    """Return the files of a result by name, as a user sees them in the folder."""
     settle(folder)
     return {file.name: file.read_text() for file in folder.iterdir() if not file.name.startswith(".")}
 

@@ -1,4 +1,4 @@
-"""CSV tables: what a column may hold, its type once read, and where a mistake is."""
+"""Test CSV tables: which values a column accepts, its type once read, and where a mistake is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = pd.Series(["a"]).dtype  # by the version of pandas
 
 
 def read(folder: Path, text: str, *columns: Column, others: bool = False) -> pd.DataFrame:
-    """The table in a file with ``text``, of ``columns`` or else ``COLUMNS``."""
+    """Read the table in a file with ``text``, with ``columns`` or by default ``COLUMNS``."""
     file = folder / "mine.csv"
     file.write_text(text, encoding="utf-8", newline="")
     return read_table(file, "table of shares", columns or COLUMNS, others=others)

@@ -1,4 +1,4 @@
-"""Times of attention: what is measured, what is made of it, its files, the roofline, and both commands."""
+"""Test attention times: measurement, tables derived from it, files, the roofline, and both commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DECODE = {(100, 0): 1.0, (100, 1): 2.0, (100, 2): 4.0, (400, 0): 1.0, (400, 1): 
 
 
 def make_calibration(case: LayerCase = CASE, decode: dict[tuple[int, int], float] = DECODE) -> Calibration:
-    """Prefill is measured at 100 tokens only, where it takes half a decoded token's time."""
+    """Make a calibration with prefill measured at 100 tokens only, where it takes half a decoded token's time."""
     timings = [Timing("decode", *point, seconds) for point, seconds in decode.items()]
     timings += [Timing("prefill", *point, seconds / 2) for point, seconds in decode.items() if point[0] == 100]
     return Calibration(case, "abacus", 2, tuple(timings), {"torch": "2.13.0"})
@@ -107,7 +107,7 @@ class TestFiles:
         ]
 
     def rewrite(self, folder: Path, table: str | None = None, **header: Any) -> None:
-        """Other contents; a table of its own gets its hash."""
+        """Replace the contents of a file; a separate table gets its new hash."""
         if table is not None:
             (folder / "calibration.csv").write_text(table)
             header["csv_sha256"] = hashlib.sha256(table.encode()).hexdigest()
@@ -271,7 +271,7 @@ class TestCommands:
         )
 
     def cost(self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str) -> tuple[str, str]:
-        """What ``cost`` prints: the answer, and the remarks."""
+        """Run ``cost`` and return its answer and its remarks."""
         capsys.readouterr()
         main(["cost", "micro-3", "-w", str(workspace), *options])
         shown = capsys.readouterr()

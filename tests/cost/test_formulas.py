@@ -1,4 +1,4 @@
-"""What attention costs: formulae agree with counting, and ``spkv-nas cost`` shows them."""
+"""Test the cost of attention: formulas agree with counting, and ``spkv-nas cost`` prints them."""
 
 from __future__ import annotations
 

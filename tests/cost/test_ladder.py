@@ -1,4 +1,4 @@
-"""The paper's ladder of models, and the recipes of its levels."""
+"""Test the paper's ladder of models, and the recipes of its levels."""
 
 from __future__ import annotations
 

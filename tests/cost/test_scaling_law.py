@@ -1,4 +1,4 @@
-"""The scaling law: it meets the paper's table and its fit, and ``spkv-nas scaling`` says so."""
+"""Test the scaling law against the paper's table and fit, and the output of ``spkv-nas scaling``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages take by a config alone: memory as autograd keeps it, tokens and FLOPs as commands pass them."""
+"""Test costs predicted from a config alone: memory against autograd, tokens and FLOPs against the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text is read again when it, or what decides its blocks, has changed, and only then."""
+"""Test that a text is read again only if it, or a setting that decides its blocks, has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of any size becomes token blocks: in pieces where it is long, in bounded memory, and on from where it was."""
+"""Test tokenizing text of any size: in pieces, in bounded memory, and resumable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source ``installed``: the packages that constraints.txt pins, the same text wherever they are."""
+"""Test the source ``installed``: the packages pinned in constraints.txt, the same text on every machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LICENCE = "# Copyright 2026 the authors\n# under the Apache License\n\n"
 
 
 class Site:
-    """A folder of installed packages beside a file of pins."""
+    """Folder of installed packages beside a file of pins."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._pins = folder / "site", folder / "constraints.txt"
@@ -45,7 +45,7 @@ class Site:
         (self._folder / about / "RECORD").write_text(record)
 
     def add(self, name: str, files: Files) -> None:
-        """Installed as pinned."""
+        """Add an installed package with its pin."""
         self.pin(f"{name}==1.0")
         self.install(name, "1.0", files)
 
@@ -56,7 +56,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 
 def texts() -> dict[str, tuple[str, str]]:
-    """(domain, text) by name."""
+    """Return (domain, text) by name."""
     return {name: (domain, text) for text, domain, name in installed.texts()}
 
 

@@ -1,4 +1,4 @@
-"""Samples of RULER among the training text: their share, their tokens, and runs that see the same of them."""
+"""Test RULER samples in the training text: their share, their tokens, and that all runs see the same ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RULER's samples: what each task hides is there as it says, fills the length and is the same everywhere."""
+"""Test RULER samples: each task hides its needles as it claims, fills the length and is reproducible everywhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """Essays, questions as SQuAD has them, and as HotpotQA has them."""
+    """Write essays, and questions in the formats of SQuAD and HotpotQA."""
     folder, rng = tmp_path_factory.mktemp("ruler"), Random(0)
     words = ("the", "value", "of", "this", "is", "a", "new", "line", "with", "more", "text")
     sentences = [" ".join(rng.choices(words, k=rng.randint(3, 15))).capitalize() + "." for _ in range(400)]

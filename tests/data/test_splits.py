@@ -1,4 +1,4 @@
-"""Text: sources, a split by content that leaks nothing, tokenizers and token blocks."""
+"""Test text: sources, a split by content that leaks nothing, tokenizers and token blocks."""
 
 from __future__ import annotations
 

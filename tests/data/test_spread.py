@@ -1,4 +1,4 @@
-"""Held-out text and samples of a text are spread over its documents."""
+"""Test that held-out text and samples of a text are spread over its documents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def effective_number(blocks: TokenBlocks) -> float:
 
 
 def texts(sizes: list[int]) -> list[tuple[Document, np.ndarray]]:
-    """Documents with tokens that tell document and position."""
+    """Return documents whose tokens encode document and position."""
     return [
         (Document(f"{i} {size}", "a", str(i)), 1000 * i + np.arange(size, dtype=np.int32))
         for i, size in enumerate(sizes)
@@ -131,7 +131,7 @@ class TestSpread:
 
 
 def write_uneven(folder: Path, number: int = 120) -> None:
-    """Files of which two are far longer than all others together."""
+    """Write files of which two are far longer than all others together."""
     folder.mkdir()
     for i in range(number):
         (folder / f"{i:03}.txt").write_text(prose(400 if i in (0, 1) else 5, 1000 * i))

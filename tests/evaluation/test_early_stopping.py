@@ -1,4 +1,4 @@
-"""Racing: layouts that are behind on a quarter of the text are stopped, the best never, and nothing else changes."""
+"""Test early stopping: layouts behind on a quarter of the text are stopped, the best never, and no score changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYOUTS = [Layout(tuple(grid.split()), 6) for grid in ("GL LL LG LL", "LL GG LL 
 
 @pytest.fixture
 def text() -> TokenBlocks:
-    """43 blocks; 10 documents of up to 138 tokens."""
+    """Token blocks: 43 blocks, 10 documents of up to 138 tokens."""
     tokens = np.random.default_rng(0).integers(3, 97, size=(43, BLOCK)).astype(np.int32)
     owner = (np.arange(tokens.size) // 138).astype(np.int32).reshape(tokens.shape)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "all", str(i)) for i in range(owner.max() + 1)))
@@ -35,7 +35,7 @@ def text() -> TokenBlocks:
 
 @pytest.fixture
 def course(text: TokenBlocks) -> RungSchedule:
-    """Laps of 10, 11 and 22 blocks."""
+    """Stages of 10, 11 and 22 blocks."""
     course = RungSchedule.of(text)
     assert course is not None
     return course
@@ -47,7 +47,7 @@ def race(course: RungSchedule, tmp_path: Path) -> Race:
 
 
 def planted(blocks: TokenBlocks, losses: Iterable[float]) -> DocumentNLL:
-    """The NLL of a layout that loses so much on every token of each block of a lap."""
+    """Return the NLL of a layout with a fixed loss per token in each block of a stage."""
     owner, number = blocks.document[:, 1:].ravel(), len(blocks.documents)
     counts = np.bincount(owner, minlength=number)
     return DocumentNLL(40.0 * counts + np.bincount(owner, np.repeat(list(losses), BLOCK - 1), number), counts)

@@ -1,4 +1,4 @@
-"""Paired differences: errors that count the baseline's variation, few and unequal documents, and shared documents."""
+"""Test paired differences: errors that include the baseline's variation, few or unequal documents, shared documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OLD_DEMO = np.array([26_000, 24_000, 3_500, 3_000, 2_500, 1_500, 1_400, 1_300, 1
 
 
 def documents(rng: np.random.Generator, number: int, spread: float) -> DocumentNLL:
-    """NLL of documents of unequal length, 2 nats per token give or take ``spread``."""
+    """Return NLL of documents of unequal length, 2 nats per token give or take ``spread``."""
     tokens = rng.integers(100, 4000, size=number)
     return DocumentNLL(tokens * (2.0 + spread * rng.normal(size=number)), tokens)
 
@@ -103,7 +103,7 @@ def test_one_document_has_no_error() -> None:
 
 class TestPairs:
     def rows(self) -> dict[str, DocumentNLL]:
-        """Two layouts that lose nearly the same in every document, and much more in some than in others."""
+        """Return two layouts whose losses per document are nearly equal, and vary much between documents."""
         rng = np.random.default_rng(2)
         dense = documents(rng, 50, 0.2)
         harm = 1.2 + 0.1 * rng.normal(size=50)

@@ -1,4 +1,4 @@
-"""Zero-shot scores: what each layout gives by hand, with layers shared and with scores from disk."""
+"""Test zero-shot scores against layouts applied one by one, with shared layers and with scores from disk."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def same(one: DocumentNLL, other: DocumentNLL) -> bool:
 
 
 def by_hand(model: PreTrainedModel, layout: Layout | None, text: TokenBlocks) -> DocumentNLL:
-    """With the layout applied to a copy of the model, gates removed."""
+    """Return NLL with the layout applied to a copy of the model without gates."""
     model = copy.deepcopy(model)
     detach(model)
     if layout is not None:

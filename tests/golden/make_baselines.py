@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def watched(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, Any]:
-    """What the last layer's attention has of ``tokens``; queries and keys rotated."""
+    """Return the queries and keys, both rotated, that the last layer's attention computes from ``tokens``."""
     seen: dict[str, Any] = {}
     module = model.model.layers[-1].self_attn
 
@@ -80,7 +80,7 @@ def watched(model: LlamaForCausalLM, tokens: Tensor) -> dict[str, Any]:
 
 
 def kvzip(model: LlamaForCausalLM, context: Tensor, repeat: Tensor, module: Any) -> np.ndarray:
-    """KVzip+ of the context's keys in the last layer [Hkv, n]."""
+    """Return KVzip+ scores of the context's keys in the last layer [Hkv, n]."""
     press = kvpress.KVzipPress(0.5, kvzip_plus_normalization=True)
     press.start_idx, press.end_idx, press.context_length = 0, context.shape[1], context.shape[1]
     press.score_val = torch.zeros(2, 1, 2, context.shape[1])

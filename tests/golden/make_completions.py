@@ -1,4 +1,4 @@
-"""Writes spkv_nas/assets/tasks/stdlib_completions.jsonl: names that code goes on with, from beyond a local window.
+"""Write spkv_nas/assets/tasks/stdlib_completions.jsonl: completions that need a name from beyond the window.
 
 Of every held-out document of the embedded models' text at most eight places where the next word is a name that the text
 before has, but not its last 160 characters, a window of about 50 tokens; three other such names are the wrong choices.
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def places(text: str, source: str, rng: Random) -> list[dict[str, Any]]:
-    """Of one document, evenly drawn. A space before the name is the name's, as most tokenizers have it."""
+    """Yield evenly drawn places of one document. A name includes the space before it, as in most tokenizers."""
     found = []
     for word in WORD.finditer(text, BEFORE):
         context = text[word.start() - BEFORE : word.start()]

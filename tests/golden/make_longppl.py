@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def plain(result: dict[str, Any]) -> dict[str, float]:
-    """Numbers as JSON has them."""
+    """Convert numbers to those of JSON."""
     return {key: float(value) for key, value in result.items()}
 
 

@@ -1,4 +1,4 @@
-"""The attention operator: every backend against the eager float64 oracle, outputs and all gradients."""
+"""Test every attention backend against the eager float64 oracle, outputs and all gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged cache against a plain list of what every head must hold, and decoding against whole-sequence attention."""
+"""Test the paged cache against a plain list of keys per head, and decoding against whole-sequence attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 4
 
 @dataclass
 class Model:
-    """What a cache must hold: for every sequence its tokens, and for every head which of them its gate kept."""
+    """Reference contents of a cache: tokens by sequence, and by head which of them its gate kept."""
 
     heads: int
     window: int

@@ -1,4 +1,4 @@
-"""Threads sleep soon while they wait, in commands and in Python, unless the environment says otherwise."""
+"""Test that waiting threads sleep soon, in commands and in Python, unless the environment overrides it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ finally:
 
 
 def shown(code: str, **given: str) -> str:
-    """The last line that ``code`` prints in a fresh process whose environment says of waiting what is given alone."""
+    """Return the last line that ``code`` prints in a fresh process with only these wait settings."""
     environment = {name: value for name, value in {**os.environ, **ENVIRONMENT}.items() if name not in WAITS}
     ran = subprocess.run([sys.executable, "-c", code], env={**environment, **given}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

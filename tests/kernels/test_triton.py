@@ -1,4 +1,4 @@
-"""The Triton kernels: in the interpreter where there is no GPU, compiled where there is one."""
+"""Test the Triton kernels: in the interpreter without a GPU, compiled with one."""
 
 from __future__ import annotations
 

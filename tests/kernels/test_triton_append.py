@@ -1,4 +1,4 @@
-"""The Triton kernel that appends to paged caches, against torch's append."""
+"""Test the Triton kernel that appends to paged caches against torch's append."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of decoding: attention over paged caches against the oracle."""
+"""Test the Triton decoding kernel: attention over paged caches against the oracle."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BENCHMARKS = ROOT / "kernels" / "benchmarks"
 
 @contextlib.contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """Deterministic mode fills every fresh tensor with NaN."""
+    """Enable deterministic mode, which fills every new tensor with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Gates and layouts on Hugging Face models: the maths is the model's own, and what would change it is refused."""
+"""Test gates and layouts on Hugging Face models: the maths stays the model's, and unsupported models are refused."""
 
 from __future__ import annotations
 

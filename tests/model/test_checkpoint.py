@@ -1,4 +1,4 @@
-"""Loading: a checkpoint is read as it was written, or refused in a line; nothing of it is invented."""
+"""Test loading: a checkpoint is read as written, or refused in one line; nothing in it is made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: manifest, identity, hostile contents, a disk that is full."""
+"""Test the files of a checkpoint: manifest, identity, hostile contents, a full disk."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ VALUES: list[Any] = [
 
 
 def places(content: Any) -> list[tuple[Any, Any]]:
-    """Every (container, key) in a JSON document."""
+    """Yield every (container, key) in a JSON document."""
     keys = content.keys() if isinstance(content, dict) else range(len(content)) if isinstance(content, list) else ()
     return [place for key in keys for place in ((content, key), *places(content[key]))]
 

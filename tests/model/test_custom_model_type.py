@@ -1,4 +1,4 @@
-"""Whatever saves a model with gates or a layout, no loader runs it as a dense model without an error."""
+"""Test that no loader silently runs a saved model with gates or a layout as a dense model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model_type(folder: Path) -> str:
 
 
 def refused_by_plain_transformers(*folders: Path) -> None:
-    """By the Auto classes because of the type, by a stock class because of the number of layers; in a fresh process."""
+    """Check, in a fresh process, that Auto classes refuse the type and stock classes the number of layers."""
     done = subprocess.run([sys.executable, "-c", PLAIN, *map(str, folders)], capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stderr

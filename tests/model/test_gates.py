@@ -1,4 +1,4 @@
-"""The paper's variants of gates and predictors: each does what it says, and none does nothing."""
+"""Test the paper's variants of gates and predictors: each does what it claims, and each has an effect."""
 
 from __future__ import annotations
 

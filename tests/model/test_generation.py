@@ -1,4 +1,4 @@
-"""Generation with the paged cache: the same logits and text as whole forward passes with the same gates."""
+"""Test generation with the paged cache: logits and text equal those of whole forward passes with the same gates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (5, 31, 12, 1, 24)
 
 
 def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
-    """A tiny model with a window of 6: hard gates, ones that keep sinks alone, a mixed layout, one of whole layers."""
+    """Make a tiny model with window 6: hard gates, gates that keep only sinks, a mixed layout, or whole layers."""
     model = tiny_model(family, max_position_embeddings=4096)
     model.generation_config.eos_token_id = None
     if kind == "gates":
@@ -37,7 +37,7 @@ def model_with(kind: str, family: str = "llama") -> PreTrainedModel:
 
 
 def prompts(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(ids, mask) of five prompts of different lengths, padded on the left."""
+    """Return (ids, mask) of five prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 97, (len(LENGTHS), max(LENGTHS)), generator=generator)
     mask = torch.arange(max(LENGTHS)) >= max(LENGTHS) - torch.tensor(LENGTHS)[:, None]

@@ -1,4 +1,4 @@
-"""Generation as users of transformers call it: ``generate`` and pipelines make the cache that a hybrid needs."""
+"""Test generation as users of transformers call it: ``generate`` and pipelines make the cache that a hybrid needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses in chunks: what the model's whole logits give, by every kind of head, without ever having them."""
+"""Test chunked losses against the full logits, for every kind of head and without materialising the logits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def tokens() -> Tensor:
 
 @contextmanager
 def in_chunks(model: PreTrainedModel, size: int = CHUNK) -> Iterator[None]:
-    """Inside the ``with`` block a chunk has ``size`` tokens, and the head may be given no more at once."""
+    """Limit chunks to ``size`` tokens inside the ``with`` block, and fail if the head receives more at once."""
 
     def check(_head: object, args: tuple[Tensor]) -> None:
         assert args[0].shape[:-1].numel() <= size
@@ -71,7 +71,7 @@ def reference(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def gradients(model: PreTrainedModel, value: Tensor) -> dict[str, Tensor]:
-    """Of every parameter that has one; those of the model are taken away."""
+    """Return the gradient of every parameter that has one, and clear those of the model."""
     value.backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -168,7 +168,7 @@ def test_gradients_of_weights_in_bfloat16_are_summed_in_float32(tokens: Tensor) 
 
 
 class OfTokens(LlamaForCausalLM):
-    """Its logits are not of the last hidden states alone."""
+    """Model whose logits depend on more than the last hidden states."""
 
     def forward(self, input_ids: Tensor, logits_to_keep: int = 0, **kwargs: Any) -> Any:
         output = super().forward(input_ids=input_ids, logits_to_keep=logits_to_keep, **{**kwargs, "labels": None})
@@ -179,7 +179,7 @@ class OfTokens(LlamaForCausalLM):
 
 
 class OfAllTokens(LlamaForCausalLM):
-    """It has no choice of positions."""
+    """Model that cannot compute logits for selected positions only."""
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, use_cache: bool = False) -> Any:
         return super().forward(input_ids=input_ids, labels=labels, use_cache=use_cache)
@@ -238,7 +238,7 @@ class TestWhoComputesLosses:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of new tensors that are there at once."""
+    """Counts the bytes of new tensors that are alive at once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a model's gates work is one fact per model: what sets it, what reads it, and what puts it back."""
+"""Test gate modes, one per model: what sets the mode, what reads it, and what restores it."""
 
 from __future__ import annotations
 

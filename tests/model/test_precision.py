@@ -1,4 +1,4 @@
-"""What is computed in which dtype: a checkpoint's own, unless the device would only emulate it."""
+"""Test the dtype of computations: that of the checkpoint, unless the device would only emulate it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEES = "import torch; from spkv_nas.base.device import is_native; print(is_nativ
 
 @pytest.fixture
 def checkpoint(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
-    """A model in bfloat16 with gates in float32."""
+    """Checkpoint of a bfloat16 model with float32 gates."""
     model = tiny_model("llama", vocab_size=len(tiny_tokenizer))
     attach_gates(model, GateConfig(window=8, hidden_size=8, bias=0.0))
     model.to(torch.bfloat16)
@@ -42,13 +42,13 @@ def checkpoint(tiny_tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def emulating(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device without instructions for 16-bit floats."""
+    """Pretend that the device has no instructions for 16-bit floats."""
     monkeypatch.setattr(device, "is_native", lambda _, dtype: dtype not in (torch.bfloat16, torch.float16))
 
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with instructions for all."""
+    """Pretend that the device has instructions for all dtypes."""
     monkeypatch.setattr(device, "is_native", lambda _, dtype: True)
 
 

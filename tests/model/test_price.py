@@ -1,4 +1,4 @@
-"""The price of keys: how the first one is found, how it moves, and what recipes say of it."""
+"""Test the price of keys: its initial value, its updates, and its keys in recipes."""
 
 from __future__ import annotations
 

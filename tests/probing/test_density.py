@@ -1,4 +1,4 @@
-"""Probing: the counts are those of a plain loop over tokens, and other thresholds follow from the histogram."""
+"""Test probing: counts equal those of a plain loop over tokens, and the histogram gives other thresholds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def blocks() -> TokenBlocks:
-    """9 blocks of 32 tokens; 12 documents of 24 tokens in two domains, so that documents cross blocks."""
+    """Token blocks: 9 of 32 tokens; 12 documents of 24 tokens in two domains, so that documents cross blocks."""
     tokens = np.random.default_rng(0).integers(3, 97, size=(9, 32)).astype(np.int32)
     owner = np.repeat(np.arange(12, dtype=np.int32), 24).reshape(9, 32)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(12)))

@@ -1,4 +1,4 @@
-"""Head gates: at 0 and 1 they are a layout, in between the loss's own gradient moves them, and they meet the budget."""
+"""Test head gates: layouts at 0 and 1, the loss's gradient in between, and the budget met."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WINDOW, LENGTH = 6, 40
 
 @pytest.fixture
 def blocks() -> TokenBlocks:
-    """8 blocks of 40 tokens: 20 random ones, and the same again."""
+    """Token blocks: 8 of 40 tokens, 20 random ones twice."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(8, 20)).astype(np.int32)
     tokens = np.concatenate([tokens, tokens], axis=1)
     owner = np.repeat(np.arange(8, dtype=np.int32), LENGTH).reshape(8, LENGTH)
@@ -38,7 +38,7 @@ def blocks() -> TokenBlocks:
 
 
 def strong_attention_model(dead: bool = False) -> PreTrainedModel:
-    """Heads that matter; if ``dead``, KV head 1 of every layer is read by nobody."""
+    """Make a model whose heads matter; if ``dead``, KV head 1 of every layer is unused."""
     model = tiny_model(vocab_size=300)
     with torch.no_grad():
         for layer in model.model.layers:

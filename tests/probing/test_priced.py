@@ -1,4 +1,4 @@
-"""Priced gates on a frozen model: only predictors learn, at a target density, and a killed run goes on bit for bit."""
+"""Test priced gates on a frozen model: only predictors learn, to a target density, and resumption is exact."""
 
 from __future__ import annotations
 

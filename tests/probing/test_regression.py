@@ -1,4 +1,4 @@
-"""Regression: planted gains are found, with honest errors; scores that are there count; layouts follow it."""
+"""Test regression: planted gains are recovered with valid errors, existing scores are reused, layouts follow."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WINDOW = 6
 
 @pytest.fixture
 def blocks() -> TokenBlocks:
-    """5 blocks of 40 tokens; 10 documents of 20 tokens in two domains."""
+    """Token blocks: 5 of 40 tokens; 10 documents of 20 tokens in two domains."""
     tokens = np.random.default_rng(0).integers(3, 290, size=(5, 40)).astype(np.int32)
     owner = np.repeat(np.arange(10, dtype=np.int32), 20).reshape(5, 40)
     return TokenBlocks(tokens, owner, tuple(DocumentInfo(str(i), "ab"[i % 2], str(i)) for i in range(10)))
 
 
 def loud() -> PreTrainedModel:
-    """A model whose attention outside the window is heard."""
+    """Make a model on which attention outside the window has a large effect."""
     model = tiny_model(vocab_size=300)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -43,7 +43,7 @@ def loud() -> PreTrainedModel:
 
 
 def design(number: int, seed: int) -> np.ndarray:
-    """Random layouts of 18 of 63 heads, 0 or 1 [number, 63]."""
+    """Return random layouts of 18 of 63 heads, 0 or 1 [number, 63]."""
     return (np.random.default_rng(seed).random((number, 63)).argsort(1) < 18).astype(float)
 
 
@@ -89,7 +89,7 @@ class TestRidge:
 
 
 class Evaluator:
-    """In place of ``zero_shot``: NLL by document that falls by a planted gain for every global head."""
+    """Stands in for ``zero_shot``: NLL by document that falls by a planted gain for every global head."""
 
     def __init__(self, gains: np.ndarray, num_documents: int) -> None:
         rng = np.random.default_rng(4)

@@ -1,4 +1,4 @@
-"""The notebook is committed with its outputs, and runs from its first cell to its last, as a reader would run it."""
+"""Test that the notebook is committed with its outputs, and runs from the first cell to the last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = ROOT / "reports" / "first-steps.ipynb"
 
 
 def outputs(notebook: Any) -> list[Any]:
-    """What cells show, without what libraries write to stderr meanwhile, such as bars."""
+    """Return the cells' outputs, without what libraries write to stderr, such as progress bars."""
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return [output for cell in cells for output in cell.outputs if output.get("name") != "stderr"]
 

@@ -1,4 +1,4 @@
-"""What is built of a checkout: the commit that it was built from, and what must lie in it."""
+"""Test the packages built from a checkout: their commit, and the files that they must contain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = COMMIT_FILE.relative_to(ROOT).as_posix()
 
 
 def build(target: str, root: Path, folder: Path) -> Path:
-    """The one file that building makes."""
+    """Build one distribution and return its file."""
     arguments = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
     subprocess.run(arguments, cwd=root, check=True, capture_output=True, timeout=300)
     (built,) = folder.iterdir()

@@ -1,4 +1,4 @@
-"""The library from Python: paths as text, options of loading, and public functions on models in memory."""
+"""Test the Python API: paths as text, options of loading, and public functions on models in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The study's driver (``reports/study``), end to end on a tiny plan: every command goes on where it was."""
+"""Test the study's driver (``reports/study``) end to end on a tiny plan: every command resumes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the model predicts", "ignore:wha
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """``run.py``, whose neighbours are modules by their own names while the test runs."""
+    """Module ``run.py``, with its neighbours importable by name during the test."""
     monkeypatch.syspath_prepend(STUDY)
     assert not set(MODULES) & sys.modules.keys()
     yield import_module("run")
@@ -63,7 +63,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    """A plan beside the recipe of a tiny model."""
+    """Plan beside the recipe of a tiny model."""
     folder = write_project(tmp_path / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 4")).parent
     (folder / "plan.yaml").write_text(PLAN)
     return folder / "plan.yaml"

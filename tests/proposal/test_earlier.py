@@ -1,4 +1,4 @@
-"""What an earlier proposal or comparison left is kept, or named when it is replaced."""
+"""Test that earlier proposals and comparisons are kept, or named when they are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The formats of DuoAttention and PruLong, and the commands that show, compare and convert layouts.
+"""Test the formats of DuoAttention and PruLong, and the commands that show, compare and convert layouts.
 
 The files are made in the form in which both projects write them (``numpy.savetxt``, ``csv.writer``).
 """
@@ -35,7 +35,7 @@ CONFIG = {"model_name": "m", "lr": 0.02, "sink_size": 128, "recent_size": 256, "
 
 @pytest.fixture
 def duo(tmp_path: Path) -> Path:
-    """A DuoAttention folder."""
+    """Folder in DuoAttention's format."""
     folder = tmp_path / "lr=0.02-reg=0.05"
     folder.mkdir()
     np.savetxt(folder / "full_attention_heads.tsv", ALPHA, delimiter="\t")
@@ -45,7 +45,7 @@ def duo(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def prulong(tmp_path: Path) -> Path:
-    """A PruLong mask in the folder of its checkpoint."""
+    """PruLong mask in the folder of its checkpoint."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     with (folder / "masks.tsv").open("w", newline="") as file:
@@ -56,7 +56,7 @@ def prulong(tmp_path: Path) -> Path:
 
 
 def as_duo_attention_reads(folder: Path) -> tuple[NDArray[np.float64], int, int]:
-    """Alpha, sinks and window, by the calls of its loader."""
+    """Return alpha, sinks and window, by the calls of DuoAttention's loader."""
     config = json.loads((folder / "config.json").read_text())
     alpha = np.loadtxt(folder / "full_attention_heads.tsv", dtype=float, delimiter="\t")
     return np.clip(alpha, 0, 1), config["sink_size"], config["recent_size"]
@@ -272,7 +272,7 @@ class TestConverting:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, standard output and error (its lines joined) of a command."""
+    """Run a command; return its exit code, standard output and error (lines joined)."""
     code = 0
     try:
         main([str(a) for a in arguments])

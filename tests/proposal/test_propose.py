@@ -1,4 +1,4 @@
-"""Proposals: the strategies, their budgets, density coverage, and the files."""
+"""Test proposals: the strategies, their budgets, density coverage, and the files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "
 
 
 def make_table(density: object, **options: object) -> HeadScores:
-    """A table with one domain from ``density`` [L, Hkv]."""
+    """Make a table with one domain from ``density`` [L, Hkv]."""
     grid = np.asarray(density, dtype=float)
     layer, head = (axis.ravel() for axis in np.indices(grid.shape))
     frame = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
@@ -164,7 +164,7 @@ def test_coverage_curve(table: HeadScores) -> None:
 
 
 def histogram_table() -> HeadScores:
-    """Every head has 80 tokens spread evenly over logits -4 to 4."""
+    """Make a table in which every head has 80 tokens spread evenly over logits -4 to 4."""
     counts = np.full((1, 3, 2, 10), 10)
     counts[..., [0, -1]] = 0
     return make_table(np.full((3, 2), 0.5), histogram=LogitHistogram(np.linspace(-4, 4, 9), counts, ("all",)))
@@ -224,7 +224,7 @@ def test_thresholds_in_files(tau: float, kept: float) -> None:
 
 
 def write_layouts(folder: Path, layouts: dict[str, Layout]) -> list[Path]:
-    """The files of layouts, by name."""
+    """Return the files of layouts, by name."""
     for name, layout in layouts.items():
         layout.write(folder / f"{name}.yaml")
     return [folder / f"{name}.yaml" for name in layouts]

@@ -1,4 +1,4 @@
-"""What is required of a proposal beside its budget: weights, memory, ranges of budgets; and the command."""
+"""Test requirements beside the budget: weights, memory, ranges of budgets; and the command."""
 
 from __future__ import annotations
 

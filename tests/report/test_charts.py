@@ -1,4 +1,4 @@
-"""Charts: what is drawn, that no label hides anything, and that pictures have the same bytes every time."""
+"""Test charts: what is drawn, that labels hide nothing, and that pictures have the same bytes every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A watched report while other commands work: what a search has scored, what a training has logged."""
+"""Test a watched report while other commands run: a search's scores, and a training's log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TABLE = "layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n"
 
 
 class Ended(BaseException):
-    """In place of the signal that ends the watching."""
+    """Stands in for the signal that ends the watching."""
 
 
 @pytest.fixture
@@ -40,14 +40,14 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the pictures that are drawn."""
+    """Record the names of the pictures that are drawn."""
     names: list[str] = []
     monkeypatch.setattr(report_page, "save_chart", lambda _, chart: names.append(chart.name))
     return names
 
 
 def watched(place: Path, steps: Iterator[Callable[[], None]]) -> list[str]:
-    """What the page says is under way after each look: "" where it was not written, "nothing" without a section."""
+    """Return the page's work in progress after each look: "" where it was not written, "nothing" without a section."""
     page, seen = place / "reports/mine/index.html", list[str]()
 
     def wait(_: float) -> None:

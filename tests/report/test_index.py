@@ -1,4 +1,4 @@
-"""The index of a workspace's reports: a card for every probe and search, whose links lead somewhere."""
+"""Test the index of a workspace's reports: a card for every probe and search, with working links."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_probe(place: Path, name: str, *, model: str, layouts: bool) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two probes of one model, one with layouts and results, another model's, one without layouts, and a search."""
+    """Workspace with two probes of one model, one of them with results, two other probes, and a search."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     write_probe(tmp_path, "first", model="one", layouts=True)
     write_probe(tmp_path, "first & duo", model="one", layouts=False)

@@ -1,4 +1,4 @@
-"""The report's instrument in a browser: what it shows, hands out and remembers, and that no name acts."""
+"""Test the layout explorer in a browser: what it shows, exports and remembers, and that no name is executed."""
 
 from __future__ import annotations
 

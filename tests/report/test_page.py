@@ -1,4 +1,4 @@
-"""The report: what it says, and that nothing in it can act."""
+"""Test the report's page: what it says, and that no name in it is executed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def say(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report in which every name that a user chooses is hostile."""
+    """Write a report in which every name that a user chooses is hostile."""
     folder = tmp_path_factory.mktemp("report")
     names = ("<script>alert(1)<script>", QUOTED, "=cmd()$a_b$ 漢字")  # those of layouts can name files
     table = make_domain_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})

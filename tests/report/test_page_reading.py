@@ -1,4 +1,4 @@
-"""The page in a browser, as its readers see it: begun with the headline's layout, on a phone, with words explained."""
+"""Test the page in a browser as readers see it: the headline's layout first, on a phone, with terms explained."""
 
 from __future__ import annotations
 

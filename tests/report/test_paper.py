@@ -1,4 +1,4 @@
-"""``report --figures paper``: which figures there are, and that they are the same every time."""
+"""Test ``report --figures paper``: which figures exist, and that they are the same every time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = "stdlib-21x3"
 
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The committed example with logs of a training and of thresholds, whose page's pictures are left out."""
+    """Copy the committed example with logs of a training and of thresholds, without the page's pictures."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     for part in ("probes", "layouts"):
         shutil.copytree(ROOT / part / NAME, tmp_path / part / NAME)

@@ -1,4 +1,4 @@
-"""Dots of a search's cloud lead to their layouts, by pointer and by keyboard."""
+"""Test that points of a search's scatter plot lead to their layouts, by pointer and by keyboard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS = ["GL LG GL LL", "LG LG GL LL", "GL GL GL LL", "GG LL GL LL", "GL LG LG L
 
 @pytest.fixture
 def cloud(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A search with costs of five layouts of their own, of which the last was stopped."""
+    """Write a search with costs of five layouts, of which the last was stopped."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     search = make_search().assign(
         heads=HEADS, hash=list("abcde"), cost=[1.0, 5.0, 2.0, 4.0, 3.0], zero_shot_tokens=[9.0, 9.0, 9.0, 9.0, 1.0]
@@ -31,7 +31,7 @@ def cloud(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
 
 
 def shown(page: Any) -> tuple[str, int]:
-    """The layout on the map, and its number of outlined heads."""
+    """Return the layout on the map, and its number of outlined heads."""
     outline = page.get_attribute("svg[data-chart=density] .global", "d")
     return page.locator("#instrument-shown option:checked").inner_text(), outline.count("M")
 

@@ -1,4 +1,4 @@
-"""Whatever the results are, the page's sentences, figures, tags, link, file and command are of one conclusion."""
+"""Test that the page's sentences, figures, tags, link, file and command agree, for random results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STANDINGS = {
 
 @dataclass
 class Case:
-    """Results of a random project, and the layouts that compete in them, lowest NLL first, by an oracle of its own."""
+    """Results of a random project, and its competing layouts, lowest NLL first, by a separate oracle."""
 
     table: HeadScores
     layouts: dict[str, Layout]
@@ -72,7 +72,7 @@ class Case:
 
 
 def random_case(seed: int) -> Case:
-    """A comparison with or without the dense model, of one or two budgets, and in half of the cases a search."""
+    """Draw a comparison with or without the dense model, of one or two budgets, and in half of the cases a search."""
     rng = np.random.default_rng(seed)
     table = make_domain_table(density=rng.uniform(0.01, 1, (NUM_LAYERS, NUM_HEADS)).round(3))
     masks, layouts = {}, {}
@@ -135,7 +135,7 @@ def random_case(seed: int) -> Case:
 
 
 def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.DataFrame:
-    """Layouts of one budget, of which some were retrained."""
+    """Draw layouts of one budget, of which some were retrained."""
     chosen = [name for name in masks if masks[name].sum() == 3]
     heads = [" ".join("".join("G" if one else "L" for one in row) for row in masks[name]) for name in chosen]
     known = rng.random(5) < 0.6
@@ -146,7 +146,7 @@ def random_search(rng: np.random.Generator, masks: dict[str, np.ndarray]) -> pd.
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], str]:
-    """Writes the page of a case; its HTML."""
+    """Write the page of a case and return its HTML."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
 
     def written(case: Case) -> str:
@@ -161,7 +161,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], s
 
 
 def texts(html: str, pattern: str) -> list[str]:
-    """The texts of the elements that a pattern finds, without the tags in them."""
+    """Return the texts of the elements that match a pattern, without their tags."""
     return [unescape(re.sub("<[^>]*>", "", found)).strip() for found in re.findall(pattern, html, re.DOTALL)]
 
 
@@ -181,7 +181,7 @@ def test_every_claim_of_the_page_is_true_of_its_tables(write: Callable[[Case], s
 
 
 def check_lead(case: Case, lead: str) -> None:
-    """Best, count, budget, way of measuring, value and what it counts from; and how sure it sounds."""
+    """Check best layout, count, budget, measure, value and baseline of the headline, and its certainty."""
     said = next(match for match in (re.fullmatch(pattern, lead) for pattern in LEADS) if match)
     best, delta, error = case.rivals[0]
     standings = [case.standing(index) for index in range(1, len(case.rivals))]
@@ -197,7 +197,7 @@ def check_lead(case: Case, lead: str) -> None:
 
 
 def check_standings(case: Case, paragraphs: list[str]) -> None:
-    """Every other layout is in one list, in order of its NLL, with its difference and the error of that."""
+    """Check that every other layout is in one list, in order of its NLL, with its difference and standard error."""
     best = case.rivals[0]
     for standing, words in STANDINGS.items():
         expected = [case.rivals[index] for index in range(1, len(case.rivals)) if case.standing(index) == standing]
@@ -217,7 +217,7 @@ def check_standings(case: Case, paragraphs: list[str]) -> None:
 
 
 def check_layout(case: Case, html: str) -> None:
-    """Link, figures at the top, the explorer's first layout, its file and the command are of the best."""
+    """Check that link, top figures, the explorer's first layout, its file and the command are of the best layout."""
     name, delta, error = case.rivals[0]
     mask = case.masks[name]
     layout = Layout.from_mask(mask, window=8, strategy=name)
@@ -238,7 +238,7 @@ def check_layout(case: Case, html: str) -> None:
 
 
 def check_tags(case: Case, body: str) -> None:
-    """In the table that decided, the best has a tag, and those that are not significantly different; no other row."""
+    """Check that in the deciding table only the best and the layouts not significantly different have a tag."""
     rows = re.findall(r'<th scope="row">([^<]*)<span class="tag">(.*?)</span>', body)
     level = {case.names[index] for index in range(1, len(case.rivals)) if case.standing(index) == "level"}
     assert {name for name, tag in rows if tag.startswith("lowest")} == {case.names[0]}
@@ -247,7 +247,7 @@ def check_tags(case: Case, body: str) -> None:
 
 
 def check_ranking(case: Case, paragraphs: list[str]) -> None:
-    """Coverage, and the pairs that it orders as their NLL."""
+    """Check coverage, and the pairs that it orders like their NLL."""
     found = [match for text in paragraphs if (match := re.match(
         r"(\S+) has the highest density coverage, ([\d.]+) %; coverage puts (\d+) of (\d+) pairs .*? NLL, "
         r"(?:and (?:all|(\d+) of the) (\d+) that are|but no pair is|of which no standard error)", text))]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a layout's score is predicted to be: right where the model is, and an interval that holds what it says."""
+"""Test predicted scores of layouts: exact where the model holds, with intervals of the stated coverage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spkv_nas.search.prediction import Prediction
 
 
 def made_up(number: int, budgets: tuple[int, int], noise: float) -> tuple[np.ndarray, np.ndarray]:
-    """Layouts of 20 heads whose scores are a sum over them, and of their number."""
+    """Draw layouts of 20 heads whose scores are a sum over heads and their number."""
     generator = np.random.default_rng(3)
     weights = generator.exponential(size=20)
     sizes = generator.integers(budgets[0], budgets[1] + 1, number)

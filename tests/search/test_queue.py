@@ -1,4 +1,4 @@
-"""The queue of a search: numbered tasks of several workers, some of which die, in a study that may be damaged."""
+"""Test the queue of a search: numbered tasks of several workers, some killed, in a study that may be damaged."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def finish_all(queue: Queue, tasks: list[int]) -> None:
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    """This process is another one."""
+    """Pretend that this process is another one."""
     here = replace(queue_module.Worker.here(), **changes)
     monkeypatch.setattr(queue_module.Worker, "here", lambda: here)
 

@@ -1,4 +1,4 @@
-"""A search over a PostgreSQL server: workers in folders of their own, as on other machines, and a server that stops.
+"""Test a search over a PostgreSQL server: workers in separate folders, as on several machines, and a server stop.
 
 A real server, of the programs and the driver that are installed; without them there is nothing to try.
 """
@@ -39,7 +39,7 @@ main(sys.argv[2:])
 
 
 class Server:
-    """A PostgreSQL server behind a socket in ``folder``; it refuses to run as root, and so does not."""
+    """PostgreSQL server behind a socket in ``folder``; it refuses to run as root, so it runs as another user."""
 
     def __init__(self, folder: Path) -> None:
         self.url = f"postgresql://search@/postgres?host={folder}"
@@ -60,7 +60,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Until it answers."""
+        """Start the server and wait until it answers."""
         with (self._data.parent / "log").open("a") as log:
             self._process = subprocess.Popen(self._start, cwd=self._data.parent, stderr=log, **_AS_OTHER)
         while True:
@@ -71,12 +71,12 @@ class Server:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """Without waiting for its clients."""
+        """Stop the server without waiting for its clients."""
         self._process.send_signal(signal.SIGINT)
         self._process.wait(60)
 
     def rows(self, query: str) -> list[Any]:
-        """What a query finds, looked up beside Optuna; a change is written."""
+        """Return the rows of a query, bypassing Optuna; commit a change."""
         with psycopg.connect(self.url) as connection, suppress(psycopg.errors.UndefinedTable):
             cursor = connection.execute(query)
             return cursor.fetchall() if cursor.description else []
@@ -99,7 +99,7 @@ def server() -> Iterator[Server]:
 
 
 def project(folder: Path) -> list[str]:
-    """A project with a workspace in a new folder, and the arguments that search in it."""
+    """Write a project with a workspace to a new folder; return the arguments of its search."""
     recipe = write_project(folder / "project", RECIPE.replace("num_hidden_layers: 2", "num_hidden_layers: 5"))
     probe = folder / "workspace" / "probes" / "tiny"
     probe.mkdir(parents=True)
@@ -139,7 +139,7 @@ CLAIMS = "select study_id, value_json from study_user_attributes where key like 
 
 
 def unfinished(server: Server, machine: str) -> list[tuple[int, int]]:
-    """What a machine's worker has claimed and not finished."""
+    """Return the trials that a machine's worker has claimed and not finished."""
     done = server.rows(DONE)
     claims = [(study, json.loads(told)) for study, told in server.rows(CLAIMS)]
     held = [(study, task) for study, told in claims if told["host"].startswith(machine) for task in told["tasks"]]
@@ -147,7 +147,7 @@ def unfinished(server: Server, machine: str) -> list[tuple[int, int]]:
 
 
 def stopped_at(server: Server, one: subprocess.Popen[bytes]) -> list[tuple[int, int]]:
-    """What machine one holds unfinished, its worker stopped; it goes on if that is nothing."""
+    """Stop machine one's worker and return its unfinished trials; let it continue if there are none."""
     if not unfinished(server, "one"):
         return []
     one.send_signal(signal.SIGSTOP)

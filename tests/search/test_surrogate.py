@@ -1,4 +1,4 @@
-"""The search that learns: a Bayesian linear model of the scores of layouts, and the layouts that it proposes."""
+"""Test the surrogate sampler: a Bayesian linear model of layout scores, and the layouts that it proposes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Float = NDArray[np.float64]
 
 
 def drawn(number: int, heads: int, seed: int = 0) -> NDArray[np.bool_]:
-    """[number, heads], random layouts."""
+    """Draw random layouts [number, heads]."""
     return np.random.default_rng(seed).random((number, heads)) < 0.4
 
 
@@ -40,7 +40,7 @@ class TestEvidence:
 
     @staticmethod
     def direct(data: tuple[Float, Float, Float], prior: Float) -> tuple[float, Float, Float]:
-        """(log evidence, posterior mean, posterior covariance), the noise variance being the best for ``prior``."""
+        """Return (log evidence, posterior mean, posterior covariance) at the best noise variance for ``prior``."""
         features, values, nuisances = data
         contrasts = null_space(nuisances.T).T
         features, values = contrasts @ features, contrasts @ values
@@ -150,7 +150,7 @@ class TestHeadWeights:
 def study(
     space: Space, kind: str, seed: int, trials: int, score: Callable[[Layout], float]
 ) -> list[tuple[Layout, float]]:
-    """What a sampler proposes, generation by generation, and what that scored."""
+    """Return a sampler's proposals, generation by generation, and their scores."""
     sampler = Sampler(space, kind, seed)
     known: list[Result] = []
     scored = []

@@ -1,4 +1,4 @@
-"""TPE over layouts, written out: what Optuna's own does, in law."""
+"""Test TPE over layouts: its proposals are distributed as Optuna's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASKED = 80
 
 
 def by_optuna(masks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """[H], how often Optuna's TPE wishes for each head, of ``ASKED`` times."""
+    """Count how often Optuna's TPE proposes each head [H], in ``ASKED`` proposals."""
     letters = {f"{head}": CategoricalDistribution((False, True)) for head in range(masks.shape[1])}
     study = optuna.create_study(directions=["minimize"] * values.shape[1])
     for mask, value in zip(masks.tolist(), values.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Suggested commands: complete, quoted, and read back by the command line as the options that they were made of."""
+"""Test suggested commands: complete, quoted, and parsed back to the options that they were made from."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_other_place_writes_a_command() -> None:
 
 
 def _docstrings(tree: ast.Module) -> set[int]:
-    """The constants that are docstrings, by their identity."""
+    """Return the constants that are docstrings, by their identity."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, kinds) and node.body]
     return {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}

@@ -1,4 +1,4 @@
-"""Measuring in several processes on gloo: the tables are those of one process."""
+"""Test measurements in several gloo processes: the tables are those of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spkv_nas.model.checkpoint import save
 
 @pytest.fixture
 def ground(tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
-    """The checkpoints ``gated`` and ``dense``, two layouts, and the text."""
+    """Write the checkpoints ``gated`` and ``dense``, two layouts, and the text."""
     save(gated(), tiny_tokenizer, tmp_path / "gated")
     save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
     for name, layout in make_layouts("densest", "last").items():

@@ -1,4 +1,4 @@
-"""A reference whose gates miss the density that their price was to reach is cautioned against wherever it is used."""
+"""Test warnings about a reference whose gates missed their target density, in every command that uses it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TestRecord:
 class TestCommands:
     @pytest.fixture
     def subject(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, text: Path) -> list[str]:
-        """A reference that was to keep 28.6 % of the keys, and keeps all."""
+        """Reference with a target density of 28.6 % that keeps every key."""
         model = tiny_model(vocab_size=300)
         attach_gates(model, GateConfig(window=8, hidden_size=16, target_density=0.286, bias=4.0))
         save(model, tiny_tokenizer, tmp_path / "mine")

@@ -1,4 +1,4 @@
-"""What the page recommends to run next: of the layout of its verdict, and a command that the product takes."""
+"""Test the next step that the page recommends: for the verdict's layout, and a valid command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spkv_nas.stages.report import report
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace of head gates of the embedded reference, and its two layouts."""
+    """Workspace with head gates of the embedded reference, and its two layouts."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     make_domain_table(metadata={"model": "embedded:reference", "data": {}, "signal": "head-gates"}).write(
         tmp_path / "probes/test"
@@ -30,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recommended(place: Path) -> str:
-    """The command on the page, which must be one."""
+    """Return the only command on the page."""
     html = report(ReportOptions(workspace=place)).read_text(encoding="utf-8")
     (command,) = re.findall(r'<code id="next-1">(.*?)</code>', html)
     return unescape(command)

@@ -1,4 +1,4 @@
-"""Plans: what would be trained, by the recipe, by what is finished, and by steps that are tried. First recipes."""
+"""Test plans: what would be trained, by the recipe, by finished runs, and by timed steps; and first recipes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RUN = 8 * 4 * 32  # tokens of a branch of the tiny recipe
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long steps take does not matter here."""
+    """Replace the timing of steps, which does not matter here."""
     monkeypatch.setattr("spkv_nas.training.step_cost._ROUNDS", 1)
 
 
@@ -182,7 +182,7 @@ def test_times_as_text(seconds: float, text: str) -> None:
 
 
 def size_of(layers: int, width: int, positions: int | None = 4096) -> ModelSize:
-    """A model of ``layers`` layers, 12 width^2 parameters each, and 32,000 tokens."""
+    """Return the size of a model of ``layers`` layers, 12 width^2 parameters each, and 32,000 tokens."""
     heads = HeadShape(layers, max(1, width // 64), max(1, width // 256), 64)
     body = 12 * layers * width**2
     return ModelSize(heads, body + 64000 * width, body, width, 4 * width, 32000, positions, num_full=layers)

@@ -1,4 +1,4 @@
-"""``spkv-nas search``: resumed, refused, shared by workers of which some are killed."""
+"""Test ``spkv-nas search``: resumed, refused, shared by workers of which some are killed."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ class TestCommand:
 
 
 def finished(database: Path) -> int:
-    """Trials that are complete in all studies of a storage, looked up beside Optuna."""
+    """Count the complete trials in all studies of a storage, bypassing Optuna."""
     if not database.is_file():
         return 0
     with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:

@@ -1,4 +1,4 @@
-"""``report --watch``: pages follow what other commands write, and what is half written is waited for."""
+"""Test ``report --watch``: pages follow what other commands write, and half-written files are waited for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPARISON = "strategy,density_percent,coverage_percent,nll\nfull-attention,100,
 
 
 class Ended(BaseException):
-    """In place of the signal that ends the watching."""
+    """Stands in for the signal that ends the watching."""
 
 
 @pytest.mark.filterwarnings("ignore")  # of a table of four heads that nobody probed

@@ -1,4 +1,4 @@
-"""Ablations: rows of overrides on one recipe, all checked before the first is trained."""
+"""Test ablations: rows of overrides on one recipe, all checked before the first is trained."""
 
 from __future__ import annotations
 

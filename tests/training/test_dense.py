@@ -1,4 +1,4 @@
-"""Training: phases by step, gates that learn then freeze, runs that resume bit for bit and stop on NaN."""
+"""Test training: phases by step, gates that learn then freeze, and runs that resume bit for bit and stop on NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training in two processes, DDP and FSDP2 on gloo: what one process learns, two learn."""
+"""Test training in two gloo processes, DDP and FSDP2: the result is that of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logged(file: Path, key: str) -> list[float]:
 
 
 def assert_close(found: Path, expected: Path, tolerance: float) -> None:
-    """Tensors of two files differ by no more than ``tolerance`` of the largest entry."""
+    """Check that tensors of two files differ by no more than ``tolerance`` of the largest entry."""
     tensors, others = load_file(expected), load_file(found)
     assert tensors.keys() == others.keys()
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Changes of NLL count from the dense model as it is, and retraining that harms the control is cautioned against."""
+"""Test that changes of NLL count from the dense model, and that retraining that harms the control is warned about."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ branch: {steps: 40, learning_rate: 1e-3}
 
 
 def nll(percent: float, spread: float = 0.01) -> DocumentNLL:
-    """NLL of 2 nats per token, ``percent`` higher, give or take ``spread`` percent by document."""
+    """Return NLL of 2 nats per token, ``percent`` higher, give or take ``spread`` percent by document."""
     each = 1.0 + (percent + spread * np.array([1.0, -1.0, 1.0, -1.0])) / 100.0
     return DocumentNLL(2.0 * TOKENS * each, TOKENS)
 
@@ -56,7 +56,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @pytest.fixture
 def rows(recipe: Recipe) -> pd.DataFrame:
-    """The dense model, a control that retraining harmed by 1 %, and a layout 2 % above the dense model."""
+    """Return the dense model, a control harmed by 1 % in retraining, and a layout 2 % above the dense model."""
     branches = {FULL_ATTENTION: nll(1.0), "a": nll(2.0)}
     finished = {name: [Branch(Path(), measured, None, 40)] for name, measured in branches.items()}
     variants = {FULL_ATTENTION: Variant.full_attention(), "a": Variant.hybrid(Layout(("GL", "LG"), 8, "a"))}
@@ -65,7 +65,7 @@ def rows(recipe: Recipe) -> pd.DataFrame:
 
 
 class Heard:
-    """What a reporter was told."""
+    """Records the messages of a reporter."""
 
     def __init__(self) -> None:
         self.announced: list[str] = []

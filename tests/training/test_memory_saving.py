@@ -1,4 +1,4 @@
-"""Keys of a recipe that make training fit: layers that are computed again, optimizers, adapters."""
+"""Test recipe keys that save memory: activation checkpointing, compilation, optimizers, adapters."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class TestCompiled:
 
 
 def reset() -> None:
-    """Forget what was compiled before."""
+    """Clear what torch has compiled before."""
     torch.compiler.reset()
     counters.clear()
 

@@ -1,4 +1,4 @@
-"""The palindrome task: its sequences, its measures by hand, and the command that compares three models on it."""
+"""Test the palindrome task: its sequences, its measures by hand, and the command that compares three models."""
 
 from __future__ import annotations
 

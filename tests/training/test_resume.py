@@ -1,4 +1,4 @@
-"""Training that was cut short: by a kill, a signal, a number that is not finite, a full disk, another process."""
+"""Test interrupted training: by a kill, a signal, a non-finite number, a full disk, another process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from spkv_nas.training.variants import Variant
 
 @pytest.fixture
 def train(recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> Train:
-    """Trains the SP-KV branch in a folder of that name."""
+    """Train the SP-KV branch in a folder of that name."""
     return lambda name: train_branch(recipe, corpus, dense, tmp_path / name, Variant.sp_kv(), device="cpu")
 
 
@@ -163,7 +163,7 @@ class TestCheckpoints:
 class TestSignals:
     @pytest.fixture(autouse=True)
     def heard(self) -> Iterator[None]:
-        """Tests may run where a shell ignores some, as it does for jobs in the background."""
+        """Restore signals that a shell ignores for background jobs."""
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
         yield

@@ -1,4 +1,4 @@
-"""Training steps that are timed: which models take part, in which modes, and against what each is held."""
+"""Test timed training steps: which models take part, in which modes, and the baseline of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANDOM_BLOCKS = step_timing._random_blocks
 
 
 def run_for(seconds: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """Make every candidate run once and seem to take ``seconds``; (rounds, device) of each comparison."""
+    """Make every candidate run once and seem to take ``seconds``; return (rounds, device) of each comparison."""
     asked: list[tuple[int, str]] = []
 
     def interleaved(

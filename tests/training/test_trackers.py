@@ -1,4 +1,4 @@
-"""Experiment trackers: the key of a recipe, what the trainer is told, and one that is not installed."""
+"""Test experiment trackers: the recipe's key, the trainer's arguments, and one that is not installed."""
 
 from __future__ import annotations
 

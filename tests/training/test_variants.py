@@ -1,4 +1,4 @@
-"""Variants of training by the trainer: schedules, runs, their resumption and their recipes."""
+"""Test training variants with the trainer: schedules, runs, their resumption and their recipes."""
 
 from __future__ import annotations
 
