@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spkv_nas.base.assets import EMBEDDED
+from spkv_nas.base.console import say
 from spkv_nas.base.schema import merged
-from spkv_nas.cli.console import say
 from spkv_nas.data.batches import run_own_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.nll import DocumentSums

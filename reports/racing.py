@@ -25,7 +25,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import SURROGATE
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.base.assets import EMBEDDED
-from spkv_nas.cli.console import say
+from spkv_nas.base.console import say
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search

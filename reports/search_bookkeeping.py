@@ -27,7 +27,7 @@ from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.search_table import Retraining
 from spkv_nas.artifacts.shape import Shape
-from spkv_nas.cli.console import say
+from spkv_nas.base.console import say
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
 from spkv_nas.search.queue import Queue

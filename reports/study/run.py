@@ -29,10 +29,10 @@ from plan import Plan
 from references import Subject
 from signals import signals
 
+from spkv_nas.base.console import fail, say
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli.console import fail, say
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.common import quiet_transformers
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spkv_nas.base.console import PACKAGE, err, fail, out, warn
 from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
 from spkv_nas.base.errors import UserError, first_line, printable, shortened
 from spkv_nas.base.extras import missing_extra
@@ -22,10 +23,10 @@ from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
 from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
-from spkv_nas.cli.console import PACKAGE, err, fail, out, warn
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
-from spkv_nas.cli.result import Results
 from spkv_nas.cli.several import name_each
+from spkv_nas.stages.generate.command import generate
+from spkv_nas.stages.result import Results
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
@@ -52,7 +53,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     evaluate.evaluate,
     evaluate.score,
     evaluate.baselines,
-    evaluate.generate,
+    generate,
     train.palindrome,
     cost.plan,
     cost.scaling,

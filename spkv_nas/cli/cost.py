@@ -5,8 +5,8 @@ from __future__ import annotations
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show_plan
 from spkv_nas.cli import show_cost as show
-from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import CalibrateOptions, CostOptions, PlanOptions, ScalingOptions
+from spkv_nas.stages.result import Result
 
 
 def cost(options: CostOptions, reporter: Reporter) -> Result:

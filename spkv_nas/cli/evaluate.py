@@ -1,12 +1,11 @@
-"""Commands ``evaluate``, ``score``, ``baselines`` and ``generate``: measure a checkpoint."""
+"""Commands ``evaluate``, ``score`` and ``baselines``: measure a checkpoint."""
 
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show, show_evaluation
-from spkv_nas.cli.console import out
-from spkv_nas.cli.result import Result
-from spkv_nas.stages.options import BaselinesOptions, EvaluateOptions, GenerateOptions, ScoreOptions
+from spkv_nas.stages.options import BaselinesOptions, EvaluateOptions, ScoreOptions
+from spkv_nas.stages.result import Result
 
 
 def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
@@ -58,15 +57,3 @@ def baselines(options: BaselinesOptions, reporter: Reporter) -> Result:
     from spkv_nas.stages import baselines as stage
 
     return Result(stage.baselines(options, reporter), show.baselines)
-
-
-def generate(options: GenerateOptions, reporter: Reporter) -> None:
-    """Continue a prompt with the per-head paged cache; says tokens/s, bytes of the cache, and density.
-
-    The text goes to standard output, the figures to standard error. A dense checkpoint uses the cache of transformers.
-    """
-    from spkv_nas.stages import generate as stage
-
-    result = stage.generate(options, reporter, stream=out.write)
-    out.write("\n")
-    show.generation(result)

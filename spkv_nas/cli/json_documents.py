@@ -1,6 +1,6 @@
 """Build the document that ``--json`` prints for each result: the numbers of ``show`` and the paths of the files.
 
-Tables become lists of rows with the columns of their CSV files. ``result.plain`` converts these documents to JSON, and
+Tables become lists of rows with the columns of their CSV files. ``present.plain`` converts these documents to JSON, and
 likewise results without a function here, whose fields it prints.
 """
 

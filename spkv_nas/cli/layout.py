@@ -7,13 +7,13 @@ from functools import partial
 
 import typer
 
+from spkv_nas.base.console import out, say
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents
 from spkv_nas.cli import show as tables
-from spkv_nas.cli.console import out, say
 from spkv_nas.cli.options import command
-from spkv_nas.cli.result import Result
 from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
+from spkv_nas.stages.result import Result
 
 app = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
 

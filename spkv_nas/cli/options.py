@@ -18,9 +18,10 @@ from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import show_plan
 from spkv_nas.cli.completion import completion
-from spkv_nas.cli.result import Results, present
+from spkv_nas.cli.present import present
 from spkv_nas.cli.screen import working
 from spkv_nas.stages.options import OnDevice, Trains
+from spkv_nas.stages.result import Results
 
 Options = TypeVar("Options")
 _LAST = ("workspace", "device", "dtype")  # shown last in the help

@@ -10,7 +10,6 @@ from typing import Any
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
-from spkv_nas.cli.result import Result
 from spkv_nas.cli.train import train_hybrid
 from spkv_nas.stages.options import (
     DEFAULT_PROBE,
@@ -21,6 +20,7 @@ from spkv_nas.stages.options import (
     ReportOptions,
     TrainHybridOptions,
 )
+from spkv_nas.stages.result import Result
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models

@@ -16,8 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column
 from rich.text import Text
 
+from spkv_nas.base.console import announce, caution, err, out
 from spkv_nas.base.progress import Bar, Reporter
-from spkv_nas.cli.console import announce, caution, err, out
 
 EVERY = 30.0  # seconds between progress lines outside a terminal
 _FRAMES = 5  # per second; drawing one takes half a millisecond

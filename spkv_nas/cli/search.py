@@ -5,8 +5,8 @@ from __future__ import annotations
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents
 from spkv_nas.cli import show_search as show
-from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import SearchOptions
+from spkv_nas.stages.result import Result
 
 
 def search(options: SearchOptions, reporter: Reporter) -> Result:

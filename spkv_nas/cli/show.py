@@ -10,14 +10,13 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from spkv_nas.cli.console import caution, err, out, say, say_where
+from spkv_nas.base.console import caution, out, say, say_where
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.model.generation import Generation
     from spkv_nas.stages.baselines import BaselinesResult
     from spkv_nas.stages.evaluate import ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
@@ -244,21 +243,6 @@ def baselines(result: BaselinesResult) -> None:
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("figure", result.folder / "baselines.png")
-
-
-def generation(result: Generation) -> None:
-    """Print a generation's speed and cache size to standard error."""
-    share = result.cache_bytes / result.full_attention_bytes
-    reason = " (pages and windows that so short a text does not fill)" if share > 1 else ""
-    err.print(
-        f"{result.num_new_tokens} tokens, {result.tokens_per_second:.1f} tokens/s, after a prompt of "
-        f"{result.num_prompt_tokens} tokens in {result.prefill_seconds:.2f} s\n"
-        f"cache {result.cache_bytes / 1e6:.2f} MB, full attention {result.full_attention_bytes / 1e6:.2f} MB: "
-        f"{100 * share:.0f} %{reason}"
-    )
-    if result.density is not None:
-        density = "no key left the window" if math.isnan(result.density) else f"density {100 * result.density:.1f} %"
-        err.print(f"{density} at tau {result.tau:g}" if result.tau is not None else density)
 
 
 def trained(result: Trained) -> None:

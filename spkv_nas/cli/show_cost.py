@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.cli.console import caution, out, say_where
+from spkv_nas.base.console import caution, out, say_where
 
 if TYPE_CHECKING:
     from spkv_nas.stages.cost import CalibrationResult, CostResult

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.cli.console import out, say, say_where
+from spkv_nas.base.console import out, say, say_where
 from spkv_nas.cli.show import about_errors, change
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.base.console import caution, out, say, say_where
 from spkv_nas.base.units import format_bytes, format_flops, format_seconds
 from spkv_nas.cli import json_documents
-from spkv_nas.cli.console import caution, out, say, say_where
-from spkv_nas.cli.result import Result
+from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
     from spkv_nas.base.progress import Reporter

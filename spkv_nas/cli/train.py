@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show, show_plan
-from spkv_nas.cli.result import Result
 from spkv_nas.stages.options import AblateOptions, InitOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.result import Result
 
 
 def init(options: InitOptions, reporter: Reporter) -> Result:

@@ -1,12 +1,14 @@
 """Check the options of a command before its stage, and with it torch, is imported, to report mistakes within a second.
 
-The command line calls ``check`` first. Each options class has one function here; those of its base classes run before
-it. Checked are values, options that exclude each other, and the existence of files, but nothing that takes a model, a
-tokenizer or the content of a text. Nothing here may import torch (``tests/stages/test_checks.py``).
+The command line calls ``check`` first. Each base class of options has one function here; the function ``check`` of the
+command's ``command.py`` runs after them. Checked are values, options that exclude each other, and the existence of
+files, but nothing that takes a model, a tokenizer or the content of a text. Nothing here may import torch
+(``tests/stages/test_checks.py``).
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,6 +67,9 @@ def check(given: object) -> None:
         for kind in reversed(type(given).__mro__):
             if kind in _CHECKS:
                 _CHECKS[kind](given)
+        check_command = getattr(sys.modules[type(given).__module__], "check", None)
+        if check_command is not None:
+            check_command(given)
     if isinstance(given, _WRITING) and not getattr(given, "dry_run", False):
         given.folders.check_writable()
 
@@ -81,11 +86,11 @@ def check_recipe(file: Path, dtype: str | None = None, *, needs_text: bool = Tru
         UserError: naming the key or the file.
     """
     recipe = Recipe.read(file).with_precision(dtype)
-    _check_files(recipe, file.parent, needs_text=needs_text)
+    check_files(recipe, file.parent, needs_text=needs_text)
     return recipe
 
 
-def _check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None:
+def check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None:
     """Check the files that a recipe names, its text only if it is needed."""
     if recipe.model.path is not None:
         check_checkpoint(recipe.model.path)
@@ -93,10 +98,10 @@ def _check_files(recipe: Recipe, base: Path, *, needs_text: bool = True) -> None
         check_checkpoint(recipe.gates.start_from)
     haystack = [] if recipe.data.mix is None else recipe.data.mix.ruler.haystack
     if needs_text:
-        _check_text([*recipe.data.sources, *haystack], base)
+        check_text([*recipe.data.sources, *haystack], base)
 
 
-def _check_text(sources: Iterable[str | SourceConfig], base: Path = Path()) -> None:
+def check_text(sources: Iterable[str | SourceConfig], base: Path = Path()) -> None:
     """Check that sources of text exist."""
     for source in sources:
         open_source(source, base)
@@ -152,10 +157,10 @@ def _evaluate(opts: options.EvaluateOptions) -> None:
             parse_context(length)
         for task in (opts.ruler_tasks or "").split(",") if opts.ruler_tasks is not None else ():
             check_task(task.strip())
-        _check_text(opts.haystack or ())
-        _check_exist(opts.qa or (), "questions")
+        check_text(opts.haystack or ())
+        check_exist(opts.qa or (), "questions")
     elif opts.tasks is not None:
-        _check_exist(opts.include or (), "folder of tasks")
+        check_exist(opts.include or (), "folder of tasks")
     else:
         subject = Subject.of_command(opts)
         subject.check(in_blocks=not opts.longppl)
@@ -184,24 +189,12 @@ def _baselines(opts: options.BaselinesOptions) -> None:
     Subject.of_command(opts).check()
 
 
-def _generate(opts: options.GenerateOptions) -> None:
-    """Check ``generate``: one prompt, and the checkpoint."""
-    if opts.prompt is not None and opts.file is not None:
-        raise UserError("give a prompt or --file, not both")
-    if opts.prompt is None and opts.file is None:
-        raise UserError("give a prompt, or --file with one")
-    if opts.file is not None and str(opts.file) != "-":
-        _check_exist([opts.file], "prompt")
-    check_tau(opts.tau)
-    check_checkpoint(opts.model)
-
-
 def _search(opts: options.SearchOptions) -> None:
     """Check ``search`` by making its specification, and the recipe's files."""
     from spkv_nas.stages.question import ask
 
     question = ask(opts)
-    _check_files(question.recipe, question.file.parent)
+    check_files(question.recipe, question.file.parent)
 
 
 def _init(opts: options.InitOptions) -> None:
@@ -211,7 +204,7 @@ def _init(opts: options.InitOptions) -> None:
     if opts.steps is not None and opts.minutes is not None:
         raise UserError("give --steps or --minutes, not both")
     check_checkpoint(opts.model)
-    _check_text(opts.data)
+    check_text(opts.data)
 
 
 def _plan(opts: options.PlanOptions) -> None:
@@ -221,7 +214,7 @@ def _plan(opts: options.PlanOptions) -> None:
     _check_sizes(opts.context, opts.hardware)
     if opts.recipe is None:
         check_config(str(opts.model))
-        _check_text(opts.data or ())
+        check_text(opts.data or ())
     elif opts.data or opts.block_size is not None or opts.steps is not None:
         raise UserError("a recipe says its text, blocks and steps: leave --data, --block-size and --steps out")
     else:
@@ -243,7 +236,7 @@ def _ablate(opts: options.AblateOptions) -> None:
     """Check ``ablate``: the files of every row's recipe."""
     plan = AblationPlan.read(opts.file or EMBEDDED / "ablations.yaml", opts.dtype)
     for recipe in plan.recipes.values():
-        _check_files(recipe, plan.base)
+        check_files(recipe, plan.base)
 
 
 def _demo(opts: options.DemoOptions) -> None:
@@ -314,7 +307,7 @@ def _export(opts: layout_options.ExportOptions) -> None:
     check_checkpoint(opts.model)
 
 
-def _check_exist(files: Iterable[str | Path], description: str) -> None:
+def check_exist(files: Iterable[str | Path], description: str) -> None:
     """Check that files or folders exist; ``description`` starts the error message."""
     for file in files:
         if not Path(file).exists():
@@ -329,7 +322,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.EvaluateOptions: _evaluate,
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
-    options.GenerateOptions: _generate,
     options.SearchOptions: _search,
     options.InitOptions: _init,
     options.PlanOptions: _plan,

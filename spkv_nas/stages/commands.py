@@ -81,7 +81,10 @@ def command_line(options: object) -> str:
 
 
 def _name(kind: type) -> str:
-    """Return the command name of an options class, such as train-hybrid for ``TrainHybridOptions``."""
+    """Return the command of an options class: train-hybrid for that of ``stages.train_hybrid.command``."""
+    parts = kind.__module__.removeprefix("spkv_nas.stages.").split(".")
+    if parts[-1] == "command":
+        return " ".join(parts[:-1]).replace("_", "-")
     if kind.__name__ in _IN_GROUPS:
         return _IN_GROUPS[kind.__name__]
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__.removesuffix("Options")).lower()

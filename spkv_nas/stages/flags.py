@@ -191,13 +191,6 @@ ReadingProtocol = Annotated[
 ]  # fmt: skip
 Against = Annotated[str | None, Flag("Checkpoint to put beside, measured on the same text.", metavar="CHECKPOINT")]
 
-# Generation
-Prompt = Annotated[str | None, Flag("Text to continue.", argument=True)]
-PromptFile = Annotated[Path | None, Flag("Read the prompt from a file; - is standard input.", ("--file", "-f"))]
-MaxNewTokens = Annotated[int, Flag("Stop after so many.", ("--max-new-tokens", "-n"), low=1, high=2**24)]
-Temperature = Annotated[float, Flag("0 takes the likeliest token, more samples.", low=0.0, high=1e6)]
-TopP = Annotated[float, Flag("Sample from this share of the probability.", low=0.0, high=1.0)]
-
 # Layouts and budgets
 LayoutFiles = Annotated[list[Path], _LAYOUTS]
 OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]

@@ -185,20 +185,6 @@ class BaselinesOptions(SubjectOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(InDtype):
-    """Options of the ``generate`` command."""
-
-    prompt: flags.Prompt = None
-    file: flags.PromptFile = None
-    model: flags.Model = REFERENCE
-    tau: flags.Tau = default(None, "the checkpoint's")
-    max_new_tokens: flags.MaxNewTokens = 200
-    temperature: flags.Temperature = 0.0
-    top_p: flags.TopP = 1.0
-    seed: flags.Seed = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class ProposeOptions(ConstraintOptions, InWorkspace):
     """Options of the ``propose`` command."""
 

@@ -20,13 +20,14 @@ from transformers.utils import logging
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import SIGNALS
+from spkv_nas.base.console import out
 from spkv_nas.cli import main
-from spkv_nas.cli.console import out
-from spkv_nas.cli.result import Result, plain, present
+from spkv_nas.cli.present import plain, present
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.roofline import HARDWARE
 from spkv_nas.stages import flags
+from spkv_nas.stages.result import Result
 
 Project = tuple[Path, Path]  # recipe, workspace
 
@@ -71,7 +72,7 @@ class TestTerminal:
         code = (
             "import time\n"
             "from spkv_nas.cli.screen import working\n"
-            "from spkv_nas.cli.console import out\n"
+            "from spkv_nas.base.console import out\n"
             "with working('train-hybrid') as reporter:\n"
             "    reporter.announce('loading a model ' * 9)\n"
             "    with reporter.bar('interleaved-of-a-layout-with-a-name-that-is-long ' * 3) as bar:\n"

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pandas as pd
@@ -84,9 +85,18 @@ def test_the_whole_path(
 
 
 def test_help_is_quick_to_import() -> None:
-    """--help must not wait for torch or transformers."""
+    """--help must not wait for torch or transformers, nor a command's own file for what prints its result."""
     code = "import sys, spkv_nas.cli; sys.exit(bool({'torch', 'transformers', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    stages = Path(str(files("spkv_nas.stages")))
+    commands = [".".join(file.relative_to(stages).parent.parts) for file in stages.rglob("command.py")]
+    assert "generate" in commands
+    heavy = "{'torch', 'transformers', 'pandas', 'rich'} & set(sys.modules)"
+    code = "\n".join(["import sys", *(f"import spkv_nas.stages.{name}.command" for name in commands)])
+    answer = subprocess.run(
+        [sys.executable, "-c", f"{code}\nprint({heavy})"], check=True, capture_output=True, text=True
+    )
+    assert answer.stdout.strip() == "set()"
 
 
 class TestExport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from click import Context
 from typer.testing import CliRunner
 
-from spkv_nas.base.flag import Flag
+from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.app import COMMANDS, app
 from spkv_nas.cli.options import command
@@ -29,12 +30,18 @@ from spkv_nas.stages import flags, layout_options, options
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
+MODULES = [options, layout_options]
+MODULES += [
+    module for function in COMMANDS if (module := sys.modules[function.__module__]).__name__.endswith(".command")
+]
 CLASSES = [
-    one for module in (options, layout_options) for one in vars(module).values()
+    one for module in MODULES for one in vars(module).values()
     if isinstance(one, type) and is_dataclass(one) and one.__module__ == module.__name__
 ]  # fmt: skip
 PRINT_BY_THEMSELVES = ("generate", "schema")
-ALIASES = {name: hint for name, hint in vars(flags).items() if hasattr(hint, "__metadata__")}
+ALIASES = {
+    name: hint for module in (flags, *MODULES) for name, hint in vars(module).items() if hasattr(hint, "__metadata__")
+}
 
 
 def test_every_flag_is_declared_once() -> None:
@@ -123,13 +130,13 @@ def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
         for one in fields(taken):
             help_text = parameters[one.name].help
             assert help_text.startswith(hints[one.name].__metadata__[0].help), (name, one.name)
-            assert help_text.endswith(one.metadata.get(options.NOTE, "")), (name, one.name)
+            assert help_text.endswith(one.metadata.get(NOTE, "")), (name, one.name)
 
 
 def help_of(one: type, name: str) -> str:
     """What the help shows of an option's default, and the sentence that it adds."""
     (field,) = (field for field in fields(one) if field.name == name)
-    return f"{field.metadata.get(options.SHOWN)} {field.metadata.get(options.NOTE)}"
+    return f"{field.metadata.get(SHOWN)} {field.metadata.get(NOTE)}"
 
 
 def numbers(text: str) -> list[str]:

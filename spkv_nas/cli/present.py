@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from spkv_nas.cli.console import out, say
+from spkv_nas.base.console import out, say
+from spkv_nas.stages.result import Result, Results
 
 if TYPE_CHECKING:
     from spkv_nas.stages.commands import Suggestion
-
-
-@dataclass(frozen=True)
-class Result:
-    """A value that a command returns, and how it is printed.
-
-    Attributes:
-        value: the stage's return value.
-        show: prints the value for people.
-        document: converts the value to what ``--json`` prints (by ``plain``); by default the value itself.
-        exit_code: the command's exit code.
-        next: commands to run next, the recommended one first.
-    """
-
-    value: Any
-    show: Callable[[Any], None]
-    document: Callable[[Any], Any] = lambda value: value
-    exit_code: int = 0
-    next: Sequence[Suggestion] = ()
-
-
-Results = Result | Iterator[Result]  # one result, or several that are printed as they arrive
 
 
 def present(found: Results, *, as_json: bool) -> int:

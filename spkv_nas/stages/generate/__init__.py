@@ -1,0 +1,1 @@
+"""Continue a prompt with a checkpoint: command ``generate``."""
