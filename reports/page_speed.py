@@ -133,6 +133,7 @@ def main() -> None:
             data = re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0]
             page = browser.new_page(viewport={"width": 1280, "height": 1000})
             page.goto(file.as_uri())
+            page.wait_for_selector("[data-instrument][hidden]", state="detached")
             measurements: dict[str, Any] = {"size": size, "page": len(text.encode()), "data": len(data.encode())}
             # Drag and jump both sliders
             for slider in ("budget", "tau"):

@@ -34,9 +34,8 @@ function seconds(times, cache, heads, mask, context) {
   }
   return [sum, "when decoding (" + times.measured + ")"];
 }
-function predictor(signal) { /* returns [mean, deviation] in percent for a threshold and budget; null where nothing was predicted */
-  if (!signal.predicted) return () => null;
-  const { low, count, order, code } = signal.predicted, reader = new Code(code), orders = new Array(count).fill(order);
-  const pairs = signal.taus.map(() => [reader.run(orders).numbers, reader.run(orders).numbers]);
-  return (tau, budget) => budget < low || budget >= low + count ? null : pairs[tau].map(numbers => numbers[budget - low] / 1000);
+function predicted(signal, tau, budget) { /* [mean, deviation] in percent; null where nothing was predicted */
+  if (!signal.predicted) return null;
+  const { low, means, deviations } = signal.predicted, column = budget - low;
+  return column in means[tau] ? [means[tau][column] / 1000, deviations[tau][column] / 1000] : null;
 }

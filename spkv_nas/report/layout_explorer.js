@@ -5,18 +5,22 @@ function instrument(given) {
   const headOf = Array.from({ length: total }, (_, cell) => cell % layers * heads + Math.floor(cell / layers));
   const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads));
   const picture = live(map, given, heads), cells = activate(map, heads);
-  const layouts = given.layouts.map(([name, text]) => ({ name, mask: new Code(text).flags(total) }));
+  const layouts = given.layouts.map(([name, text]) => ({ name, mask: unpackBits(text, total) }));
   const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: given.context, shown: given.start, other: -1 };
-  const decoded = given.signals.map(signal => decode(signal, total)), tables = new Map();
-  const predictions = given.signals.map(predictor), none = new Uint8Array(total), all = none.map(() => 1);
+  const tables = new Map(), none = new Uint8Array(total), all = none.map(() => 1);
   let painted = "", before = none, rival = null;
   if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
 
   function table(signal = state.signal, tau = state.tau) {
     const key = signal + "," + tau;
     if (!tables.has(key)) {
-      const unit = 2 * 10 ** given.signals[signal].decimals, { levels, order, covered } = decoded[signal][tau];
-      tables.set(key, { values: levels.map(one => one.map(level => (level + 0.5) / unit)), order, covered });
+      const { decimals, levels, order, coverage } = given.signals[signal], unit = 2 * 10 ** decimals;
+      let covered = 0;
+      tables.set(key, {
+        values: levels.map(part => part.map(byTau => (byTau[tau] + 0.5) / unit)),
+        order: order[tau],
+        covered: coverage[tau].map(added => (covered += added) / 10000),
+      });
     }
     return tables.get(key);
   }
@@ -29,11 +33,11 @@ function instrument(given) {
   function against() { /* the layout to compare with; -2 and below: as many heads by another probe at its own threshold */
     if (state.other >= 0) return layouts[state.other];
     const probe = -2 - state.other;
-    return probe < 0 ? null : { name: "those by " + given.signals[probe].name, mask: first(decoded[probe][given.signals[probe].own].order) };
+    return probe < 0 ? null : { name: "those by " + given.signals[probe].name, mask: first(given.signals[probe].order[given.signals[probe].own]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
   function drawCosts(signal, mask) {
-    const { cache } = signal, found = state.shown < 0 ? predictions[state.signal](state.tau, state.budget) : null;
+    const { cache } = signal, found = state.shown < 0 ? predicted(signal, state.tau, state.budget) : null;
     element("memory-row").hidden = element("limit-row").hidden = element("time-row").hidden = !cache;
     if (cache) {
       element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, total));
@@ -95,7 +99,7 @@ function instrument(given) {
     });
     return whole ? part / whole : NaN;
   }
-  function drawDomains(signal, values, mask) { /* rounded to a percent, because the coded values are not exact */
+  function drawDomains(signal, values, mask) { /* rounded to a percent, because the levels are not exact */
     const covered = values.slice(1).map(one => 100 * coverageOf(one, mask, signal));
     const named = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
     const say = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
@@ -290,4 +294,14 @@ function instrument(given) {
   linkClouds(given, layouts, goTo);
   for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
 }
-if (data.instrument) instrument(data.instrument);
+/* Read bits from base64, the first bit of a byte first. */
+function unpackBits(base64, length) {
+  const bytes = atob(base64);
+  return Uint8Array.from({ length }, (_, index) => bytes.charCodeAt(index >> 3) >> 7 - index % 8 & 1);
+}
+/* Start the explorer once its tables are decompressed. */
+async function start(explorer) {
+  await Promise.all(explorer.signals.map(async signal => Object.assign(signal, JSON.parse(await gunzip(signal.tables)))));
+  instrument(explorer);
+}
+if (data.instrument && globalThis.DecompressionStream) start(data.instrument);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,8 +27,7 @@ from spkv_nas.proposal.coverage import coverage, provenance
 from spkv_nas.proposal.propose import propose
 from spkv_nas.proposal.strategies import densest_first
 from spkv_nas.report.cache_size import CONTEXT, token_bytes
-from spkv_nas.report.choices import ORDER, coded, shares
-from spkv_nas.report.codes import Code
+from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
 from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
 from spkv_nas.report.inputs import Inputs
@@ -35,7 +35,6 @@ from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
 _GPU = "h200"  # its roofline stands in for missing measurements, as in ``cost``
-_ORDER = 8  # Golomb order of predictions, which are thousandths of a percent and a few hundred apart
 _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 
@@ -174,10 +173,7 @@ def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
         "taus": [yaml_line(_origin(candidate)["tau"]) for candidate in tables],
         "own": own_index,
         "start": start,
-        "shares": shares(table),
-        "order": ORDER,
-        "tables": coded(tables),
-        "predicted": _predicted(tables, inputs),
+        "tables": compressed({**tables_at_thresholds(tables), "predicted": _predicted(tables, inputs)}),
     }
 
 
@@ -249,31 +245,28 @@ def _times(calibration: Calibration | None) -> dict[str, Any]:
 
 
 def _predicted(tables: list[HeadScores], inputs: Inputs) -> dict[str, Any] | None:
-    """Return predicted zero-shot ΔNLL and its deviation, in thousandths of a percent, coded.
+    """Return predicted zero-shot ΔNLL and its deviation, in thousandths of a percent, by threshold and budget.
 
-    There is one run of each by threshold, over the budgets for which the search's scores allow a prediction.
+    The budgets, from ``low``, are those for which the search's scores allow a prediction.
     """
     if inputs.predict is None:
         return None
-    code, count, low = Code(), None, 0
+    low, means, deviations = 0, [], []
     for table in tables:
-        order = densest_first(table.values)
         masks = np.zeros((table.num_heads, table.num_heads), np.bool_)
-        for budget, head in enumerate(order):
+        for budget, head in enumerate(densest_first(table.values)):
             masks[budget:, head] = True
-        means, errors = inputs.predict(masks)
-        predicted = np.flatnonzero(~np.isnan(means))
-        low, count = int(predicted[0]) + 1, len(predicted)
-        for numbers in (means, errors):
-            code.run([round(1000 * number) for number in numbers[predicted].tolist()], [_ORDER] * count)
-    return {"low": low, "count": count, "order": _ORDER, "code": code.text}
+        mean, deviation = inputs.predict(masks)
+        predicted = np.flatnonzero(~np.isnan(mean))
+        low = int(predicted[0]) + 1
+        means.append([round(1000 * number) for number in mean[predicted].tolist()])
+        deviations.append([round(1000 * number) for number in deviation[predicted].tolist()])
+    return {"low": low, "means": means, "deviations": deviations}
 
 
 def _flags(mask: bytes) -> str:
-    """Return a layout's global heads, layer by layer, coded as bits."""
-    code = Code()
-    code.flags(np.frombuffer(mask, np.bool_).tolist())
-    return code.text
+    """Return a layout's global heads, layer by layer, one bit each, in base64."""
+    return b64encode(np.packbits(np.frombuffer(mask, np.bool_)).tobytes()).decode()
 
 
 def _number(value: float) -> float | None:

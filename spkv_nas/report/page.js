@@ -96,11 +96,14 @@ for (const button of document.querySelectorAll("[data-copy]")) {
   button.hidden = false;
   button.addEventListener("click", () => copy(document.getElementById(button.dataset.copy), button.nextElementSibling));
 }
+/* Decompress base64-encoded gzip data to text. */
+async function gunzip(base64) {
+  const bytes = Uint8Array.from(atob(base64), letter => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
 /* Decompress the tables for download. */
 async function inflate(link) {
-  const bytes = Uint8Array.from(atob(link.href.split(",")[1]), letter => letter.charCodeAt(0));
-  const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-  link.href = "data:text/csv;charset=utf-8," + encodeURIComponent(text);
+  link.href = "data:text/csv;charset=utf-8," + encodeURIComponent(await gunzip(link.href.split(",")[1]));
   link.download = link.textContent = link.download.replace(/\.gz$/, "");
 }
 if (globalThis.DecompressionStream) document.querySelectorAll("a[download$='.csv.gz']").forEach(inflate);

@@ -49,7 +49,7 @@ from spkv_nas.report.section import Section
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
 _PAGE = "index.html"
-_SCRIPTS = ("page", "codes", "map", "layout_file", "costs", "compare", "layout_explorer")
+_SCRIPTS = ("page", "map", "layout_file", "costs", "compare", "layout_explorer")
 Groups = dict[str, list[Chart | Panels]]
 
 

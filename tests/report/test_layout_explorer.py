@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+
 import numpy as np
 import pytest
 from helpers import make_comparison, make_domain_table, make_layouts, make_search, make_table
@@ -12,43 +16,10 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report.choices import levels
-from spkv_nas.report.codes import Code
 from spkv_nas.report.evidence import all_evidence
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.layout_explorer import instrument
 from spkv_nas.report.verdict import conclude
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-
-
-class Reader:
-    """As the page's script reads a code."""
-
-    def __init__(self, text: str) -> None:
-        self.bits = iter("".join(f"{LETTERS.index(letter):06b}" for letter in text))
-
-    def take(self, order: int) -> int:
-        zeros = 0
-        while next(self.bits) == "0":
-            zeros += 1
-        return int("1" + "".join(next(self.bits) for _ in range(order + zeros)), 2) - 2**order
-
-    def run(self, orders: list[int]) -> list[int]:
-        sign = self.take(0)
-        least = (sign + 1) // 2 if sign % 2 else -sign // 2
-        return [least + self.take(order) for order in orders]
-
-
-@pytest.mark.parametrize(
-    "numbers", [[0], [63, 0, 64], [-5, 4090, 4091], [2**30, -(2**30)], [7] * 20], ids=lambda numbers: str(numbers[0])
-)
-@pytest.mark.parametrize("order", [0, 3, 9])
-def test_coded_numbers_come_back(numbers: list[int], order: int) -> None:
-    code, orders = Code(), [order] * len(numbers)
-    assert code.run(numbers, orders) == [(number - min(numbers)).bit_length() for number in numbers]
-    code.run(numbers[::-1], orders)
-    reader = Reader(code.text)
-    assert (reader.run(orders), reader.run(orders)) == (numbers, numbers[::-1])
 
 
 @pytest.mark.parametrize(
@@ -83,13 +54,17 @@ def test_an_instrument_has_the_heads_of_propose() -> None:
     assert given is not None
     (signal,) = given["signals"]
     assert (given["budget"], signal["taus"], signal["cache"]) == (2, ["0.5"], {"token": 64.0, "window": 8})
-    assert signal["shares"] == [3333, 6667]
-    reader = Reader(signal["tables"])
-    parts = [reader.run([signal["order"]] * 8) for _ in table.domains]
-    assert parts == [levels(table.values, table.measure)] * 2
-    over_all, order, beside = (reader.run([0] * 8) for _ in range(3))
-    assert (over_all, order) == ([0] * 8, [0] * 8)  # as the domains have it, the highest first
-    assert max(beside) < 5  # hundredths of a percent
+    tables = json.loads(gzip.decompress(base64.b64decode(signal["tables"])))
+    values = levels(table.values, table.measure)
+    assert tables["levels"] == [[[level] for level in values]] * 3  # all text, and two equal domains
+    assert tables["order"] == [np.argsort(-table.values.ravel(), kind="stable").tolist()]
+    layouts = [propose(table, budget, num_random=0)["densest"] for budget in range(1, 9)]
+    assert np.cumsum(tables["coverage"][0]).tolist() == [round(1e4 * coverage(table, layout)) for layout in layouts]
+    assert tables["predicted"] is None
+    masks = [np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8))[:8] for _, text in given["layouts"]]
+    assert [mask.tolist() for mask in masks] == [
+        layout.global_mask.ravel().tolist() for layout in inputs.layouts.values()
+    ]
     assert [name for name, _ in given["layouts"]] == ["densest", "last"]
 
 
