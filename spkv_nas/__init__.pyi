@@ -24,6 +24,8 @@ from .probing.priced import learn_gates as learn_gates
 from .probing.signals import probe as probe
 from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
+from .report.pictures import plot_head_scores as plot_head_scores
+from .report.pictures import plot_layout as plot_layout
 from .search.study import Study as Study
 from .search.trials import LayoutCost as LayoutCost
 from .stages.study import search_layouts as search_layouts

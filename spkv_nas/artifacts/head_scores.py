@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ from spkv_nas.artifacts.grid import Grid, grid_words
 from spkv_nas.artifacts.head_score_rows import COLUMNS, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
 from spkv_nas.artifacts.score_kind import Measure
-from spkv_nas.artifacts.views import grid_html, picture
+from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath, is_file, is_folder
 from spkv_nas.base.limits import MOST_SIZE, MOST_WINDOW
@@ -35,9 +35,6 @@ from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Section, validate
 from spkv_nas.base.tables import Column, csv_text, read_table, write_csv
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _POSITION_COLUMNS = (
     Column("layer", "whole"),
@@ -277,10 +274,6 @@ class HeadScores:
         texts = [[scale.text(value) for value in row] for row in self.values]
         caption = f"{self.name}: {self.measure.noun}, {self.measure.shown}{at_tau}; mean {scale.factor * self.mean:.1f}"
         return grid_html(caption, scale.fraction(self.values), texts)
-
-    def plot(self) -> Figure:
-        """Plot the scores as a matplotlib figure, as in the report. Raises ``UserError`` if matplotlib is missing."""
-        return picture("of_table", self)
 
     @classmethod
     def read(cls, path: StrPath) -> HeadScores:

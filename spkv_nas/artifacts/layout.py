@@ -16,24 +16,19 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
 from spkv_nas.artifacts.grid import Grid, check_grid
-from spkv_nas.artifacts.views import grid_html, picture
+from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError, shortened
 from spkv_nas.base.files import StrPath, parse_yaml, read_text, write_atomic, yaml_line
 from spkv_nas.base.limits import MOST_WINDOW
 from spkv_nas.base.names import check_name
 from spkv_nas.base.schema import Section, validate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from spkv_nas.artifacts.head_scores import HeadScores
 
 FORMAT = "spkv-nas/layout/1"
 DEFAULT_WINDOW = 128  # of local heads, if neither the probe nor the caller sets one
@@ -158,14 +153,6 @@ class Layout:
         """Return an HTML grid with G for every global head, for notebooks."""
         caption = f"{self.strategy}: {self.num_global} of {self.num_heads} KV heads global, window {self.window}"
         return grid_html(caption, self.global_mask, [row.replace("L", " ") for row in self.heads])
-
-    def plot(self, table: HeadScores | None = None) -> Figure:
-        """Plot the global heads as a matplotlib figure; with a table, marked on its scores as in the report.
-
-        Raises:
-            UserError: the table has another grid, or matplotlib is not installed.
-        """
-        return picture("of_layout", self, table)
 
     @classmethod
     def from_mask(

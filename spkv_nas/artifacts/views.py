@@ -1,23 +1,12 @@
-"""Notebook views of tables and layouts: an HTML grid of coloured cells, and a matplotlib figure on request.
-
-The figures are those of ``report``, a package above this one in the import order. They are imported by name, as pandas
-imports its plotting backends, so that tables can be read without matplotlib.
-"""
+"""Show tables and layouts in notebooks, as an HTML grid of coloured cells."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
-
-from spkv_nas.base.extras import missing_extra
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _FULL = np.array([31, 95, 168])  # RGB of a cell of value 1; 0 is white
 _LIGHT = 0.55  # from this value on, text is white
@@ -49,16 +38,3 @@ def _cell(value: float, text: str) -> str:
     ink = "white" if value >= _LIGHT else "black"
     style = f"background: rgb({red}, {green}, {blue}); color: {ink}; text-align: center"
     return f'<td style="{style}">{escape(text)}</td>'
-
-
-def picture(kind: str, *shown: Any) -> Figure:
-    """Call a function of ``report.pictures`` by name and return its figure.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        figure: Figure = getattr(import_module("spkv_nas.report.pictures"), kind)(*shown)
-    except ModuleNotFoundError as error:
-        raise missing_extra(error) or error from error
-    return figure

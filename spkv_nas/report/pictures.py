@@ -1,4 +1,4 @@
-"""Draw ``HeadScores.plot`` and ``Layout.plot``: figures for notebooks, without files."""
+"""Plot head scores and layouts as matplotlib figures, for notebooks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from spkv_nas.report.density_charts import density_chart, grid_chart, layout_cha
 from spkv_nas.report.plot import Picture, picture
 
 
-def of_table(table: HeadScores) -> Picture:
-    """Return a picture of the score of every KV head."""
-    return picture(density_chart(table))
+def plot_head_scores(scores: HeadScores) -> Picture:
+    """Plot the score of every KV head as a matplotlib figure, as in the report."""
+    return picture(density_chart(scores))
 
 
-def of_layout(layout: Layout, table: HeadScores | None) -> Picture:
-    """Return a picture of a layout's global heads, on the scores of ``table`` if there is one.
+def plot_layout(layout: Layout, scores: HeadScores | None = None) -> Picture:
+    """Plot a layout's global heads as a matplotlib figure; with head scores, marked on these as in the report.
 
     Raises:
-        UserError: the table has another grid.
+        UserError: the scores have another grid.
     """
-    if table is None:
+    if scores is None:
         return picture(grid_chart(layout))
-    return picture(layout_chart(table, layout.strategy, layout, coverage(table, layout), number=1))
+    return picture(layout_chart(scores, layout.strategy, layout, coverage(scores, layout), number=1))

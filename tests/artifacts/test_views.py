@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import make_domain_table
 
-from spkv_nas import Layout, UserError
+from spkv_nas import Layout, UserError, plot_head_scores, plot_layout
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.report.plot import Picture
 
@@ -42,10 +42,10 @@ def test_a_layout_shows_its_global_heads() -> None:
 def test_pictures() -> None:
     table = make_domain_table()
     layout = Layout.from_mask(table.density > table.mean, window=8)
-    for picture in (table.plot(), layout.plot(), layout.plot(table)):
+    for picture in (plot_head_scores(table), plot_layout(layout), plot_layout(layout, table)):
         assert isinstance(picture, Picture)
         assert picture._repr_png_().startswith(b"\x89PNG")
-    assert "coverage" in layout.plot(table).axes[0].get_title(loc="left")
-    assert "global" in layout.plot().axes[0].get_title(loc="left")
+    assert "coverage" in plot_layout(layout, table).axes[0].get_title(loc="left")
+    assert "global" in plot_layout(layout).axes[0].get_title(loc="left")
     with pytest.raises(UserError, match="is for 1 layers"):
-        Layout(("GL",), 8).plot(table)
+        plot_layout(Layout(("GL",), 8), table)

@@ -135,7 +135,8 @@ layout = spkv_nas.propose(table, budget=18)["densest"]
 assert 0 < spkv_nas.coverage(table, layout) < 1
 assert "<table>" in table._repr_html_()
 assert "<table>" in layout._repr_html_()
-for needs in (lambda: spkv_nas.load("x"), table.plot, layout.plot):
+plots = (lambda: spkv_nas.plot_head_scores(table), lambda: spkv_nas.plot_layout(layout))
+for needs in (lambda: spkv_nas.load("x"), *plots):
     try:
         needs()
     except spkv_nas.UserError as error:
