@@ -86,7 +86,7 @@ def make_evidence(**search: list[float]) -> Inputs:
 
 def test_evidence_is_by_steps_of_retraining() -> None:
     found = all_evidence(make_evidence())
-    assert [(one.how, len(one.results)) for one in found] == [
+    assert [(one.description, len(one.results)) for one in found] == [
         ("retrained for 120 steps, on held-out documents not used for selection", 3),
         ("retrained for 100 steps", 3),
         ("retrained for 30 steps", 3),
