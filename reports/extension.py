@@ -1,9 +1,9 @@
 """Measure the effect of longer blocks during training (about ten minutes on one core).
 
-Run ``python reports/extension.py``. Two branches of the embedded dense checkpoint are trained with full attention for the
-same number of steps and tokens: one in blocks of 512 tokens throughout, one in blocks of 1,024 tokens from the middle on,
-with RoPE's theta multiplied by four. Both are evaluated on held-out text in blocks of 1,024 tokens. Reported is the
-change of NLL from the first to the second branch, paired by document, for each half of a block.
+Run ``python reports/extension.py``. Two branches of the embedded dense checkpoint are trained with full attention for
+the same number of steps and tokens: one in blocks of 512 tokens throughout, one in blocks of 1,024 tokens from the
+middle on, with RoPE's theta multiplied by four. Both are evaluated on held-out text in blocks of 1,024 tokens. Reported
+is the change of NLL from the first to the second branch, paired by document, for each half of a block.
 """
 
 from __future__ import annotations

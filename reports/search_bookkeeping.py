@@ -1,8 +1,8 @@
 """Time the overhead of a search, everything except scoring, at 80 layers x 8 KV heads (a few minutes).
 
 Run ``python reports/search_bookkeeping.py``. Several worker processes share a search in which a formula scores the
-layouts, either instantly or after ``--seconds`` of sleep; all their other work is overhead. The table reports seconds per
-trial: elapsed time, CPU time, and the time of all workers in each part of the work, excluding parts that it calls.
+layouts, either instantly or after ``--seconds`` of sleep; all their other work is overhead. The table reports seconds
+per trial: elapsed time, CPU time, and the time of all workers in each part of the work, excluding parts that it calls.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from spkv_nas.base.tables import write_csv
 from spkv_nas.report.plot import save_chart
 from spkv_nas.training.recipe import BranchConfig
 
-MARKER = "<!-- `run.py tables` writes what is below -->"
+MARKER = "<!-- `run.py tables` writes everything below -->"
 _TITLES = {ZERO_SHOT: "without training", RETRAINED: "retrained"}
 
 
@@ -97,7 +97,7 @@ def _text(tables: dict[str, pd.DataFrame], branch: Mapping[str, Any]) -> list[st
     # Differences and correlations
     differences = tables["differences"]
     for (fidelity, name), part in differences.groupby(["fidelity", "chooser"], sort=False):
-        head = f"## {name} minus its rivals, {_TITLES[str(fidelity)]}, % of NLL"
+        head = f"## {name} minus other methods, {_TITLES[str(fidelity)]}, % of NLL"
         text += [head, _VERDICT, _grid(part, "rival", ["reference", "budget"], _difference)]
     for fidelity, part in tables["correlations"].groupby("fidelity", sort=False):
         head = f"## Spearman of coverage with ΔNLL, {_TITLES[str(fidelity)]}"
@@ -120,31 +120,40 @@ def _counted_from_control(branch: Mapping[str, Any]) -> str:
     )
 
 
-_NOTED = {"chosen_on": "tokens chosen on", "judged_on": "tokens judged on", "judged_documents": "documents judged on"}
+_NOTED = {
+    "chosen_on": "tokens chosen on",
+    "judged_on": "tokens evaluated on",
+    "judged_documents": "documents evaluated on",
+}
 _READING = (
     "## Where the heads that matter rank\n\n"
-    "Each dot is one of the heads that save most NLL when opened alone in a model of local heads, as many as the "
-    "budget; its area is what it saves, lines follow the first five. No price and priced, trained, are the same branch "
-    "without and with a price; every table is taken at the threshold that keeps the budget's share of the keys. Heads "
-    "left of the line are chosen."
+    "Each dot is a head. Shown are the heads that reduce NLL most when they alone are made global (add-one-head "
+    "ablation), as many as the budget; a dot's area is that reduction, and lines connect the first five. "
+    '"No price" and "priced, trained" are the same branch without and with a price. Each table is read at the '
+    "threshold that keeps the budget's share of the keys. Heads left of the line are chosen."
 )
 _DELTA = (
-    "± one standard error, paired by document; of random layouts, that of their mean over draws. Whole layers may have "
-    "other numbers of heads, which are then said."
+    "± one standard error, paired by document; for random layouts, the standard error of the mean over draws. "
+    "Layouts of whole layers may have another number of heads, shown in parentheses."
 )
-_VERDICT = "Below 0 it is better. yes: by more than two standard errors, paired by document; worse: likewise."
+_VERDICT = (
+    'Negative values are better. "yes": better by more than two standard errors, paired by document; "worse": '
+    "worse by more than two."
+)
 _CORRELATION = (
-    "Over the distinct layouts of a reference and budget; the interval (95 %) is over resamples of layouts. A coverage "
-    "that orders them well is near -1."
+    "Over the distinct layouts of a reference and budget, with a 95 % interval from resampled layouts. The "
+    "correlation of a coverage that ranks layouts well is near -1."
 )
 _COST = (
-    "Millions of tokens that pass forward (seconds of a core). A training step counts three times its tokens, on a "
-    "frozen model twice; scores of layouts count the layers that were run; those of a search count in full, with the "
-    "signals that it starts from. Probing counts once. The seconds of unpriced-long are those of its probe."
+    "Millions of tokens in forward passes (seconds on one core). A training step counts as three times its "
+    "tokens, or twice on a frozen model. Scores of layouts count the layers that were run; those of a search "
+    "count in full, including the signals that it starts from. Probing counts once. The seconds of unpriced-long "
+    "are those of its probe."
 )
 _CURVES = (
-    "ΔNLL % against full attention at the same length, of the layout that the signal chose there (own), of the one it "
-    "chose at its usual setting with the same seed (base), and of B, one layer in four."
+    "ΔNLL in % from full attention at the same length: of the layout that the signal chose at this setting "
+    "(here), of the layout that it chose at its usual setting with the same seed (base), and of B, one layer in "
+    "four."
 )
 
 
@@ -203,7 +212,7 @@ def _curves(rows: pd.DataFrame) -> str:
         [row["signal"], *(int(row[name]) for name in names), *(_of(row, which) for which in ("own", "base", "rule"))]
         for _, row in rows.iterrows()
     ]
-    return markdown(["signal", *(name.replace("_", " ") for name in names), "own", "base", "B"], lines)
+    return markdown(["signal", *(name.replace("_", " ") for name in names), "here", "base", "B"], lines)
 
 
 def _of(row: pd.Series, which: str) -> str:
@@ -213,7 +222,7 @@ def _of(row: pd.Series, which: str) -> str:
 
 def _unfinished(lines: Sequence[str]) -> str:
     """Write the section of unfinished work."""
-    return "## Not finished\n\n" + ("\n".join(f"- {line}" for line in lines) or "Nothing: all of the plan is done.")
+    return "## Not finished\n\n" + ("\n".join(f"- {line}" for line in lines) or "Nothing: the whole plan is finished.")
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
