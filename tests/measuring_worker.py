@@ -21,10 +21,10 @@ from spkv_nas.base.distributed import on_main, process_index
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
-from spkv_nas.stages.common import Subject
 from spkv_nas.stages.evaluate import evaluate, score
 from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions
 from spkv_nas.stages.probe import probe
+from spkv_nas.stages.subject import Subject
 
 SHORT = 48  # tokens of a text of one block: fewer than there are processes
 

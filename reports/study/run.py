@@ -34,7 +34,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli.screen import working
-from spkv_nas.stages.common import quiet_transformers
+from spkv_nas.model.transformers_logging import quiet_transformers
 
 HERE = Path(__file__).resolve().parent
 Cells = Callable[[Subject, list[str]], Iterator[Cell]]  # from a reference and budgets

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from spkv_nas.base.console import caution, out, say, say_where
+from spkv_nas.stages.printing import about_errors, change
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,28 +26,8 @@ if TYPE_CHECKING:
     from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
     from spkv_nas.training.hybrids import Comparison
 
-_WIDEST = 100  # standard errors; a wider confidence interval is not printed
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
-
-
-def change(percent: float, error: float | None = None) -> str:
-    """Format a change of NLL, such as ``+0.894 ± 0.082``; NaN, such as the error of a single document, is a dash."""
-    if math.isnan(percent):
-        return "-"
-    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
-
-
-def about_errors(num_documents: int, effective: float) -> None:
-    """Print what ± means and, for few documents, a warning with the width of a 95 % confidence interval."""
-    from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
-
-    number = f"{num_documents} held-out documents (effective number {effective:.1f})"
-    out.print(f"±: one standard error, paired by {number}")
-    if effective < FEW_DOCUMENTS:
-        width = critical_errors(effective)
-        interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
-        caution(f"warning: of so few documents, a 95 % interval {interval} (Student's t): measure on more text")
 
 
 def probe(table: HeadScores) -> None:

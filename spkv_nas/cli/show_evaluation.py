@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spkv_nas.base.console import out, say, say_where
-from spkv_nas.cli.show import about_errors, change
+from spkv_nas.stages.printing import about_errors, change
 
 if TYPE_CHECKING:
     import pandas as pd

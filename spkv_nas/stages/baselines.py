@@ -31,9 +31,10 @@ from spkv_nas.evaluation.baselines.run_baselines import (
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import Measured, Subject, measured_on, quiet_transformers
 from spkv_nas.stages.options import BaselinesOptions
+from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,9 @@ from spkv_nas.evaluation.thresholds import check_sweep, check_tau
 from spkv_nas.model.source import check_checkpoint, check_config
 from spkv_nas.stages import layout_options, options
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-from spkv_nas.stages.common import Subject, find_proposal, find_table
 from spkv_nas.stages.eval_modes import check_mode
+from spkv_nas.stages.lookup import find_proposal, find_table
+from spkv_nas.stages.subject import Subject
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 

@@ -23,8 +23,8 @@ from spkv_nas.cost.roofline import Roofline, find_hardware
 from spkv_nas.cost.times import AttentionTimes, Phase
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.common import model_name
 from spkv_nas.stages.contexts import beyond_positions, choose_context
+from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options import PAPER, REFERENCE, CalibrateOptions, CostOptions
 
 if TYPE_CHECKING:

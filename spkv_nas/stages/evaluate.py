@@ -18,25 +18,19 @@ from spkv_nas.base.locks import locked
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.evaluation import sweep
 from spkv_nas.evaluation.checkpoint_table import EvaluatedCheckpoint, checkpoint_table, merged
+from spkv_nas.evaluation.micro_batch import check_positions, fitting_batch
 from spkv_nas.evaluation.paired import PairedDifference, paired_difference
 from spkv_nas.evaluation.thresholds import check_sweep
 from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
 from spkv_nas.model.config_section import gate_config
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import (
-    Measured,
-    Subject,
-    check_positions,
-    find_proposal,
-    find_table,
-    fitting_batch,
-    measured_on,
-    quiet_transformers,
-    result_name,
-)
 from spkv_nas.stages.eval_modes import check_pair, load
+from spkv_nas.stages.lookup import find_proposal, find_table
+from spkv_nas.stages.names import result_name
 from spkv_nas.stages.options import EvaluateOptions, ScoreOptions
+from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,17 +30,20 @@ from spkv_nas.base.units import ITEM_BYTES
 from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages, Training
 from spkv_nas.data.config import DataConfig
+from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size, saved_dtype
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing import head_gates
 from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.gains import num_passes
 from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import BATCH_SIZE, Subject, model_name, quiet_transformers
 from spkv_nas.stages.contexts import beyond_positions, choose_context
+from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options import PlanOptions, ProbeOptions
 from spkv_nas.stages.probe import chosen_signal
+from spkv_nas.stages.subject import Subject
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
 from spkv_nas.training.run_plan import Planner

@@ -23,11 +23,12 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import format_seconds
 from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing import head_gates
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
-from spkv_nas.stages.common import model_name, quiet_transformers
+from spkv_nas.stages.names import model_name
 from spkv_nas.stages.next_steps import after_init
 from spkv_nas.stages.options import InitOptions
 from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft

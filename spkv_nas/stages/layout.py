@@ -10,11 +10,12 @@ from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal import convert as forms
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.commands import command_line, next_line
-from spkv_nas.stages.common import find_table, quiet_transformers
 from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
+from spkv_nas.stages.lookup import find_table
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,12 @@ from spkv_nas.data.pieces import piece_size
 from spkv_nas.data.sources import Document, documents, heldout
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, Spans, key_spans, read, stretches
 from spkv_nas.evaluation.longppl.table import longppl_table
+from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import check_positions, model_name, quiet_transformers, result_name
 from spkv_nas.stages.eval_modes import check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.names import model_name, result_name
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:

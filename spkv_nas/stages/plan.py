@@ -14,11 +14,12 @@ from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing import head_gates
 from spkv_nas.stages import forecast
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-from spkv_nas.stages.common import find_proposal, quiet_transformers
 from spkv_nas.stages.forecast import Forecast
+from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import (
     PALINDROME,
     AblateOptions,

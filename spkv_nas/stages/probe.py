@@ -19,9 +19,11 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.evaluation.micro_batch import fitting_batch, require_logits
 from spkv_nas.evaluation.zero_shot import cache_folder
 from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
 from spkv_nas.model.model_shape import check_tokens, config_shape
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
 from spkv_nas.probing import density
 from spkv_nas.probing.gains import LAYER, opening_gains
@@ -29,15 +31,9 @@ from spkv_nas.probing.priced import STEP_TOKENS, learn_gates
 from spkv_nas.probing.signals import measure_signal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import (
-    Measured,
-    Subject,
-    fitting_batch,
-    quiet_transformers,
-    require_logits,
-)
 from spkv_nas.stages.options import ProbeOptions, TrainOptions
 from spkv_nas.stages.record import OPTIONS, recorded
+from spkv_nas.stages.subject import Measured, Subject
 from spkv_nas.stages.train import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 

@@ -31,7 +31,7 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion, command_line
-from spkv_nas.stages.common import find_table
+from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.next_steps import after_propose
 from spkv_nas.stages.options import CompareOptions, ProposeOptions
 from spkv_nas.stages.record import read_options

@@ -22,9 +22,9 @@ from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line
-from spkv_nas.stages.common import find_proposal, find_table
 from spkv_nas.stages.in_progress import under_way
 from spkv_nas.stages.index import pages, write_workspace_index
+from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.options import ProposeOptions, ReportOptions
 from spkv_nas.stages.page_steps import page_steps
 from spkv_nas.stages.results import read_results

@@ -22,12 +22,14 @@ from spkv_nas.base.version import environment
 from spkv_nas.data.ruler.material import Material
 from spkv_nas.data.ruler.sample import VERSION, NoRoomError, Sample
 from spkv_nas.data.ruler.tasks import available, check_task, generate
+from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import check_positions, quiet_transformers, result_name
 from spkv_nas.stages.eval_modes import Loaded, hard, identity, load
 from spkv_nas.stages.eval_modes import origin as origin_of
+from spkv_nas.stages.names import result_name
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.shape import Shape
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import SEARCH
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import LayoutCost
-from spkv_nas.stages.common import quiet_transformers
 from spkv_nas.stages.cost import find_times
 from spkv_nas.stages.options import SearchOptions
 from spkv_nas.stages.question import ask

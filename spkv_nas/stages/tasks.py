@@ -15,9 +15,10 @@ from spkv_nas.artifacts.result_tables import TASKS
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.version import environment
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import quiet_transformers, result_name
 from spkv_nas.stages.eval_modes import hard, identity, load, origin
+from spkv_nas.stages.names import result_name
 from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:

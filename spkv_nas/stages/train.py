@@ -15,8 +15,9 @@ from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MOST_BYTES
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-from spkv_nas.stages.common import find_proposal, quiet_transformers
+from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.training import ablation, hybrids
 from spkv_nas.training.branches import BranchContext

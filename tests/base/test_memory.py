@@ -19,9 +19,9 @@ from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.base.progress import Reporter
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.model_shape import check_keys, check_size, check_tokens
-from spkv_nas.stages.common import Subject
 from spkv_nas.stages.evaluate import evaluate
 from spkv_nas.stages.options import EvaluateOptions, SubjectOptions
+from spkv_nas.stages.subject import Subject
 
 GIB = 1 << 30
 
@@ -128,7 +128,7 @@ class TestPasses:
         self, folder: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(memory, "available_bytes", lambda device="cpu": 1 << 29)
-        monkeypatch.setattr("spkv_nas.stages.common._BEYOND", 10**6)
+        monkeypatch.setattr("spkv_nas.evaluation.micro_batch._BEYOND", 10**6)
         size = ("--model", folder, "--data", text, "--device", "cpu", "--block-size")
         message = fails(capsys, "evaluate", *size, "1000000")
         assert "hidden states and logits of 1 x 1000000 tokens: that takes at least 756.14 MiB" in message

@@ -15,7 +15,7 @@ from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.locks import locked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
-from spkv_nas.stages.common import find_proposal
+from spkv_nas.stages.lookup import find_proposal
 
 
 @pytest.fixture

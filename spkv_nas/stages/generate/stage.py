@@ -9,8 +9,8 @@ from spkv_nas.base.files import read_text
 from spkv_nas.base.progress import SILENT, Announce, Reporter, silent
 from spkv_nas.model import generation
 from spkv_nas.model.checkpoint import load_on
+from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.common import quiet_transformers
 from spkv_nas.stages.generate.command import GenerateOptions
 
 

@@ -1,40 +1,30 @@
-"""Load what the stages share: the model and text to measure, and the tables and layouts of a workspace."""
+"""Load the model to measure and the text to measure it on."""
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spkv_nas.artifacts.checkpoints import run_origin
-from spkv_nas.artifacts.comparison import check_layout_names
 from spkv_nas.artifacts.defaults import BLOCK_SIZE
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.proposal import Proposal
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
-from spkv_nas.base.distributed import after_main, connect, gathered, on_main, process_index
+from spkv_nas.base.distributed import after_main, connect, on_main
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.memory import require
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.version import environment
-from spkv_nas.base.workspace import Workspace
-from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
 from spkv_nas.data.readers import open_source
+from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting_batch, require_logits
 from spkv_nas.model.source import check_checkpoint
-from spkv_nas.proposal.foreign_formats import read_score_table
-from spkv_nas.stages.commands import command_line, next_line
+from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options import (
     DENSE,
     REFERENCE,
     BaselinesOptions,
     EvaluateOptions,
     ProbeOptions,
-    ProposeOptions,
     ScoreOptions,
     SubjectOptions,
 )
@@ -53,10 +43,7 @@ _COMMANDS: dict[type, tuple[str, str]] = {  # by command: default model, purpose
     ScoreOptions: (DENSE, "score on"),
     BaselinesOptions: (DENSE, "prune on"),
 }
-BATCH_SIZE = 8  # micro-batch size in blocks, where memory allows
-_CHECKPOINT = re.compile(r"checkpoint-[0-9]+")  # folder of an unfinished run
 _LEAST_SAMPLES = 2  # minimum number of RULER blocks, so that a domain has a standard error
-_BEYOND = 16  # maximum block length, in multiples of the model's max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -268,73 +255,6 @@ class Subject:
         return read_split(folder, data, stretch=stretch)
 
 
-def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
-    """Raise ``UserError`` if blocks are over 16 times longer than the model's ``max_position_embeddings``.
-
-    Attention over such blocks may take hours, and what it measures is not the model.
-    """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and length > _BEYOND * max(positions, 1):
-        raise UserError(
-            f"blocks of {length} tokens are more than {_BEYOND} times as long as the model's "
-            f"max_position_embeddings of {positions}\ngive a smaller {option}"
-        )
-
-
-def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
-    """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.memory``).
-
-    Must be called on all ranks; the smallest size of any rank is returned.
-    """
-    from spkv_nas.model.config_section import gate_config
-    from spkv_nas.model.device_map import memory_for_passes
-    from spkv_nas.model.model_shape import model_size
-
-    max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
-    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
-    room = ROOM * memory_for_passes(model)
-    fitting = min(gathered(max(1, most(max_batch, room, lambda number: memory.shared(number * length)))))
-    if fitting < max_batch:
-        reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")
-    return fitting
-
-
-def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> None:
-    """Raise ``UserError`` unless a pass can be scored: twice its last hidden states and a chunk's logits must fit."""
-    from spkv_nas.model.model_shape import vocabulary_size
-
-    tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
-    hidden = tokens * int(model.config.get_text_config().hidden_size) * item
-    description = f"hidden states and logits of {num_blocks} x {block_size} tokens"
-    size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)
-    require(size, description, "give a smaller --block-size", device=model.device.type)
-
-
-def model_name(source: str) -> str:
-    """Return the name of a model's results: its folder's, its config file's folder's, or its id's last part.
-
-    Checkpoints of a run take the run's name, as every run ends in a folder ``final``. A revision is appended.
-    """
-    if source.startswith(EMBEDDED_PREFIX):
-        return EMBEDDED.name
-    from spkv_nas.model.source import split_revision
-
-    name, revision = split_revision(source)
-    if revision is not None:
-        return f"{Path(name).name}-{revision.replace('/', '-')}"
-    path = Path(os.path.abspath(source))  # does not follow symbolic links
-    path = path.parent if path.suffix == ".json" else path
-    if path.name == "final":
-        return path.parent.name
-    return f"{path.parent.name}-{path.name}" if _CHECKPOINT.fullmatch(path.name) else path.name
-
-
-def result_name(source: str) -> str:
-    """Return the name of ``evaluate``'s results: the recipe that trained the model, else ``model_name``."""
-    origin = None if source.startswith(EMBEDDED_PREFIX) else run_origin(Path(source))
-    return model_name(source) if origin is None else origin.recipe
-
-
 def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: Any) -> dict[str, Any]:
     """Return the record of what a table was measured on, for the file beside it."""
     from spkv_nas.model.checkpoint import model_origin
@@ -350,50 +270,3 @@ def measured_on(subject: Subject, measured: Measured, nll: DocumentNLL, **more: 
         **more,
         "environment": environment(),
     }
-
-
-def quiet_transformers(reporter: Reporter) -> None:
-    """Silence the progress bars and log messages of transformers.
-
-    A verbose reporter shows its info messages instead, on rank 0 only.
-    """
-    from transformers.utils import logging
-
-    if process_index():
-        logging.set_verbosity_error()
-    elif reporter.verbose:
-        logging.set_verbosity_info()
-        return
-    logging.disable_progress_bar()
-
-
-def find_table(workspace: Workspace, probe: str) -> HeadScores:
-    """Read a density table by name (``probes/<name>/``) or file; a ``.tsv`` file has other head scores.
-
-    Raises ``UserError`` if it does not exist or cannot be read.
-    """
-    if probe.endswith(".csv"):
-        return HeadScores.read(Path(probe))
-    if probe.endswith(".tsv"):
-        return read_score_table(Path(probe))
-    folder = workspace.probe_dir(probe)
-    if not (folder / "density.csv").is_file():
-        names = ", ".join(workspace.probes()) or "none"
-        raise UserError(
-            f"no density table '{probe}' in {workspace.root / 'probes'}\nthere are: {names}; or give --probe FILE.csv"
-        )
-    return HeadScores.read(folder)
-
-
-def find_proposal(workspace: Workspace, name: str, files: list[Path] | None = None) -> Proposal:
-    """Read the layouts in files, by default all of ``layouts/<name>/``.
-
-    Raises ``UserError`` if there are none, one cannot be read, or one has a baseline's name.
-    """
-    folder = workspace.layout_dir(name)
-    if not files and name in workspace.probes() and not any(folder.glob("*.yaml")):
-        command = command_line(ProposeOptions(probe=name, workspace=workspace.root))
-        raise UserError(f"no layouts in {folder}: propose some first, or name layout files\n{next_line(command)}")
-    proposal = Proposal.read(files) if files else Proposal.read_folder(folder)
-    check_layout_names(proposal.layouts)
-    return proposal

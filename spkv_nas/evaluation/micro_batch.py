@@ -1,0 +1,61 @@
+"""Choose how many blocks pass through a model at once, and refuse blocks that cannot pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spkv_nas.base.distributed import gathered
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.memory import require
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.cost.memory import ROOM, PassMemory, logit_bytes, most
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from spkv_nas.data.blocks import TokenBlocks
+
+BATCH_SIZE = 8  # micro-batch size in blocks, where memory allows
+_BEYOND = 16  # maximum block length, in multiples of the model's max_position_embeddings
+
+
+def check_positions(model: PreTrainedModel, length: int, option: str) -> None:
+    """Raise ``UserError`` if blocks are over 16 times longer than the model's ``max_position_embeddings``.
+
+    Attention over such blocks may take hours, and what it measures is not the model.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and length > _BEYOND * max(positions, 1):
+        raise UserError(
+            f"blocks of {length} tokens are more than {_BEYOND} times as long as the model's "
+            f"max_position_embeddings of {positions}\ngive a smaller {option}"
+        )
+
+
+def fitting_batch(model: PreTrainedModel, blocks: TokenBlocks, reporter: Reporter = SILENT) -> int:
+    """Return the micro-batch size: ``BATCH_SIZE`` blocks, or as many as fit in memory (``cost.memory``).
+
+    Must be called on all ranks; the smallest size of any rank is returned.
+    """
+    from spkv_nas.model.config_section import gate_config
+    from spkv_nas.model.device_map import memory_for_passes
+    from spkv_nas.model.model_shape import model_size
+
+    max_batch, length = min(BATCH_SIZE, blocks.num_blocks), blocks.block_size
+    memory = PassMemory(model_size(model), int(model.dtype.itemsize), gate_config(model))
+    room = ROOM * memory_for_passes(model)
+    fitting = min(gathered(max(1, most(max_batch, room, lambda number: memory.shared(number * length)))))
+    if fitting < max_batch:
+        reporter.announce(f"{fitting} x {length:,} tokens pass at once: there is no memory for more")
+    return fitting
+
+
+def require_logits(model: PreTrainedModel, num_blocks: int, block_size: int) -> None:
+    """Raise ``UserError`` unless a pass can be scored: twice its last hidden states and a chunk's logits must fit."""
+    from spkv_nas.model.model_shape import vocabulary_size
+
+    tokens, item = num_blocks * block_size, int(model.dtype.itemsize)
+    hidden = tokens * int(model.config.get_text_config().hidden_size) * item
+    description = f"hidden states and logits of {num_blocks} x {block_size} tokens"
+    size = 2 * hidden + logit_bytes(vocabulary_size(model), tokens, item=item)
+    require(size, description, "give a smaller --block-size", device=model.device.type)

@@ -1,0 +1,28 @@
+"""Format changes of NLL and their standard errors, as every command prints them."""
+
+from __future__ import annotations
+
+import math
+
+from spkv_nas.base.console import caution, out
+
+_WIDEST = 100  # standard errors; a wider confidence interval is not printed
+
+
+def change(percent: float, error: float | None = None) -> str:
+    """Format a change of NLL, such as ``+0.894 ± 0.082``; NaN, such as the error of a single document, is a dash."""
+    if math.isnan(percent):
+        return "-"
+    return f"{percent:+.3f}" if error is None else f"{percent:+.3f} ± {'-' if math.isnan(error) else f'{error:.3f}'}"
+
+
+def about_errors(num_documents: int, effective: float) -> None:
+    """Print what ± means and, for few documents, a warning with the width of a 95 % confidence interval."""
+    from spkv_nas.base.statistics import FEW_DOCUMENTS, critical_errors
+
+    number = f"{num_documents} held-out documents (effective number {effective:.1f})"
+    out.print(f"±: one standard error, paired by {number}")
+    if effective < FEW_DOCUMENTS:
+        width = critical_errors(effective)
+        interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
+        caution(f"warning: of so few documents, a 95 % interval {interval} (Student's t): measure on more text")
