@@ -156,8 +156,8 @@ def _backend(name: str, q: Tensor) -> str:
     if name == "auto":
         if device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"backend: 'auto' has no backend for tensors on {device}\nselect 'reference' by name: it runs on any device, "
-                "slowly and with O(T^2) memory"
+                f"backend: 'auto' has no backend for tensors on {device}\n"
+                "select 'reference' by name: it runs on any device, slowly and with O(T^2) memory"
             )
         name = "triton" if device.type == "cuda" else "cpu"
     _check_name(name, BACKENDS)
