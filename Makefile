@@ -1,18 +1,21 @@
-# Two commands do everything: `make demo` and `make test`; `make attack` tries to break what they made, and `make docs`
-# builds the documentation.
+# Two commands do everything: `make demo` and `make test`. `make test-slow` runs the tests that `make test` leaves out,
+# `make attack` tries to break the commands, and `make docs` builds the documentation.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ROUNDS ?= 1
 
-.PHONY: demo test attack docs lint clean
+.PHONY: demo test test-slow attack docs lint clean
 
 demo: $(STAMP)  ## probe -> propose -> train-hybrid -> report on the embedded reference
 	$(BIN)/spkv-nas demo
 
-test: $(STAMP) lint  ## lint, types, and the whole CPU test suite
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal
+test: $(STAMP) lint  ## lint, types, and the quick CPU tests
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
+
+test-slow: $(STAMP)  ## the other CPU tests: long trainings, several processes, whole pages
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 attack: $(STAMP)  ## kills, full disks, races, damage; ROUNDS: percent of the full numbers
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/attack -m attack --rounds $(ROUNDS)
