@@ -16,15 +16,19 @@ from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, s
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.signals import HEAD_GATES
-from spkv_nas.proposal import strategies
-from spkv_nas.proposal.propose import SPARSEST, propose, resolve_tau
+from spkv_nas.proposal.propose import layout_by, resolve_tau
+from spkv_nas.proposal.ranking import densest
+from spkv_nas.proposal.registry import STRATEGIES
+from spkv_nas.proposal.strategies.interleaved import interleaved_first, interleaved_last
+from spkv_nas.proposal.strategies.random_heads import random_heads
+from spkv_nas.proposal.strategies.scored_heads import Densest, Sparsest
 from spkv_nas.search.driver import Search
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import Effort
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator
 
-DENSEST = "densest"
-RULES = {"A": strategies.interleaved_first, "B": strategies.interleaved_last}
+DENSEST = Densest.name
+RULES = {"A": interleaved_first, "B": interleaved_last}
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def choosers(subject: Subject) -> list[Chooser]:
     trained, frozen = (next(chooser for chooser in by_signal if chooser.name == name) for name in plan.compared[:2])
     rules = [Chooser(name) for name in (*RULES, *(f"random-{number}" for number in range(plan.random)))]
     combined = replace(frozen, name=f"{frozen.name}+{OPENING}", beside=OPENING)
-    sparsest = replace(trained, name=SPARSEST, strategy=SPARSEST)
+    sparsest = replace(trained, name=Sparsest.name, strategy=Sparsest.name)
     return [*by_signal, combined, Chooser(plan.search.sampler), *rules, sparsest]
 
 
@@ -97,13 +101,13 @@ def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
         second_table = Chooser(chooser.beside, chooser.beside).table(subject, heads)
         if second_table is None:
             return None
-        mask = strategies.densest(
+        mask = densest(
             sum(rankdata(scores.density, axis=None).reshape(grid) for scores in (table, second_table)), heads
         )
     elif chooser.name in RULES:
         mask = RULES[chooser.name](*grid, heads)
     elif chooser.name.startswith("random-"):
-        mask = strategies.random_heads(*grid, heads, int(chooser.name.removeprefix("random-")))
+        mask = random_heads(*grid, heads, int(chooser.name.removeprefix("random-")))
     else:
         return None  # a search writes its own layout
     return Layout.from_mask(mask, window=window, strategy=chooser.name)
@@ -111,7 +115,7 @@ def _choose(subject: Subject, chooser: Chooser, heads: int) -> Layout | None:
 
 def _by_signal(table: HeadScores, heads: int, window: int, strategy: str = DENSEST) -> Layout:
     """Return the layout that a strategy proposes for a table."""
-    return propose(table, heads, window=window, num_random=0)[strategy]
+    return layout_by(STRATEGIES[strategy], table, heads, window=window)
 
 
 def search(subject: Subject, heads: int) -> None:

@@ -17,13 +17,14 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter
 from spkv_nas.base.replace import replacing
 from spkv_nas.base.tables import write_csv
-from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST
-from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage, provenance
+from spkv_nas.proposal.constraints import CONSTRAINED, ROBUST, Constraints
+from spkv_nas.proposal.coverage import coverage, coverage_curve, domain_coverage
 from spkv_nas.proposal.earlier import keep_other_budget, replaced_layouts
-from spkv_nas.proposal.propose import RANDOM_PREFIX, propose, resolve_tau
+from spkv_nas.proposal.propose import densest_layout, propose, resolve_tau
+from spkv_nas.proposal.registry import DENSEST, RANDOM, STRATEGIES, strategy_of
 from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import Bootstrap, Certainty, bootstrap
-from spkv_nas.proposal.strategies import densest
+from spkv_nas.proposal.strategy import NUM_RANDOM
 
 _COVERAGE, _CURVE, _HEADS = "coverage.csv", "coverage-curve.csv", "heads.csv"
 
@@ -62,7 +63,7 @@ def propose_for(
     tau: str | None = None,
     window: int | None = None,
     seed: int = 0,
-    num_random: int = 3,
+    num_random: int = NUM_RANDOM,
     others: Sequence[HeadScores] = (),
     progress: Progress | None = None,
 ) -> Answer:
@@ -76,7 +77,7 @@ def propose_for(
         tau: density threshold, see ``resolve_tau``; defaults to the table's own.
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of the random layouts, see ``propose``.
-        num_random: number of random layouts.
+        num_random: number of layouts of each random strategy.
         others: scores of the same heads by other signals; the highest-scoring heads of each form a layout named after
             the signal, such as head-gates. Its coverage is measured on ``table`` like that of the other layouts.
         progress: called with (resamples solved, number of resamples) if requirements have to be met in each resample.
@@ -96,24 +97,26 @@ def propose_for(
     heads = next(iter(solved.values())).num_global if limit.weights is not None else limit.heads(table)
     # Choose heads by every strategy and by other signals
     layouts = propose(table, heads, window=window, seed=seed, num_random=num_random)
-    layouts |= {other.signal: _layout_by_signal(other, layouts["densest"].window, heads) for other in others} | solved
+    window = layouts[DENSEST.name].window
+    layouts |= {
+        other.signal: densest_layout(other, heads, name=other.signal, window=window) for other in others
+    } | solved
     # Bootstrap confidence intervals over the probe's documents
     resampled = bootstrap(table)
     certainty = None
     if resampled is not None:
         probabilities = {name: requirements.probability(resampled, limit, progress=progress) for name in solved}
         certainty = Certainty.of(resampled, layouts, heads, probabilities)
-    return Answer(table, layouts, coverage_table(table, layouts, heads, resampled), certainty)
-
-
-def _layout_by_signal(scores: HeadScores, window: int, heads: int) -> Layout:
-    """Return the layout of the ``heads`` highest-scoring heads, named after the signal."""
-    layout = Layout.from_mask(densest(scores.values, heads), window=window, strategy=scores.signal)
-    return Layout(layout.heads, window, scores.signal, provenance(scores, layout, heads, None))
+    rows = coverage_table(table, layouts, heads, resampled, requirements.constraints)
+    return Answer(table, layouts, rows, certainty)
 
 
 def coverage_table(
-    table: HeadScores, layouts: Mapping[str, Layout], heads: int, resampled: Bootstrap | None = None
+    table: HeadScores,
+    layouts: Mapping[str, Layout],
+    heads: int,
+    resampled: Bootstrap | None = None,
+    constraints: Constraints | None = None,
 ) -> pd.DataFrame:
     """Tabulate the layouts, best coverage first and those above the budget last.
 
@@ -122,11 +125,12 @@ def coverage_table(
         layouts: layouts by strategy name.
         heads: the budget in global heads.
         resampled: bootstrap of the table, for confidence intervals.
+        constraints: constraints that the user requires; none by default.
 
     Returns:
         One row per layout with columns strategy, num_global, density_percent, coverage, worst_domain (lowest per-domain
         coverage), coverage_low and coverage_high (95 % interval; NaN without ``resampled``), note (why the layout
-        does not have ``heads`` global heads, or may not be optimal).
+        does not have ``heads`` global heads, which constraints it breaks, or that it may not be optimal).
     """
     rows = []
     for name, layout in layouts.items():
@@ -140,7 +144,7 @@ def coverage_table(
                 "worst_domain": round(min(domain_coverage(table, layout).values()), 4),
                 "coverage_low": round(low, 4),
                 "coverage_high": round(high, 4),
-                "note": _note(layout, heads),
+                "note": _note(layout, heads, constraints or Constraints()),
             }
         )
     # Sort by coverage, layouts above the budget last
@@ -161,7 +165,7 @@ def uneven_budgets(rows: pd.DataFrame, heads: int) -> str | None:
 
 def random_spread(rows: pd.DataFrame) -> RandomSpread | None:
     """Return mean and deviation of the random layouts in a ``coverage_table``; None if there are none."""
-    values = rows.loc[rows["strategy"].str.startswith(RANDOM_PREFIX), "coverage"]
+    values = rows.loc[[strategy_of(name) is RANDOM for name in rows["strategy"]], "coverage"]
     if values.empty:
         return None
     return RandomSpread(float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else 0.0)
@@ -180,10 +184,11 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
         reporter: warned of the layouts that are replaced.
     """
     names = [f"{check_name(name, 'the layout')}.yaml" for name in answer.layouts]
-    budget = answer.layouts["densest"].num_global
+    budget = answer.layouts[DENSEST.name].num_global
     with locked(folder, "writes layouts", reporter.announce):
         # List the files that may be replaced or removed
-        random = [file.name for file in folder.glob(f"{RANDOM_PREFIX}*.yaml")]
+        draws = [f"{strategy.name}-*.yaml" for strategy in STRATEGIES if strategy.is_random]
+        random = [file.name for pattern in draws for file in folder.glob(pattern)]
         optional = [f"{name}.yaml" for name in (CONSTRAINED, ROBUST, RECOMMENDED)]
         stale = [*random, *optional, _HEADS]
         files = {*names, *stale, _COVERAGE, _CURVE}
@@ -202,16 +207,25 @@ def write_proposal(folder: Path, answer: Answer, reporter: Reporter = SILENT) ->
                 write_csv(new / _HEADS, answer.certainty.heads(answer.table))
 
 
-def _note(layout: Layout, heads: int) -> str:
-    """Explain why a layout misses the budget, or that it is not proven optimal; empty if neither applies."""
+def _note(layout: Layout, heads: int, constraints: Constraints) -> str:
+    """Explain why a layout misses the budget or a constraint, or is not proven optimal; empty if none applies."""
     if "constraints" not in layout.provenance:
-        if layout.num_global == heads:
-            return ""
-        return (
-            f"whole layers cannot give {heads} heads; the nearest is {layout.num_global} "
-            f"({layout.num_global // layout.num_kv_heads} layers)"
-        )
+        notes = [f"breaks {option}" for option in constraints.broken_by(layout.global_mask)]
+        if layout.num_global != heads:
+            notes.append(_budget_note(layout, heads))
+        return "; ".join(notes)
     notes = [] if layout.num_global == heads else [f"the constraints leave {layout.num_global} of {heads} heads"]
     if (gap := layout.provenance.get("gap")) is not None:
         notes.append(f"not proven the best, but within {100 * float(str(gap)):.2g} % of it")
     return "; ".join(notes)
+
+
+def _budget_note(layout: Layout, heads: int) -> str:
+    """Explain why the layout of a strategy has another number of global heads than the budget."""
+    strategy = strategy_of(layout.strategy)
+    if strategy is None or not strategy.whole_layers:
+        return f"{layout.strategy} makes {layout.num_global} of {heads} heads global"
+    return (
+        f"whole layers cannot give {heads} heads; the nearest is {layout.num_global} "
+        f"({layout.num_global // layout.num_kv_heads} layers)"
+    )

@@ -23,7 +23,7 @@ from spkv_nas.base.workspace import BUDGETS
 from spkv_nas.proposal.budget import parse_budgets
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.earlier import replaced_layouts
-from spkv_nas.proposal.propose import propose, resolve_tau
+from spkv_nas.proposal.propose import densest_layout, resolve_tau
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Bootstrap, bootstrap, knee
 
@@ -173,5 +173,5 @@ def _layouts(
         if requirements.is_solved:
             layout = requirements.solve(table, Limit(budget), window)
         else:
-            layout = propose(table, budget, window=window, num_random=0)["densest"]
+            layout = densest_layout(table, budget, window=window)
         yield budget, replace(layout, strategy=f"{layout.strategy}-{budget}")

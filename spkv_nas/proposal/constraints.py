@@ -69,6 +69,24 @@ class Constraints:
             if value != default
         }
 
+    def broken_by(self, mask: NDArray[np.bool_]) -> list[str]:
+        """Return the options, such as "--granularity layer", that a mask [L, Hkv] of global heads does not meet."""
+        # Count the global heads of the layers that a minimum or maximum applies to, and of those that mix
+        counts, num_kv_heads = mask.sum(1), mask.shape[1]
+        fixed = [*self.global_layers, *self.local_layers]
+        free = np.delete(counts, fixed)
+        mixed = counts[(counts > 0) & (counts < num_kv_heads)]
+        # Check each constraint that is set
+        broken = {
+            "min_per_layer": self.min_per_layer is not None and (free < self.min_per_layer).any(),
+            "max_per_layer": self.max_per_layer is not None and (free > self.max_per_layer).any(),
+            "global_layers": not mask[list(self.global_layers)].all(),
+            "local_layers": mask[list(self.local_layers)].any(),
+            "granularity": self.granularity == "layer" and mixed.size > 0,
+            "uniform": len(np.unique(mixed)) > 1,
+        }
+        return [_option(name, value) for name, value in self.named.items() if broken[name]]
+
     def check(self, grid: Grid) -> None:
         """Check that layers and head counts fit the grid. Raises ``UserError`` otherwise."""
         num_layers, num_kv_heads = grid
@@ -183,12 +201,16 @@ def _conflict(problem: Problem, constraints: Constraints, budget: float) -> str:
     """Describe which constraints conflict, and the smallest budget that would satisfy all of them."""
     culprits = problem.conflict()
     descriptions = {"budget": f"the budget of {budget:g}"}
-    for name, value in constraints.named.items():
-        value_text = ",".join(map(str, value)) if isinstance(value, list) else value
-        descriptions[name] = option_name(name) if value is True else f"{option_name(name)} {value_text}"
+    descriptions |= {name: _option(name, value) for name, value in constraints.named.items()}
     message = f"no layout meets {' and '.join(descriptions[name] for name in culprits)}"
     least = problem.least() if "budget" in culprits else None
     return message + (f": the constraints need a budget of at least {least:g}" if least is not None else "")
+
+
+def _option(name: str, value: object) -> str:
+    """Return the command-line option of a constraint, with its value."""
+    value_text = ",".join(map(str, value)) if isinstance(value, list) else value
+    return option_name(name) if value is True else f"{option_name(name)} {value_text}"
 
 
 def option_name(name: str) -> str:

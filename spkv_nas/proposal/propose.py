@@ -5,16 +5,20 @@ The ``*_advice`` functions each return a warning for the user, or None if there 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
+
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import rounded_tau
 from spkv_nas.artifacts.layout import DEFAULT_WINDOW, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal import strategies
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.coverage import provenance
+from spkv_nas.proposal.ranking import densest_first
+from spkv_nas.proposal.registry import DENSEST, STRATEGIES
+from spkv_nas.proposal.strategy import NUM_RANDOM, Strategy
 
-RANDOM_PREFIX = "random-"  # name prefix of random layouts
-SPARSEST = "sparsest"  # control strategy: the least dense heads
 MATCH_BUDGET = "match-budget"  # value of --tau: the threshold whose mean density equals the budget's share of heads
 
 _MATCH_TOLERANCE = (
@@ -30,7 +34,7 @@ def propose(
     *,
     window: int | None = None,
     seed: int = 0,
-    num_random: int = 3,
+    num_random: int = NUM_RANDOM,
 ) -> dict[str, Layout]:
     """Choose the global heads for a budget by every strategy.
 
@@ -40,35 +44,63 @@ def propose(
             layer patterns (A and B) round it to whole layers.
         window: local attention window in tokens; defaults to the table's, or 128.
         seed: random seed of the first random layout; the others use consecutive seeds.
-        num_random: number of random layouts.
+        num_random: number of layouts of each random strategy.
 
     Returns:
-        Layouts by strategy name: interleaved-first (A), interleaved-last (B), random-N (C), densest (D), sparsest.
+        Layouts by name, in the order of ``proposal.registry.STRATEGIES``: interleaved-first (A), interleaved-last (B),
+        random-0, ... (C), densest (D), sparsest, and those of strategies that installed packages add.
 
     Raises:
         UserError: the budget is not 1 to the number of heads, seed or num_random is negative, or the window is below 1.
     """
-    # Resolve budget and window
     heads = parse_budget(budget, table.num_heads)
     if seed < 0 or num_random < 0:
         raise UserError(f"seed and number of random layouts must be at least 0; found {seed} and {num_random}")
+    # Choose heads by every strategy; the layouts of a random one take consecutive seeds
+    return {
+        name: layout_by(strategy, table, heads, name=name, window=window, seed=seed + number)
+        for strategy in STRATEGIES
+        for number, name in enumerate(strategy.names(num_random))
+    }
+
+
+def layout_by(
+    strategy: Strategy,
+    table: HeadScores,
+    heads: int,
+    *,
+    name: str | None = None,
+    window: int | None = None,
+    seed: int = 0,
+) -> Layout:
+    """Choose the global heads by one strategy, and record their provenance.
+
+    Args:
+        strategy: the strategy.
+        table: head scores.
+        heads: number of global heads.
+        name: name of the layout; defaults to the strategy's.
+        window: local attention window in tokens; defaults to the table's, or 128.
+        seed: random seed of a random strategy.
+
+    Raises:
+        UserError: the strategy returns no mask of the table's grid.
+    """
+    mask = strategy.choose(table, heads, seed=seed)
+    if mask.dtype != np.bool_ or mask.shape != table.grid:
+        raise UserError(
+            f"the strategy '{strategy.name}' must return a bool mask of shape {list(table.grid)}; "
+            f"it returned {mask.dtype} of shape {list(mask.shape)}"
+        )
     if window is None:
         window = table.window or DEFAULT_WINDOW
-    # Choose the global heads [L, Hkv] of every strategy
-    masks = {
-        "interleaved-first": strategies.interleaved_first(*table.grid, heads),
-        "interleaved-last": strategies.interleaved_last(*table.grid, heads),
-        **{f"{RANDOM_PREFIX}{i}": strategies.random_heads(*table.grid, heads, seed + i) for i in range(num_random)},
-        "densest": strategies.densest(table.values, heads),
-        SPARSEST: strategies.sparsest(table.values, heads),
-    }
-    # Record the provenance of every layout
-    layouts = {}
-    for name, mask in masks.items():
-        layout = Layout.from_mask(mask, window=window, strategy=name)
-        layout_seed = seed + int(name.removeprefix(RANDOM_PREFIX)) if name.startswith(RANDOM_PREFIX) else None
-        layouts[name] = Layout(layout.heads, layout.window, name, provenance(table, layout, heads, layout_seed))
-    return layouts
+    layout = Layout.from_mask(mask, window=window, strategy=name or strategy.name)
+    return replace(layout, provenance=provenance(table, layout, heads, seed if strategy.is_random else None))
+
+
+def densest_layout(table: HeadScores, heads: int, *, name: str | None = None, window: int | None = None) -> Layout:
+    """Return the layout of the heads of highest score; see ``layout_by``."""
+    return layout_by(DENSEST, table, heads, name=name, window=window)
 
 
 def resolve_tau(table: HeadScores, tau: str | None, budget: int | str | None) -> HeadScores:
@@ -148,7 +180,7 @@ def price_advice(table: HeadScores, budget: int | str | None) -> str | None:
 def tie_advice(table: HeadScores, budget: int) -> str | None:
     """Warn that the budget cuts through equally scored heads, of which the first by layer are taken."""
     values = table.values.ravel()
-    order = strategies.densest_first(table.values)
+    order = densest_first(table.values)
     if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
         return None
     equal = values == values[order[budget]]

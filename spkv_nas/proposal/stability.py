@@ -19,7 +19,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import FEW_DOCUMENTS
-from spkv_nas.proposal.strategies import densest
+from spkv_nas.proposal.ranking import densest
 
 Float = NDArray[np.float64]
 Mask = NDArray[np.bool_]

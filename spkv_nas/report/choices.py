@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import densest_coverage
-from spkv_nas.proposal.strategies import densest_first
+from spkv_nas.proposal.ranking import densest_first
 
 _DIGITS = 4  # decimals of a coverage in a layout's provenance
 

@@ -24,8 +24,8 @@ from spkv_nas.base.files import yaml_line
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.proposal.coverage import coverage, provenance
-from spkv_nas.proposal.propose import propose
-from spkv_nas.proposal.strategies import densest_first
+from spkv_nas.proposal.propose import densest_layout
+from spkv_nas.proposal.ranking import densest_first
 from spkv_nas.report.cache_size import CONTEXT, token_bytes
 from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
@@ -210,7 +210,7 @@ def _file(table: HeadScores) -> dict[str, Any]:
 
 def _example(table: HeadScores) -> Layout:
     """Return any one layout of a table."""
-    return propose(table, 1, num_random=0)["densest"]
+    return densest_layout(table, 1)
 
 
 def _origin(table: HeadScores) -> Mapping[str, Any]:

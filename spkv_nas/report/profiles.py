@@ -9,7 +9,7 @@ import pandas as pd
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.proposal.coverage import coverage_curve
-from spkv_nas.proposal.strategies import interleaved_first, interleaved_last
+from spkv_nas.proposal.registry import STRATEGIES
 
 
 def domain_profile(table: HeadScores) -> pd.DataFrame:
@@ -51,7 +51,7 @@ def position_profile(table: HeadScores) -> pd.DataFrame | None:
 
 
 def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
-    """Return coverage in [0, 1] by budget: columns budget, densest, random, and the two layer patterns.
+    """Return coverage in [0, 1] by budget: columns budget, densest, random, and each pattern of whole layers.
 
     The patterns spend whole layers, so they are NaN at other budgets. None if no head keeps anything.
     """
@@ -59,9 +59,9 @@ def coverage_by_budget(table: HeadScores) -> pd.DataFrame | None:
         return None
     curve = coverage_curve(table)
     total = table.density.sum()
-    for name, pattern in (("interleaved-first", interleaved_first), ("interleaved-last", interleaved_last)):
-        curve[name] = math.nan
+    for pattern in (strategy for strategy in STRATEGIES if strategy.whole_layers):
+        curve[pattern.name] = math.nan
         for layers in range(1, table.num_layers + 1):
-            mask = pattern(table.num_layers, table.num_kv_heads, layers * table.num_kv_heads)
-            curve.loc[layers * table.num_kv_heads - 1, name] = table.density[mask].sum() / total
+            mask = pattern.choose(table, layers * table.num_kv_heads)
+            curve.loc[layers * table.num_kv_heads - 1, pattern.name] = table.density[mask].sum() / total
     return curve

@@ -20,7 +20,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.constraints import Constraints, solve
 from spkv_nas.proposal.integer_program import Problem
-from spkv_nas.proposal.strategies import densest
+from spkv_nas.proposal.ranking import densest
 
 Float = NDArray[np.float64]
 
@@ -115,8 +115,7 @@ class Space:
             return False
         if not self._least <= layout.num_global <= self.budgets[1]:
             return False
-        gain = np.where(layout.global_mask, 1.0, 1e-6)  # the layout itself is optimal if it is feasible
-        return self._best(gain, layout.num_global).heads == layout.heads
+        return not self.constraints.broken_by(layout.global_mask)
 
     def _best(self, gain: Float, budget: int) -> Layout:
         """Return the layout of highest total gain with at most ``budget`` global heads under the constraints."""

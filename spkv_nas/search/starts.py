@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.constraints import CONSTRAINED, solve
-from spkv_nas.proposal.propose import SPARSEST, propose
+from spkv_nas.proposal.propose import layout_by
+from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.search.space import Space
 
 
@@ -18,8 +19,8 @@ def starting_layouts(space: Space, budgets: list[int]) -> dict[str, Layout]:
     """
     table, window = space.table, space.window
     if len(budgets) == 1:
-        layouts = propose(table, budgets[0], window=window, num_random=0)
-        del layouts[SPARSEST]
+        strategies = [strategy for strategy in STRATEGIES if not (strategy.is_control or strategy.is_random)]
+        layouts = {strategy.name: layout_by(strategy, table, budgets[0], window=window) for strategy in strategies}
         if space.constraints.named:
             layouts[CONSTRAINED] = solve(table, budgets[0], space.constraints, window=window)
     else:

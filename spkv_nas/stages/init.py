@@ -26,6 +26,7 @@ from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.probing import head_gates
 from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.names import model_name
@@ -35,8 +36,6 @@ from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
 from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, together
 from spkv_nas.training.text_size import count_text
 from spkv_nas.training.variants import Variant
-
-_LAYOUTS = 7  # number of layouts that propose makes by default
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,14 @@ def _all_runs(planner: Planner) -> list[PlannedRun]:
         gates,
         planner.branch(FULL_ATTENTION, Variant.full_attention()),
         planner.branch(SP_KV, Variant.sp_kv()),
-        together("layouts", [planner.new_branch("", _any_layout(planner))] * _LAYOUTS),
+        together("layouts", [planner.new_branch("", _any_layout(planner))] * _num_layouts()),
         scores,
     ]
 
 
 def _heldout_passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
     """Return the runs on held-out text: head gates, and zero-shot scores of the layouts."""
-    scored = 1 + _LAYOUTS
+    scored = 1 + _num_layouts()
     return (
         planner.heldout_pass(RECOMMENDED, Variant.full_attention(), *head_gates.forward_passes()),
         planner.heldout_pass("zero-shot scores", Variant.full_attention(), scored),
@@ -137,7 +136,7 @@ def _steps_in_time(planner: Planner, seconds: float) -> int:
     Raises:
         UserError: the time is too short for ``FEWEST_STEPS``.
     """
-    trained = (Variant.sp_kv(), Variant.full_attention(), *[_any_layout(planner)] * _LAYOUTS)
+    trained = (Variant.sp_kv(), Variant.full_attention(), *[_any_layout(planner)] * _num_layouts())
     batch_size, steps = planner.recipe.branch.batch_size, planner.recipe.branch.steps
     step_seconds = sum(planner.cost(variant).seconds(batch_size) for variant in trained)
     runs = [*(planner.new_branch("", variant) for variant in trained), *_heldout_passes(planner)]
@@ -149,6 +148,11 @@ def _steps_in_time(planner: Planner, seconds: float) -> int:
             f"{FEWEST_STEPS} steps of every run take {needed} here: give more --minutes, or a smaller model"
         )
     return steps_in_time
+
+
+def _num_layouts() -> int:
+    """Return the number of layouts that ``propose`` makes by default."""
+    return sum(len(strategy.names()) for strategy in STRATEGIES)
 
 
 def _any_layout(planner: Planner) -> Variant:

@@ -35,7 +35,7 @@ from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.agreement import agreement, read_agreement, short_labels, write_agreement
 from spkv_nas.proposal.constraints import read_weights
 from spkv_nas.proposal.foreign_formats import read_scores
-from spkv_nas.proposal.strategies import densest
+from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.training_charts import density_evolution_chart
 from spkv_nas.training.ablation_plan import Ablations
 from spkv_nas.training.recipe import Recipe

@@ -30,7 +30,7 @@ from spkv_nas.evaluation.trust import Missed, Trust
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.gains import opening, opening_gains
 from spkv_nas.proposal.coverage import coverage
-from spkv_nas.proposal.strategies import densest
+from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.inputs import Inputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.proposal import strategies
 from spkv_nas.proposal.constraints import Constraints, parse_layers, solve
 from spkv_nas.proposal.coverage import coverage, domain_coverage
 from spkv_nas.proposal.integer_program import Problem, _Program
+from spkv_nas.proposal.ranking import densest
 
 Mask = np.ndarray
 
@@ -110,6 +110,17 @@ def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraint
 
 
 @settings(max_examples=40, deadline=None)
+@given(searches())
+def test_a_mask_breaks_no_option_exactly_if_it_is_allowed(
+    search: tuple[np.ndarray, Constraints, np.ndarray | None, int],
+) -> None:
+    density, constraints, *_ = search
+    masks = all_masks(density.shape[1:])
+    allowed = meets(masks, constraints, np.ones(density.shape[1:]), math.inf)
+    assert [not constraints.broken_by(mask) for mask in masks] == allowed.tolist()
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 24), st.booleans())
 def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, tied: bool) -> None:
     generator = np.random.default_rng(seed)
@@ -117,7 +128,7 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     density[0, 0] += not density.any()
     found = Problem((8, 3), {}, budget).optimum(density[None])
     assert found is not None
-    np.testing.assert_array_equal(found.mask, strategies.densest(density, budget))
+    np.testing.assert_array_equal(found.mask, densest(density, budget))
 
 
 @pytest.mark.parametrize(

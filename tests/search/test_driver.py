@@ -20,7 +20,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.evaluation.guidance import best_layouts, best_so_far, guidance, hypervolume
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.proposal.constraints import Constraints
-from spkv_nas.proposal.strategies import densest
+from spkv_nas.proposal.ranking import densest
 from spkv_nas.search.driver import Search
 from spkv_nas.search.results import front, result_table, write_results
 from spkv_nas.search.sampler import Sampler

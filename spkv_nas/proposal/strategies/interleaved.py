@@ -1,15 +1,43 @@
-"""Implement the strategies that choose global heads for a budget; each returns a bool mask [L, Hkv], true for global.
+"""Make whole layers global at a fixed period: one global layer for each few local ones, and the last one global.
 
-SP-KV paper, "Designing Stronger Hybrids": A and B are fixed layer patterns with one global layer per three local ones
-and a global last layer; C draws heads at random; D takes the densest heads. ``sparsest`` is a control.
+These are the patterns A and B of the SP-KV paper, "Designing Stronger Hybrids". They ignore the scores.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
-Mask = NDArray[np.bool_]
+import numpy as np
+
+from spkv_nas.proposal.ranking import Mask
+from spkv_nas.proposal.strategy import Strategy
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.head_scores import HeadScores
+
+
+class InterleavedFirst(Strategy):
+    """Start each period with its global layer (pattern A)."""
+
+    name = "interleaved-first"
+    help = "whole layers at a fixed period, the first and the last global (pattern A of the paper)"
+    whole_layers = True
+
+    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+        """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
+        return interleaved_first(*scores.grid, budget)
+
+
+class InterleavedLast(Strategy):
+    """End each period with its global layer (pattern B)."""
+
+    name = "interleaved-last"
+    help = "whole layers at a fixed period, each after its local ones, the last global (pattern B)"
+    whole_layers = True
+
+    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+        """Return the mask [L, Hkv] of the global heads, of the number of whole layers closest to the budget."""
+        return interleaved_last(*scores.grid, budget)
 
 
 def interleaved_first(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
@@ -44,27 +72,6 @@ def interleaved_last(num_layers: int, num_kv_heads: int, budget: int) -> Mask:
     return _layers([*ends, num_layers - 1], num_layers, num_kv_heads)
 
 
-def random_heads(num_layers: int, num_kv_heads: int, budget: int, seed: int) -> Mask:
-    """Return pattern C: ``budget`` heads drawn uniformly without replacement."""
-    chosen = np.random.default_rng(seed).choice(num_layers * num_kv_heads, size=budget, replace=False)
-    return _flat(chosen, num_layers, num_kv_heads)
-
-
-def densest(density: NDArray[np.float64], budget: int) -> Mask:
-    """Return pattern D: the ``budget`` heads of highest density [L, Hkv]; ties go to the earlier layer and head."""
-    return _flat(densest_first(density)[:budget], *density.shape)
-
-
-def densest_first(density: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return flat head indices (layer * Hkv + head) [L * Hkv], sorted by descending density [L, Hkv]."""
-    return np.argsort(-density.ravel(), kind="stable")
-
-
-def sparsest(density: NDArray[np.float64], budget: int) -> Mask:
-    """Return the control pattern: the ``budget`` heads of lowest density [L, Hkv]."""
-    return _flat(np.argsort(density.ravel(), kind="stable")[:budget], *density.shape)
-
-
 def nearest_layers(num_layers: int, num_kv_heads: int, budget: int) -> int:
     """Return the number of whole layers closest to a budget in heads, at least 1."""
     return min(num_layers, max(1, round(budget / num_kv_heads)))
@@ -84,10 +91,3 @@ def _layers(layers: list[int], num_layers: int, num_kv_heads: int) -> Mask:
     mask = np.zeros((num_layers, num_kv_heads), dtype=np.bool_)
     mask[layers] = True
     return mask
-
-
-def _flat(heads: NDArray[np.intp], num_layers: int, num_kv_heads: int) -> Mask:
-    """Return the mask [L, Hkv] of flat head indices."""
-    mask = np.zeros(num_layers * num_kv_heads, dtype=np.bool_)
-    mask[heads] = True
-    return mask.reshape(num_layers, num_kv_heads)

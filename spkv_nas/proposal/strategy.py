@@ -1,0 +1,50 @@
+"""Define what a strategy is: a rule that chooses the global heads for a budget.
+
+A strategy is a subclass in one file. The built-in ones are listed in ``proposal.registry``; an installed package adds
+an instance of its own by an entry point of the group ``spkv_nas.strategies``. ``propose``, ``init``, ``search``, their
+help and the report take it from there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from spkv_nas.proposal.ranking import Mask
+
+if TYPE_CHECKING:  # reads pandas, which takes too long for --help
+    from spkv_nas.artifacts.head_scores import HeadScores
+
+NUM_RANDOM = 3  # layouts of each random strategy by default
+
+
+class Strategy(ABC):
+    """Choose the global heads of a layout for a budget.
+
+    Attributes:
+        name: name of the layout, of its file and of its row in comparisons; it must be a valid file name.
+        help: phrase that describes the choice.
+        is_random: whether the choice depends on the seed. There are several layouts then, "<name>-0" and so on.
+        is_control: whether the layouts only serve as a comparison, so that a search does not start from them.
+        whole_layers: whether all heads of a layer are alike, so that the budget is rounded to whole layers.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+    is_random: ClassVar[bool] = False
+    is_control: ClassVar[bool] = False
+    whole_layers: ClassVar[bool] = False
+
+    @abstractmethod
+    def choose(self, scores: HeadScores, budget: int, *, seed: int = 0) -> Mask:
+        """Return the mask [L, Hkv] of the global heads.
+
+        Args:
+            scores: head scores, higher for heads that need global attention more.
+            budget: number of global KV heads, at least 1.
+            seed: random seed; only random strategies use it.
+        """
+
+    def names(self, num_random: int = NUM_RANDOM) -> list[str]:
+        """Return the names of its layouts, of which a random strategy has ``num_random``."""
+        return [f"{self.name}-{number}" for number in range(num_random)] if self.is_random else [self.name]
