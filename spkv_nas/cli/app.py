@@ -26,6 +26,7 @@ from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
 from spkv_nas.stages.generate.command import generate
+from spkv_nas.stages.init.command import init
 from spkv_nas.stages.result import Results
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
@@ -43,7 +44,7 @@ app = typer.Typer(
 )
 # In the order of --help
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
-    train.init,
+    init,
     pipeline.probe,
     pipeline.propose,
     pipeline.compare,

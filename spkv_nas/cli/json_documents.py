@@ -16,12 +16,10 @@ if TYPE_CHECKING:
     from spkv_nas.stages.cost import CalibrationResult, CostResult
     from spkv_nas.stages.evaluate import EvaluationResult, Pair
     from spkv_nas.stages.forecast import Forecast
-    from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.propose import BudgetsResult, ProposalResult
     from spkv_nas.stages.search import SearchResult
     from spkv_nas.training.hybrids import Comparison
-    from spkv_nas.training.run_plan import Plan
 
 Document = dict[str, Any]
 
@@ -133,20 +131,6 @@ def forecast(result: Forecast) -> Document:
             for stage in result.stages
         ],
     }
-
-
-def plan(result: Plan) -> Document:
-    """Return the planned runs, their total time, and whether they fit in memory."""
-    return {
-        **{field.name: getattr(result, field.name) for field in fields(result)},
-        "seconds": result.seconds,
-        "fits": result.fits,
-    }
-
-
-def first_recipe(result: FirstRecipe) -> Document:
-    """Return the recipe's path and the plan of its runs."""
-    return {"recipe": result.file, "plan": plan(result.plan)}
 
 
 def report(page: Path) -> Document:

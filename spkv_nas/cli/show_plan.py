@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from spkv_nas.base.console import caution, out, say, say_where
+from spkv_nas.base.console import caution, out, say
 from spkv_nas.base.units import format_bytes, format_flops, format_seconds
 from spkv_nas.cli import json_documents
+from spkv_nas.stages import planned_runs
 from spkv_nas.stages.result import Result
 
 if TYPE_CHECKING:
     from spkv_nas.base.progress import Reporter
     from spkv_nas.cost.stage_costs import Site
     from spkv_nas.stages.forecast import Forecast
-    from spkv_nas.stages.init import FirstRecipe
     from spkv_nas.stages.options import Trains
-    from spkv_nas.training.run_plan import Plan
 
 
 def dry_run(options: Trains, reporter: Reporter) -> Result:
@@ -28,26 +27,10 @@ def dry_run(options: Trains, reporter: Reporter) -> Result:
 
     planned = plan_of(options, reporter)
     return (
-        Result(planned, plan, json_documents.plan)
+        Result(planned, planned_runs.show, planned_runs.document)
         if isinstance(planned, Plan)
         else Result(planned, forecast, json_documents.forecast)
     )
-
-
-def plan(result: Plan) -> None:
-    """Print the runs of a plan, their steps, tokens and time, and its remarks."""
-    grid = Table("", "steps", "tokens", "time", "", title=f"{escape(result.name)}: what is to be done")
-    for run in result.runs:
-        steps = f"{run.steps:,}" if run.steps else "-"
-        grid.add_row(escape(run.name), steps, f"{run.tokens:,}", format_seconds(run.seconds), run.state)
-    out.print(grid)
-    tokens = sum(run.tokens for run in result.runs)
-    total = f"{tokens:,} tokens, {format_seconds(result.seconds)}" if tokens else "everything is finished"
-    say(f"in all: {total}")
-    for remark in result.remarks:
-        say(remark)
-    if not result.fits:
-        caution("there is not enough memory for it")
 
 
 def forecast(result: Forecast) -> None:
@@ -91,9 +74,3 @@ def _time(seconds: float, *, of_a_token: bool = False) -> str:
     if of_a_token:
         return "< 1 ms" if seconds < 1e-3 else f"at least {1e3 * seconds:.3g} ms"
     return "< 1 s" if seconds < 1 else format_seconds(seconds)
-
-
-def first_recipe(result: FirstRecipe) -> None:
-    """Print the plan of a recipe's runs, and the recipe's path."""
-    plan(result.plan)
-    say_where("recipe", result.file)

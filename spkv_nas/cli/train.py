@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import json_documents, show, show_plan
-from spkv_nas.stages.options import AblateOptions, InitOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.cli import json_documents, show
+from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
 from spkv_nas.stages.result import Result
-
-
-def init(options: InitOptions, reporter: Reporter) -> Result:
-    """Write a first recipe for a model and a text: sizes that fit both and the machine, gates that can close.
-
-    Says what the whole path takes with it: tokens, steps, time and memory. Some steps of the model are tried for that.
-    """
-    from spkv_nas.stages import init as stage
-
-    recipe = stage.init(options, reporter)
-    return Result(recipe, show_plan.first_recipe, json_documents.first_recipe, next=recipe.next)
 
 
 def train(options: TrainOptions, reporter: Reporter) -> Result:

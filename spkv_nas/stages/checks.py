@@ -39,19 +39,7 @@ from spkv_nas.stages.subject import Subject
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 
-_WRITING = (
-    options.ProbeOptions,
-    options.EvaluateOptions,
-    options.ScoreOptions,
-    options.BaselinesOptions,
-    options.SearchOptions,
-    options.TrainOptions,
-    options.TrainHybridOptions,
-    options.AblateOptions,
-    options.PalindromeOptions,
-    options.CalibrateOptions,
-    options.DemoOptions,
-)
+_WRITING = (options.SubjectOptions, options.Trains)
 
 
 def check(given: object) -> None:
@@ -198,16 +186,6 @@ def _search(opts: options.SearchOptions) -> None:
     check_files(question.recipe, question.file.parent)
 
 
-def _init(opts: options.InitOptions) -> None:
-    """Check ``init``: the file to write, the model and the text."""
-    if opts.out.exists() and not opts.force:
-        raise UserError(f"{opts.out} is there already: give another --out, or --force to replace it")
-    if opts.steps is not None and opts.minutes is not None:
-        raise UserError("give --steps or --minutes, not both")
-    check_checkpoint(opts.model)
-    check_text(opts.data)
-
-
 def _plan(opts: options.PlanOptions) -> None:
     """Check ``plan``: either recipe or model, and the options that go with it."""
     if (opts.recipe is None) == (opts.model is None):
@@ -241,7 +219,9 @@ def _ablate(opts: options.AblateOptions) -> None:
 
 
 def _demo(opts: options.DemoOptions) -> None:
+    """Check the precision and the folder to write to."""
     Recipe.read(EMBEDDED / "demo.yaml").with_precision(opts.dtype)
+    opts.folders.check_writable()
 
 
 def _report(opts: options.ReportOptions) -> None:
@@ -283,6 +263,7 @@ def _cost(opts: options.CostOptions) -> None:
 
 def _calibrate(opts: options.CalibrateOptions) -> None:
     """Check ``calibrate``; with ``train_step`` most options do not apply."""
+    opts.folders.check_writable()
     parse_context(opts.context)
     check_dtype(opts.dtype)
     if not opts.train_step:
@@ -324,7 +305,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
     options.SearchOptions: _search,
-    options.InitOptions: _init,
     options.PlanOptions: _plan,
     options.TrainOptions: _train,
     options.TrainHybridOptions: _train_hybrid,

@@ -84,13 +84,6 @@ MaxHeads = Annotated[
 NumLayouts = Annotated[int | None, Flag("Random layouts to score.", low=1, high=MOST_REPEATS)]
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
 Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
-Minutes = Annotated[float | None, Flag("In place of steps: what everything may take together.", low=0.1, high=1e6)]
-ModelArgument = Annotated[
-    str, Flag("Model to start from: folder, id or ID@REVISION of a Hugging Face decoder.", argument=True)
-]
-Texts = Annotated[list[str], Flag("Text: files or folders, stdlib, or installed.", argument=True)]
-NewRecipe = Annotated[Path, Flag("Recipe file to write.", ("--out",))]
-Force = Annotated[bool, Flag("Replace the file if it is there.", ("--force",))]
 
 # Measuring
 Signal = Annotated[str | None, Flag(f"{SIGNALS[0]}, or another: {', '.join(SIGNALS[1:])}.", values=SIGNALS)]

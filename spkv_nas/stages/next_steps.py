@@ -16,8 +16,8 @@ from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.options import (
-    InitOptions,
     ProbeOptions,
     ProposeOptions,
     ReportOptions,

@@ -240,19 +240,6 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitOptions(InWorkspace, OnDevice):
-    """Options of the ``init`` command."""
-
-    model: flags.ModelArgument
-    data: flags.Texts
-    name: flags.Name = default(None, "the model's")
-    out: flags.NewRecipe = Path("recipe.yaml")
-    steps: flags.Steps = default(None, str(defaults.FIRST_STEPS), note="Of each model.")
-    minutes: flags.Minutes = None
-    force: flags.Force = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype):
     """Options of the ``plan`` command."""
 

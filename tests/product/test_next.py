@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.options import InitOptions, ProbeOptions, ScoreOptions
+from spkv_nas.stages.init.command import InitOptions
+from spkv_nas.stages.options import ProbeOptions, ScoreOptions
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 MOST_COMMANDS = 20
@@ -28,7 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     write_project(tmp_path / "my project")
     monkeypatch.setattr("spkv_nas.training.first_recipe._STEP_TOKENS", {"cpu": 256})
-    monkeypatch.setattr("spkv_nas.stages.init.FIRST_STEPS", 3)
+    monkeypatch.setattr("spkv_nas.stages.init.stage.FIRST_STEPS", 3)
     monkeypatch.setattr("spkv_nas.stages.probe.PRICED_STEPS", 3)
     return tmp_path
 

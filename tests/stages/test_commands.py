@@ -11,11 +11,11 @@ from command_cases import parsed
 
 import spkv_nas
 from spkv_nas.stages.commands import command_line
+from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout_options import ConvertOptions
 from spkv_nas.stages.options import (
     CalibrateOptions,
     CostOptions,
-    InitOptions,
     ProbeOptions,
     ProposeOptions,
     ReportOptions,

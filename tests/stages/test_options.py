@@ -27,6 +27,7 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, layout_options, options
+from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
@@ -154,7 +155,7 @@ def test_defaults_that_the_help_names_are_those_that_functions_have() -> None:
     shown = {
         (options.ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
         (options.ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
-        (options.InitOptions, "steps"): [str(draft["steps"])],
+        (InitOptions, "steps"): [str(draft["steps"])],
         (options.PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
         (options.PlanOptions, "tokens"): [f"{int(data['max_heldout_tokens']):,}"],
         (options.PlanOptions, "block_size"): [data["block_size"]],

@@ -29,9 +29,9 @@ from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.commands import Suggestion
+from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.next_steps import after_init
-from spkv_nas.stages.options import InitOptions
 from spkv_nas.training.first_recipe import FEWEST_STEPS, Draft
 from spkv_nas.training.run_plan import ROOM, Plan, PlannedRun, Planner, together
 from spkv_nas.training.text_size import count_text

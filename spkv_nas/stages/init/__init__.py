@@ -1,0 +1,1 @@
+"""Write a first recipe for a model and a text: command ``init``."""

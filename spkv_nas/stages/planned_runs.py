@@ -1,0 +1,40 @@
+"""Print the runs of a plan, for ``--dry-run`` and ``init``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.base.console import caution, out, say
+from spkv_nas.base.units import format_seconds
+
+if TYPE_CHECKING:
+    from spkv_nas.training.run_plan import Plan
+
+
+def show(result: Plan) -> None:
+    """Print the runs of a plan, their steps, tokens and time, and its remarks."""
+    grid = Table("", "steps", "tokens", "time", "", title=f"{escape(result.name)}: what is to be done")
+    for run in result.runs:
+        steps = f"{run.steps:,}" if run.steps else "-"
+        grid.add_row(escape(run.name), steps, f"{run.tokens:,}", format_seconds(run.seconds), run.state)
+    out.print(grid)
+    tokens = sum(run.tokens for run in result.runs)
+    total = f"{tokens:,} tokens, {format_seconds(result.seconds)}" if tokens else "everything is finished"
+    say(f"in all: {total}")
+    for remark in result.remarks:
+        say(remark)
+    if not result.fits:
+        caution("there is not enough memory for it")
+
+
+def document(result: Plan) -> dict[str, Any]:
+    """Return the planned runs, their total time, and whether they fit in memory."""
+    return {
+        **{field.name: getattr(result, field.name) for field in fields(result)},
+        "seconds": result.seconds,
+        "fits": result.fits,
+    }
