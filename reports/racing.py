@@ -29,8 +29,8 @@ from spkv_nas.base.console import say
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.evaluation.paired import PairedDifference, Score
 from spkv_nas.search.driver import Search
-from spkv_nas.stages.options import SearchOptions
-from spkv_nas.stages.question import ask
+from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.search.question import ask
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator

@@ -22,12 +22,13 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import cost, evaluate, layout, pipeline, search, train
+from spkv_nas.cli import cost, evaluate, layout, pipeline, train
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
 from spkv_nas.stages.result import Results
+from spkv_nas.stages.search.command import search
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
@@ -48,7 +49,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     pipeline.probe,
     pipeline.propose,
     pipeline.compare,
-    search.search,
+    search,
     train.train_hybrid,
     pipeline.report,
     evaluate.evaluate,

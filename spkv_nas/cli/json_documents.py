@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.propose import BudgetsResult, ProposalResult
-    from spkv_nas.stages.search import SearchResult
     from spkv_nas.training.hybrids import Comparison
 
 Document = dict[str, Any]
@@ -99,22 +98,6 @@ def _pair(pair: Pair) -> Document:
         "delta_nll_percent": pair.change.percent,
         "delta_nll_standard_error": pair.change.standard_error,
         "checkpoints": pair.rows,
-    }
-
-
-def search(result: SearchResult) -> Document:
-    """Return all layouts of a search, what each sampler reached, and the rank correlations of cheap measures."""
-    from spkv_nas.base.statistics import effective_number
-    from spkv_nas.evaluation.guidance import correlations, guidance
-
-    return {
-        "layouts": result.rows,
-        "num_documents": int((result.judged_on > 0).sum()),
-        "effective_documents": effective_number(result.judged_on),
-        "cost": result.cost_name,
-        "guidance": {sampler: reached.as_mapping() for sampler, reached in guidance(result.rows).items()},
-        "rank_correlation": correlations(result.rows),
-        "folder": result.folder,
     }
 
 

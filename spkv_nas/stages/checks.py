@@ -178,14 +178,6 @@ def _baselines(opts: options.BaselinesOptions) -> None:
     Subject.of_command(opts).check()
 
 
-def _search(opts: options.SearchOptions) -> None:
-    """Check ``search`` by making its specification, and the recipe's files."""
-    from spkv_nas.stages.question import ask
-
-    question = ask(opts)
-    check_files(question.recipe, question.file.parent)
-
-
 def _plan(opts: options.PlanOptions) -> None:
     """Check ``plan``: either recipe or model, and the options that go with it."""
     if (opts.recipe is None) == (opts.model is None):
@@ -304,7 +296,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.EvaluateOptions: _evaluate,
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
-    options.SearchOptions: _search,
     options.PlanOptions: _plan,
     options.TrainOptions: _train,
     options.TrainHybridOptions: _train_hybrid,

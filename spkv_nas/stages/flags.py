@@ -11,7 +11,6 @@ from typing import Annotated
 
 from spkv_nas.artifacts.baselines import METHODS, PROTOCOLS
 from spkv_nas.artifacts.defaults import LADDER_DENSITY
-from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.flag import Flag
@@ -190,7 +189,6 @@ OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
 LayoutFile = Annotated[Path, _LAYOUT]
 OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
 Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.")]
-Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
 OptionalBudget = Annotated[str | None, _BUDGET]
 OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
@@ -248,48 +246,6 @@ Weights = Annotated[
 ]
 
 # Search
-Objective = Annotated[
-    str,
-    Flag(
-        "nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES",
-        values=("nll", "nll,kv-bytes", "nll,time"),
-    ),
-]  # fmt: skip
-Trials = Annotated[
-    int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
-]
-GenerationSize = Annotated[
-    int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_SEARCH)
-]
-Sampler = Annotated[
-    str,
-    Flag(
-        "What draws the layouts: surrogate (a model of all scores), density (TPE guided by densities), tpe, random; "
-        "several by comma.", metavar="NAMES", values=tuple(SAMPLERS), panel=_SEARCH,
-    ),
-]  # fmt: skip
-Control = Annotated[
-    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS, "none"), panel=_SEARCH)
-]
-Signals = Annotated[
-    list[str] | None,
-    Flag(
-        "A further probe, such as of a rival signal, for surrogate to start from; repeat for several.",
-        metavar="NAME|FILE", is_probe=True, panel=_SEARCH,
-    ),
-]  # fmt: skip
-Racing = Annotated[
-    bool,
-    Flag(
-        "Stop scoring a layout once it is two standard errors behind those that would be retrained.",
-        ("--racing/--no-racing",),
-        panel=_SEARCH,
-    ),
-]
-Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
-Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
-ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]
-Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
 
 # Cost and reports
 Level = Annotated[

@@ -210,36 +210,6 @@ class CompareOptions(InWorkspace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SearchOptions(ConstraintOptions, Trains, InPrecision):
-    """Options of the ``search`` command."""
-
-    layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
-    start: flags.Start = None
-    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE, note="Guides the search.")
-    tau: flags.ChosenTau = None
-    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Retrains the layouts.")
-    objective: flags.Objective = "nll"
-    trials: flags.Trials = 100
-    seeds: flags.Seeds = default(1, note="Studies per sampler.")
-    generation: flags.GenerationSize = 10
-    sampler: flags.Sampler = "surrogate"
-    control: flags.Control = "random"
-    signals: flags.Signals = None
-    racing: flags.Racing = True
-    short: flags.Short = 8
-    full: flags.Full = 4
-    short_steps: flags.ShortSteps = default(None, "a fourth of the recipe's")
-    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text to choose on; half of it at most.")
-    calibration: flags.CalibrationName = default(None, "this name's")
-    hardware: flags.Hardware = None
-    window: flags.OptionalWindow = default(None, "the probe's")
-    storage: flags.Storage = default(None, "SQLite in runs/NAME/search/")
-    name: flags.Name = default(None, "the probe's")
-    seed: flags.Seed = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype):
     """Options of the ``plan`` command."""
 

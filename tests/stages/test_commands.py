@@ -19,9 +19,9 @@ from spkv_nas.stages.options import (
     ProbeOptions,
     ProposeOptions,
     ReportOptions,
-    SearchOptions,
     TrainHybridOptions,
 )
+from spkv_nas.stages.search.command import SearchOptions
 
 HOSTILE = 'it\'s a "text" $HOME `id`; #1\n*'
 

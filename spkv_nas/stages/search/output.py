@@ -1,26 +1,24 @@
-"""Print results for people: the layouts that a search found, and the benefit of its guidance."""
+"""Print what ``search`` returns, and its JSON document."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.console import out, say, say_where
+from spkv_nas.base.statistics import effective_number
+from spkv_nas.evaluation.guidance import Reached, best_layouts, correlations, guidance
+from spkv_nas.evaluation.ranking import format_rank_correlation
 from spkv_nas.stages.printing import about_errors, change
-
-if TYPE_CHECKING:
-    from spkv_nas.evaluation.guidance import Reached
-    from spkv_nas.stages.search import SearchResult
+from spkv_nas.stages.search.stage import SearchResult
 
 
-def search(result: SearchResult) -> None:
+def show(result: SearchResult) -> None:
     """Print the best layouts, what each sampler reached, and the rank correlations of cheap measures."""
-    from spkv_nas.artifacts.search_table import whole_scores
     from spkv_nas.base.statistics import effective_number
-    from spkv_nas.evaluation.guidance import best_layouts, correlations, guidance
-    from spkv_nas.evaluation.ranking import format_rank_correlation
 
     rows, cost = result.rows, result.cost_name
     # Table of the best layouts
@@ -69,3 +67,16 @@ def _sentences(sampler: str, reached: Reached, quality: str) -> list[str]:
             f"{change(best.delta_nll_percent, best.standard_error)} %"
         )
     return sentences
+
+
+def document(result: SearchResult) -> dict[str, Any]:
+    """Return all layouts of a search, what each sampler reached, and the rank correlations of cheap measures."""
+    return {
+        "layouts": result.rows,
+        "num_documents": int((result.judged_on > 0).sum()),
+        "effective_documents": effective_number(result.judged_on),
+        "cost": result.cost_name,
+        "guidance": {sampler: reached.as_mapping() for sampler, reached in guidance(result.rows).items()},
+        "rank_correlation": correlations(result.rows),
+        "folder": result.folder,
+    }

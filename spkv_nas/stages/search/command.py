@@ -1,0 +1,113 @@
+"""Declare the ``search`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from spkv_nas.artifacts.samplers import SAMPLERS
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MOST_REPEATS, MOST_STEPS
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.flags import _SEARCH
+from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, PAPER_BUDGET, ConstraintOptions, InPrecision, Trains
+from spkv_nas.stages.result import Result
+
+Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
+Objective = Annotated[
+    str,
+    Flag(
+        "nll; or nll,kv-bytes or nll,time for the front of both.", metavar="NAMES",
+        values=("nll", "nll,kv-bytes", "nll,time"),
+    ),
+]  # fmt: skip
+Trials = Annotated[
+    int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
+]
+GenerationSize = Annotated[
+    int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_SEARCH)
+]
+Sampler = Annotated[
+    str,
+    Flag(
+        "What draws the layouts: surrogate (a model of all scores), density (TPE guided by densities), tpe, random; "
+        "several by comma.", metavar="NAMES", values=tuple(SAMPLERS), panel=_SEARCH,
+    ),
+]  # fmt: skip
+Control = Annotated[
+    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS, "none"), panel=_SEARCH)
+]
+Signals = Annotated[
+    list[str] | None,
+    Flag(
+        "A further probe, such as of a rival signal, for surrogate to start from; repeat for several.",
+        metavar="NAME|FILE", is_probe=True, panel=_SEARCH,
+    ),
+]  # fmt: skip
+Racing = Annotated[
+    bool,
+    Flag(
+        "Stop scoring a layout once it is two standard errors behind those that would be retrained.",
+        ("--racing/--no-racing",),
+        panel=_SEARCH,
+    ),
+]
+Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
+Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
+ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]
+Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions(ConstraintOptions, Trains, InPrecision):
+    """Options of the ``search`` command."""
+
+    layouts: flags.OptionalLayoutFiles = default(note="To compare with, beside the strategies'.")
+    start: Start = None
+    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE, note="Guides the search.")
+    tau: flags.ChosenTau = None
+    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Retrains the layouts.")
+    objective: Objective = "nll"
+    trials: Trials = 100
+    seeds: flags.Seeds = default(1, note="Studies per sampler.")
+    generation: GenerationSize = 10
+    sampler: Sampler = "surrogate"
+    control: Control = "random"
+    signals: Signals = None
+    racing: Racing = True
+    short: Short = 8
+    full: Full = 4
+    short_steps: ShortSteps = default(None, "a fourth of the recipe's")
+    max_tokens: flags.MaxTokens = default(65_536, note="Held-out text to choose on; half of it at most.")
+    calibration: flags.CalibrationName = default(None, "this name's")
+    hardware: flags.Hardware = None
+    window: flags.OptionalWindow = default(None, "the probe's")
+    storage: Storage = default(None, "SQLite in runs/NAME/search/")
+    name: flags.Name = default(None, "the probe's")
+    seed: flags.Seed = 0
+
+
+def check(options: SearchOptions) -> None:
+    """Check the options by making its specification, and the recipe's files."""
+    from spkv_nas.stages.checks import check_files
+    from spkv_nas.stages.search.question import ask
+
+    question = ask(options)
+    check_files(question.recipe, question.file.parent)
+
+
+def search(options: SearchOptions, reporter: Reporter) -> Result:
+    """Search for better layouts than density's. Writes reports/NAME/search.csv and layouts/NAME/search/.
+
+    Many are scored without training, the best retrained briefly, the best of those in full, and judged on text that
+    the search has not seen (--max-tokens, at most half of the held-out text, are those it sees). A layout that is
+    clearly behind after a part of the text is not scored on the rest (--no-racing). With a second objective --budget
+    may be a range or a list. Start the same command again, here or on another machine with the same workspace, and both
+    work on one study; killed or interrupted, it goes on where it was.
+    """
+    from spkv_nas.stages.search import output, stage
+
+    return Result(stage.search(options, reporter), output.show, output.document)
