@@ -29,6 +29,7 @@ from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.search.command import search
+from spkv_nas.stages.train.command import train
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
@@ -61,7 +62,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     cost.scaling,
     cost.cost,
     cost.calibrate,
-    train.train,
+    train,
     train.ablate,
     layout.export,
     layout.schema,

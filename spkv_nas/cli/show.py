@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.layout_options import DiffOptions
     from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
-    from spkv_nas.stages.train import AblationResult, PalindromeResult, Trained
+    from spkv_nas.stages.train.stage import AblationResult, PalindromeResult
     from spkv_nas.training.hybrids import Comparison
 
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
@@ -224,11 +224,6 @@ def baselines(result: BaselinesResult) -> None:
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("figure", result.folder / "baselines.png")
-
-
-def trained(result: Trained) -> None:
-    """Print the paths of a recipe's checkpoints."""
-    say(f"dense checkpoint: {result.dense}\nSP-KV reference:  {result.reference}")
 
 
 def report(page: Path) -> None:

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
-from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions
 from spkv_nas.stages.result import Result
-
-
-def train(options: TrainOptions, reporter: Reporter) -> Result:
-    """Train a recipe's dense model and its SP-KV reference; prints where the checkpoints are. Resumes."""
-    from spkv_nas.stages import train as stage
-    from spkv_nas.stages.next_steps import after_train
-
-    return Result(stage.train(options, reporter), show.trained, next=after_train(options))
 
 
 def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
@@ -22,8 +14,8 @@ def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
     A finished run is not run again, an interrupted one resumes: repeat the same command. Where the retrained
     checkpoints are is printed and written to reports/NAME/checkpoints.csv; spkv-nas export takes them.
     """
-    from spkv_nas.stages import train as stage
     from spkv_nas.stages.next_steps import after_training_hybrids
+    from spkv_nas.stages.train import stage
 
     comparison = stage.train_hybrid(options, reporter)
     return Result(
@@ -40,7 +32,7 @@ def ablate(options: AblateOptions, reporter: Reporter) -> Result:
     A row is a section of a recipe with other values (gates: {window: 8}), {variant: full-attention}, or
     {layout: FILE}; see "Recipes and training" in the documentation.
     """
-    from spkv_nas.stages import train as stage
+    from spkv_nas.stages.train import stage
 
     return Result(stage.ablate(options, reporter), show.ablations)
 
@@ -51,6 +43,6 @@ def palindrome(options: PalindromeOptions, reporter: Reporter) -> Result:
     Trains three small models from scratch: full attention, a sliding window of 32, SP-KV with window 32. A finished
     one is not trained again, an interrupted one resumes: repeat the same command.
     """
-    from spkv_nas.stages import train as stage
+    from spkv_nas.stages.train import stage
 
     return Result(stage.palindrome(options, reporter), show.palindrome)

@@ -192,10 +192,6 @@ def _plan(opts: options.PlanOptions) -> None:
         check_recipe(opts.recipe, needs_text=opts.tokens is None)
 
 
-def _train(opts: options.TrainOptions) -> None:
-    check_recipe(opts.recipe, opts.dtype)
-
-
 def _train_hybrid(opts: options.TrainHybridOptions) -> None:
     """Check ``train-hybrid``: the probe, the layouts and the recipe."""
     table = chosen_table(opts)
@@ -297,7 +293,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
     options.PlanOptions: _plan,
-    options.TrainOptions: _train,
     options.TrainHybridOptions: _train_hybrid,
     options.AblateOptions: _ablate,
     options.DemoOptions: _demo,

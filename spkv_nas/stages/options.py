@@ -231,13 +231,6 @@ class PlanOptions(InWorkspace, InDtype):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Trains, InPrecision):
-    """Options of the ``train`` command."""
-
-    recipe: flags.RecipeFile
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainHybridOptions(Trains, InPrecision):
     """Options of the ``train-hybrid`` command."""
 

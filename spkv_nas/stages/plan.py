@@ -28,13 +28,13 @@ from spkv_nas.stages.options import (
     PalindromeOptions,
     ProbeOptions,
     TrainHybridOptions,
-    TrainOptions,
     Trains,
 )
 from spkv_nas.stages.probe import chosen_signal
-from spkv_nas.stages.search.question import ask
 from spkv_nas.stages.search.command import SearchOptions
-from spkv_nas.stages.train import palindrome_settings
+from spkv_nas.stages.search.question import ask
+from spkv_nas.stages.train.command import TrainOptions
+from spkv_nas.stages.train.stage import palindrome_settings
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan

@@ -31,10 +31,11 @@ from spkv_nas.probing.priced import STEP_TOKENS, learn_gates
 from spkv_nas.probing.signals import measure_signal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.options import ProbeOptions, TrainOptions
+from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.record import OPTIONS, recorded
 from spkv_nas.stages.subject import Measured, Subject
-from spkv_nas.stages.train import train, train_dense_model
+from spkv_nas.stages.train.command import TrainOptions
+from spkv_nas.stages.train.stage import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned

@@ -18,7 +18,8 @@ from spkv_nas.base.tables import MOST_BYTES
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.lookup import find_proposal
-from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions, TrainOptions
+from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions
+from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.training import ablation, hybrids
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import join_processes

@@ -1,0 +1,1 @@
+"""Train a recipe models: command ``train``."""
