@@ -30,6 +30,7 @@ from spkv_nas.stages.init.command import init
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.search.command import search
 from spkv_nas.stages.train.command import train
+from spkv_nas.stages.train_hybrid.command import train_hybrid
 
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
@@ -51,7 +52,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     pipeline.propose,
     pipeline.compare,
     search,
-    train.train_hybrid,
+    train_hybrid,
     pipeline.report,
     evaluate.evaluate,
     evaluate.score,

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.propose import BudgetsResult, ProposalResult
-    from spkv_nas.training.hybrids import Comparison
 
 Document = dict[str, Any]
 
@@ -59,18 +58,6 @@ def budgets(result: BudgetsResult) -> Document:
         "caution": result.caution,
         "folder": result.folder,
         "figure": result.figure,
-    }
-
-
-def comparison(result: Comparison) -> Document:
-    """Return the retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
-    return {
-        "layouts": result.rows,
-        "num_documents": result.heldout.num_documents,
-        "effective_documents": result.heldout.effective_documents,
-        "rank_correlation": result.correlations,
-        "checkpoints": result.models,
-        "folder": result.folder,
     }
 
 

@@ -18,9 +18,9 @@ from spkv_nas.stages.options import (
     ProbeOptions,
     ProposeOptions,
     ReportOptions,
-    TrainHybridOptions,
 )
 from spkv_nas.stages.result import Result
+from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from spkv_nas.stages.layout_options import DiffOptions
     from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
     from spkv_nas.stages.train.stage import AblationResult, PalindromeResult
-    from spkv_nas.training.hybrids import Comparison
 
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
 _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
@@ -144,55 +142,6 @@ def agreement(result: AgreementResult) -> None:
     out.print(grid)
     out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
     say_where("agreement", result.figure or result.folder / "agreement.csv")
-
-
-def comparison(result: Comparison) -> None:
-    """Print retrained layouts, the rank correlations of cheaper measures, and the checkpoints."""
-    from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION
-    from spkv_nas.evaluation.ranking import format_rank_correlation
-
-    baselines = {DENSE: "dense, as it is", FULL_ATTENTION: "control: full attention"}
-    extended = "extended_nll" in result.rows
-    # Table of layouts
-    grid = Table(
-        "",
-        "density\n%",
-        "coverage\n%",
-        "zero-shot\nΔNLL %",
-        "\nNLL",
-        "\nΔNLL %",
-        "against the\ncontrol %",
-        *(["longer\nblocks NLL", "against the\ncontrol %"] if extended else []),
-        title="retrained from one dense checkpoint; ΔNLL counts from that checkpoint as it is",
-    )
-    for row in result.rows.itertuples():
-        long_nll = [row.extended_nll, row.extended_delta_percent, row.extended_delta_standard_error] if extended else []
-        grid.add_row(
-            baselines.get(row.strategy, escape(row.strategy)),
-            f"{row.density_percent:.1f}",
-            f"{row.coverage_percent:.2f}",
-            change(row.zero_shot_delta_percent),
-            f"{row.nll:.4f}",
-            change(row.delta_nll_percent, row.delta_nll_standard_error),
-            change(row.delta_control_percent, row.delta_control_standard_error),
-            *(["-" if math.isnan(long_nll[0]) else f"{long_nll[0]:.4f}", change(*long_nll[1:])] if extended else []),
-        )
-    out.print(grid)
-    # Notes and errors
-    for row in result.rows[result.rows["note"] != ""].itertuples():
-        say(f"{row.strategy}: {row.note}")
-    about_errors(result.heldout.num_documents, result.heldout.effective_documents)
-    # Rank correlations
-    for measure, correlation in result.correlations.items():
-        if correlation is not None:
-            perfect = "-1" if measure == "coverage" else "+1"
-            out.print(
-                f"rank correlation of {measure} and ΔNLL: {format_rank_correlation(correlation)}; perfect: {perfect}"
-            )
-    # Checkpoints
-    out.print("checkpoints, for export, evaluate and generate:")
-    for model in result.models:
-        out.print(f"  {escape(model.strategy)}, seed {model.seed}: {escape(str(model.checkpoint))}", soft_wrap=True)
 
 
 def scores(result: ScoreResult) -> None:

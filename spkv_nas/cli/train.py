@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import json_documents, show
-from spkv_nas.stages.options import AblateOptions, PalindromeOptions, TrainHybridOptions
+from spkv_nas.cli import show
+from spkv_nas.stages.options import AblateOptions, PalindromeOptions
 from spkv_nas.stages.result import Result
-
-
-def train_hybrid(options: TrainHybridOptions, reporter: Reporter) -> Result:
-    """Retrain every layout, full attention and SP-KV from one dense checkpoint. Writes reports/NAME/comparison.csv.
-
-    A finished run is not run again, an interrupted one resumes: repeat the same command. Where the retrained
-    checkpoints are is printed and written to reports/NAME/checkpoints.csv; spkv-nas export takes them.
-    """
-    from spkv_nas.stages.next_steps import after_training_hybrids
-    from spkv_nas.stages.train import stage
-
-    comparison = stage.train_hybrid(options, reporter)
-    return Result(
-        comparison,
-        show.comparison,
-        json_documents.comparison,
-        next=after_training_hybrids(options, comparison.folder.name),
-    )
 
 
 def ablate(options: AblateOptions, reporter: Reporter) -> Result:

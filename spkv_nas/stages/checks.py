@@ -32,7 +32,6 @@ from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods
 from spkv_nas.evaluation.thresholds import check_sweep, check_tau
 from spkv_nas.model.source import check_checkpoint, check_config
 from spkv_nas.stages import layout_options, options
-from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.eval_modes import check_mode
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.subject import Subject
@@ -192,13 +191,6 @@ def _plan(opts: options.PlanOptions) -> None:
         check_recipe(opts.recipe, needs_text=opts.tokens is None)
 
 
-def _train_hybrid(opts: options.TrainHybridOptions) -> None:
-    """Check ``train-hybrid``: the probe, the layouts and the recipe."""
-    table = chosen_table(opts)
-    find_proposal(opts.folders, table.name, opts.layouts)
-    check_recipe(chosen_recipe(opts, table, "demo.yaml"), opts.dtype)
-
-
 def _ablate(opts: options.AblateOptions) -> None:
     """Check ``ablate``: the files of every row's recipe."""
     plan = AblationPlan.read(opts.file or EMBEDDED / "ablations.yaml", opts.dtype)
@@ -293,7 +285,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
     options.PlanOptions: _plan,
-    options.TrainHybridOptions: _train_hybrid,
     options.AblateOptions: _ablate,
     options.DemoOptions: _demo,
     options.ReportOptions: _report,

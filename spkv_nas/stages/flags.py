@@ -292,7 +292,6 @@ DryRun = Annotated[
     bool, Flag("Say what would be trained, and its tokens, time and memory; write nothing.", ("--dry-run",))
 ]
 BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1, high=2**20)]
-Reference = Annotated[bool, Flag("Also retrain the SP-KV reference, with its gates.", ("--reference/--no-reference",))]
 AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
 
 # Layout formats

@@ -231,17 +231,6 @@ class PlanOptions(InWorkspace, InDtype):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainHybridOptions(Trains, InPrecision):
-    """Options of the ``train-hybrid`` command."""
-
-    layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
-    recipe: flags.RecipeOption = default(None, EMBEDDED_RECIPE, note="Its dense model is retrained.")
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
-    seeds: flags.Seeds = default(1, note="With another data order.")
-    reference: flags.Reference = True
-
-
-@dataclass(frozen=True, kw_only=True)
 class AblateOptions(Trains, InPrecision):
     """Options of the ``ablate`` command."""
 

@@ -27,7 +27,6 @@ from spkv_nas.stages.options import (
     OnDevice,
     PalindromeOptions,
     ProbeOptions,
-    TrainHybridOptions,
     Trains,
 )
 from spkv_nas.stages.probe import chosen_signal
@@ -35,6 +34,7 @@ from spkv_nas.stages.search.command import SearchOptions
 from spkv_nas.stages.search.question import ask
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train.stage import palindrome_settings
+from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
 from spkv_nas.training.palindrome.plan import plan_palindrome as palindrome_plan

@@ -13,15 +13,9 @@ import spkv_nas
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout_options import ConvertOptions
-from spkv_nas.stages.options import (
-    CalibrateOptions,
-    CostOptions,
-    ProbeOptions,
-    ProposeOptions,
-    ReportOptions,
-    TrainHybridOptions,
-)
+from spkv_nas.stages.options import CalibrateOptions, CostOptions, ProbeOptions, ProposeOptions, ReportOptions
 from spkv_nas.stages.search.command import SearchOptions
+from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
 HOSTILE = 'it\'s a "text" $HOME `id`; #1\n*'
 

@@ -17,10 +17,11 @@ from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
 from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.checkpoint import read_size, save
-from spkv_nas.stages.options import ProbeOptions, TrainHybridOptions
+from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.plan import plan_of
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train.stage import train
+from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.run_files import newest_step

@@ -1,4 +1,4 @@
-"""Train: a recipe's two models, its retrained layouts, its ablations, and the palindrome comparison."""
+"""Train a recipe's two models, its ablations, and the palindrome comparison."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from spkv_nas.artifacts.comparison import SP_KV
 from spkv_nas.artifacts.density_log import read_density_log
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
@@ -16,11 +15,9 @@ from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MOST_BYTES
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.chosen import chosen_recipe, chosen_table
-from spkv_nas.stages.lookup import find_proposal
-from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions, TrainHybridOptions
+from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions
 from spkv_nas.stages.train.command import TrainOptions
-from spkv_nas.training import ablation, hybrids
+from spkv_nas.training import ablation
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.dense import dense_run, is_dense_trained
@@ -106,36 +103,6 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
         save_chart(folder, density_evolution_chart(rows))
     if heldout.is_file():
         write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", most=MOST_BYTES))
-
-
-def train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> hybrids.Comparison:
-    """Retrain layouts, by default all of the workspace's, and write their comparison to ``reports/<name>/``."""
-    workspace = options.folders
-    # Read probe, layouts and recipe
-    table = chosen_table(options, reporter)
-    proposal = find_proposal(workspace, table.name, options.layouts)
-    recipe_file = chosen_recipe(options, table, "demo.yaml")
-    recipe = Recipe.read(recipe_file).with_precision(options.dtype)
-    # Warn before hours of work
-    if (missed_price := table.missed_price) is not None:
-        reporter.caution(missed_price)
-    proposal.warn_of_windows({f"{SP_KV} (recipe {recipe_file})": recipe.gates.window} if options.reference else None)
-    quiet_transformers(reporter)
-    if recipe.gates.start_from is None:
-        for line in recipe.warnings():
-            reporter.caution(f"warning: {line}")
-    # Retrain and compare
-    return hybrids.train_hybrids(
-        recipe,
-        proposal.layouts,
-        proposal.table(table),
-        workspace,
-        base=recipe_file.parent,
-        num_seeds=options.seeds,
-        reference=options.reference,
-        device=options.device,
-        reporter=reporter,
-    )
 
 
 def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:

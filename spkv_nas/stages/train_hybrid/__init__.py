@@ -1,0 +1,1 @@
+"""Retrain layouts and compare them: command ``train-hybrid``."""
