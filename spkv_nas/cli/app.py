@@ -25,6 +25,7 @@ from spkv_nas.base.version import __version__
 from spkv_nas.cli import cost, evaluate, layout, pipeline, train
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
+from spkv_nas.stages.compare.command import compare
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
 from spkv_nas.stages.result import Results
@@ -50,7 +51,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     init,
     pipeline.probe,
     pipeline.propose,
-    pipeline.compare,
+    compare,
     search,
     train_hybrid,
     pipeline.report,

@@ -11,14 +11,7 @@ from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
 from spkv_nas.cli.train import train_hybrid
-from spkv_nas.stages.options import (
-    DEFAULT_PROBE,
-    CompareOptions,
-    DemoOptions,
-    ProbeOptions,
-    ProposeOptions,
-    ReportOptions,
-)
+from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions, ProposeOptions, ReportOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
@@ -60,16 +53,6 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
         return Result(stage.propose_several(options, reporter), show.budgets, json_documents.budgets)
     result = stage.propose(options, reporter)
     return Result(result, show.proposal, json_documents.proposal, next=result.next)
-
-
-def compare(options: CompareOptions, reporter: Reporter) -> Result:
-    """Compare how probes rank the heads: other domains, halves, thresholds, lengths, seeds or checkpoints of one grid.
-
-    Writes reports/NAME/agreement.csv and its figure.
-    """
-    from spkv_nas.stages import propose as stage
-
-    return Result(stage.compare(options, reporter), show.agreement)
 
 
 def report(options: ReportOptions, reporter: Reporter) -> Result:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from spkv_nas.base.console import caution, out, say, say_where
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from spkv_nas.stages.evaluate import ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.layout_options import DiffOptions
-    from spkv_nas.stages.propose import AgreementResult, BudgetsResult, ProposalResult
+    from spkv_nas.stages.propose import BudgetsResult, ProposalResult
     from spkv_nas.stages.train.stage import AblationResult, PalindromeResult
 
 _CURVE_ROWS = 16  # approximate number of rows printed of a budget curve
@@ -113,35 +113,6 @@ def budgets(result: BudgetsResult) -> None:
         say(result.caution)
     say_where("curve", result.figure or result.folder / "budgets.csv")
     say_where("layouts", result.folder / "budgets")
-
-
-def agreement(result: AgreementResult) -> None:
-    """Print how far probes agree, pair by pair."""
-    from spkv_nas.proposal.agreement import short_labels
-
-    rows = result.rows
-    first, labels = rows.iloc[0], short_labels(rows)
-    grid = Table(
-        Column(overflow="fold"),
-        Column(overflow="fold"),
-        "Jaccard",
-        "Spearman",
-        "transfer %",
-        "mean |Δ|",
-        title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
-    )
-    for row in rows.itertuples():
-        grid.add_row(
-            escape(labels[row.first]),
-            escape(labels[row.second]),
-            f"{row.jaccard:.2f}",
-            f"{row.spearman:.3f}",
-            f"{100 * row.transfer:.1f}",
-            f"{row.mean_difference:.3f}",
-        )
-    out.print(grid)
-    out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
-    say_where("agreement", result.figure or result.folder / "agreement.csv")
 
 
 def scores(result: ScoreResult) -> None:

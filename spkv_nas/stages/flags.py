@@ -154,16 +154,6 @@ Beta = Annotated[
     float | None, Flag("Log-likelihood that the whole text must give it.", low=-1e6, high=0.0, panel=_LONGPPL)
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
-Probes = Annotated[
-    list[str],
-    Flag("Names or CSV files; NAME@0.7 is at another threshold.", metavar="PROBE", argument=True, is_probe=True),
-]
-By = Annotated[
-    str | None,
-    Flag(
-        "Split every probe: by domain, or by half of its documents.", metavar="domain|half", values=("domain", "half")
-    ),
-]
 
 # Post-hoc KV-cache pruning
 Methods = Annotated[

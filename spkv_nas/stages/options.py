@@ -200,16 +200,6 @@ class ProposeOptions(ConstraintOptions, InWorkspace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(InWorkspace):
-    """Options of the ``compare`` command."""
-
-    probes: flags.Probes
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    by: flags.By = None
-    name: flags.Name = default(None, "the first probe's")
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype):
     """Options of the ``plan`` command."""
 

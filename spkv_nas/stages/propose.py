@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import pandas as pd
-
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.signals import RECOMMENDED
-from spkv_nas.artifacts.windows import warn_of_windows
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.evaluation.trust import Trust
-from spkv_nas.proposal.agreement import agreement, parse_probe, write_agreement
 from spkv_nas.proposal.answer import Answer, propose_for, uneven_budgets, write_proposal
-from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.budget_curve import BudgetCurve, curve_for, write_budgets
 from spkv_nas.proposal.propose import (
     MATCH_BUDGET,
@@ -31,9 +25,8 @@ from spkv_nas.proposal.requirements import Requirements
 from spkv_nas.proposal.stability import caution
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import Suggestion, command_line
-from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.next_steps import after_propose
-from spkv_nas.stages.options import CompareOptions, ProposeOptions
+from spkv_nas.stages.options import ProposeOptions
 from spkv_nas.stages.record import read_options
 from spkv_nas.stages.requirements import read_requirements
 from spkv_nas.stages.table_trust import neighbours, trust, unknown_trust, window_advice
@@ -76,21 +69,6 @@ class BudgetsResult:
 
     curve: BudgetCurve
     caution: str | None
-    folder: Path
-    figure: Path | None
-
-
-@dataclass(frozen=True)
-class AgreementResult:
-    """Agreement between probes.
-
-    Attributes:
-        rows: table of ``proposal.agreement``.
-        folder: folder of the table.
-        figure: path of the figure; None where the plotting library is not installed.
-    """
-
-    rows: pd.DataFrame
     folder: Path
     figure: Path | None
 
@@ -229,30 +207,3 @@ def propose_several(options: ProposeOptions, reporter: Reporter = SILENT) -> Bud
     write_budgets(folder, curve, reporter)
     figure = save_figure(folder, budgets_chart(curve.rows, curve.knee.budget, num_domains=len(table.domains)))
     return BudgetsResult(curve, caution(curve.table), folder, figure)
-
-
-def compare(options: CompareOptions, reporter: Reporter = SILENT) -> AgreementResult:
-    """Measure how far probes, or with ``by`` the parts of each probe, agree on the heads to choose.
-
-    The table and its figure are written to ``reports/<name>/``.
-    """
-    from spkv_nas.report.budget_charts import agreement_charts
-    from spkv_nas.report.figures import save_figure
-
-    # Read and split the probes
-    tables: dict[str, HeadScores] = {}
-    for probe in options.probes:
-        for label, table in parse_probe(probe, lambda source: find_table(options.folders, source), options.by):
-            if label in tables:
-                raise UserError(f"the probe '{label}' is named twice")
-            tables[label] = table
-    if len(tables) < 2:
-        raise UserError("there is only one probe to compare: name another, or split it, --by domain or --by half")
-    # Compare the heads that they choose
-    first = next(iter(tables.values()))
-    rows = agreement(tables, parse_budget(options.budget, first.num_heads))
-    folder = options.folders.report_dir(options.name or first.name)
-    windows = {label: table.window for label, table in tables.items()}
-    warn_of_windows(windows, remedy="probe all with one --window")
-    write_agreement(folder, rows, windows, reporter=reporter)
-    return AgreementResult(rows, folder, save_figure(folder, agreement_charts(rows)))

@@ -23,8 +23,10 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.signals import HEAD_GATES, measure_signal
-from spkv_nas.stages.options import CompareOptions, ProposeOptions
-from spkv_nas.stages.propose import compare, propose
+from spkv_nas.stages.compare.command import CompareOptions
+from spkv_nas.stages.compare.stage import compare
+from spkv_nas.stages.options import ProposeOptions
+from spkv_nas.stages.propose import propose
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Compare how probes rank the heads: command ``compare``."""

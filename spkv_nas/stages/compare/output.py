@@ -1,0 +1,37 @@
+"""Print how far probes agree."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Column, Table
+
+from spkv_nas.base.console import out, say_where
+from spkv_nas.proposal.agreement import short_labels
+from spkv_nas.stages.compare.stage import AgreementResult
+
+
+def show(result: AgreementResult) -> None:
+    """Print how far probes agree, pair by pair."""
+    rows = result.rows
+    first, labels = rows.iloc[0], short_labels(rows)
+    grid = Table(
+        Column(overflow="fold"),
+        Column(overflow="fold"),
+        "Jaccard",
+        "Spearman",
+        "transfer %",
+        "mean |Δ|",
+        title=f"{first['budget']} densest heads (Jaccard by chance {first['chance']:.2f})",
+    )
+    for row in rows.itertuples():
+        grid.add_row(
+            escape(labels[row.first]),
+            escape(labels[row.second]),
+            f"{row.jaccard:.2f}",
+            f"{row.spearman:.3f}",
+            f"{100 * row.transfer:.1f}",
+            f"{row.mean_difference:.3f}",
+        )
+    out.print(grid)
+    out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
+    say_where("agreement", result.figure or result.folder / "agreement.csv")
