@@ -22,7 +22,8 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import cost, evaluate, layout, pipeline, train
+from spkv_nas.cli import cost, evaluate, layout, pipeline
+from spkv_nas.cli import train as reproduction
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
 from spkv_nas.stages.compare.command import compare
@@ -59,13 +60,13 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     evaluate.score,
     evaluate.baselines,
     generate,
-    train.palindrome,
+    reproduction.palindrome,
     cost.plan,
     cost.scaling,
     cost.cost,
     cost.calibrate,
     train,
-    train.ablate,
+    reproduction.ablate,
     layout.export,
     layout.schema,
 )

@@ -10,10 +10,9 @@ from typing import Any
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
-from spkv_nas.cli.train import train_hybrid
 from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions, ProposeOptions, ReportOptions
 from spkv_nas.stages.result import Result
-from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
+from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models

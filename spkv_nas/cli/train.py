@@ -1,4 +1,4 @@
-"""Commands that train: ``init``, ``train``, ``train-hybrid``, ``ablate`` and ``palindrome``."""
+"""Commands ``ablate`` and ``palindrome``."""
 
 from __future__ import annotations
 

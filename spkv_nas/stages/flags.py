@@ -25,7 +25,7 @@ from spkv_nas.base.limits import (
     MOST_WINDOW,
 )
 
-_MEMORY, _SEARCH, _RULER, _TASKS = "Constraints and memory", "How much to search", "RULER", "Downstream tasks"
+_MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
 _LONGPPL = "LongPPL"
 _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))

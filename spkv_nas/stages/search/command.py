@@ -11,9 +11,10 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_REPEATS, MOST_STEPS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages import flags
-from spkv_nas.stages.flags import _SEARCH
 from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, PAPER_BUDGET, ConstraintOptions, InPrecision, Trains
 from spkv_nas.stages.result import Result
+
+_EFFORT = "How much to search"  # panel of the help
 
 Start = Annotated[list[Path] | None, Flag("Layout to start from too; repeat for several.")]
 Objective = Annotated[
@@ -24,26 +25,26 @@ Objective = Annotated[
     ),
 ]  # fmt: skip
 Trials = Annotated[
-    int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_SEARCH)
+    int, Flag("Layouts scored without training, per sampler and seed.", low=1, high=10**6, panel=_EFFORT)
 ]
 GenerationSize = Annotated[
-    int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_SEARCH)
+    int, Flag("Layouts chosen together, which workers share.", low=1, high=MOST_REPEATS, panel=_EFFORT)
 ]
 Sampler = Annotated[
     str,
     Flag(
         "What draws the layouts: surrogate (a model of all scores), density (TPE guided by densities), tpe, random; "
-        "several by comma.", metavar="NAMES", values=tuple(SAMPLERS), panel=_SEARCH,
+        "several by comma.", metavar="NAMES", values=tuple(SAMPLERS), panel=_EFFORT,
     ),
 ]  # fmt: skip
 Control = Annotated[
-    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS, "none"), panel=_SEARCH)
+    str, Flag("Samplers to compare with, or none.", metavar="NAMES", values=(*SAMPLERS, "none"), panel=_EFFORT)
 ]
 Signals = Annotated[
     list[str] | None,
     Flag(
         "A further probe, such as of a rival signal, for surrogate to start from; repeat for several.",
-        metavar="NAME|FILE", is_probe=True, panel=_SEARCH,
+        metavar="NAME|FILE", is_probe=True, panel=_EFFORT,
     ),
 ]  # fmt: skip
 Racing = Annotated[
@@ -51,12 +52,12 @@ Racing = Annotated[
     Flag(
         "Stop scoring a layout once it is two standard errors behind those that would be retrained.",
         ("--racing/--no-racing",),
-        panel=_SEARCH,
+        panel=_EFFORT,
     ),
 ]
-Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_SEARCH)]
-Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_SEARCH)]
-ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_SEARCH)]
+Short = Annotated[int, Flag("Best layouts of each sampler to retrain briefly.", low=0, high=10**6, panel=_EFFORT)]
+Full = Annotated[int, Flag("Best of those to retrain in full.", low=0, high=10**6, panel=_EFFORT)]
+ShortSteps = Annotated[int | None, Flag("Steps of a short retraining.", low=1, high=MOST_STEPS, panel=_EFFORT)]
 Storage = Annotated[str | None, Flag("Database of the study, such as postgresql://...")]
 
 
@@ -91,7 +92,7 @@ class SearchOptions(ConstraintOptions, Trains, InPrecision):
 
 
 def check(options: SearchOptions) -> None:
-    """Check the options by making its specification, and the recipe's files."""
+    """Check the options by making the search's specification, and the recipe's files."""
     from spkv_nas.stages.checks import check_files
     from spkv_nas.stages.search.question import ask
 

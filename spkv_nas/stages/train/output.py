@@ -1,4 +1,4 @@
-"""Print what ``train`` returns, and its JSON document."""
+"""Print the checkpoints of ``train``."""
 
 from __future__ import annotations
 
