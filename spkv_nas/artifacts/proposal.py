@@ -8,7 +8,7 @@ provenance in the layout files.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,17 +92,16 @@ class Proposal:
 
     @classmethod
     def read(cls, files: Iterable[Path]) -> Proposal:
-        """Read layouts from ``files``.
+        """Read layouts from ``files``; ``_names`` says what each is called.
 
         Raises:
-            UserError: a file is not a layout, or two have the same strategy and the same file name.
+            UserError: a file is not a layout, or two have the same strategy, file name and folder name.
         """
         layouts: dict[str, Layout] = {}
         paths: dict[str, Path] = {}
         taus = set()
-        for file in files:
-            layout = Layout.read(file)
-            name = layout.strategy if layout.strategy not in layouts else file.stem
+        entries = [(file, Layout.read(file)) for file in files]
+        for name, (file, layout) in zip(_names(entries), entries, strict=True):
             if name in layouts:
                 raise UserError(f"two layouts are called '{name}': give them different names (the key 'strategy')")
             layouts[name], paths[name] = layout, file
@@ -124,6 +123,20 @@ class Proposal:
         if not files:
             raise UserError(f"no layouts in {folder}\npropose some first, or name layout files")
         return cls.read(files)
+
+
+def _names(entries: Sequence[tuple[Path, Layout]]) -> list[str]:
+    """Name each layout by its strategy, or by its file if an earlier one has that name.
+
+    If that is taken too, all layouts of the name are called by folder and file, such as "18-heads-densest".
+    """
+    names: list[str] = []
+    for file, layout in entries:
+        names.append(layout.strategy if layout.strategy not in names else file.stem)
+    return [
+        name if names.count(name) == 1 else f"{file.resolve().parent.name}-{file.stem}"
+        for name, (file, _) in zip(names, entries, strict=True)
+    ]
 
 
 def distinct(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:

@@ -183,6 +183,8 @@ def tie_advice(table: HeadScores, budget: int) -> str | None:
     order = densest_first(table.values)
     if not 0 < budget < values.size or values[order[budget - 1]] != values[order[budget]]:
         return None
+    if np.ptp(values) == 0:
+        return "all scores are equal: any choice is as good"
     equal = values == values[order[budget]]
     num_chosen = int(equal[order[:budget]].sum())
     return (

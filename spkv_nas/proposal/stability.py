@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Progress
@@ -98,11 +99,13 @@ def bootstrap(table: HeadScores, *, num_resamples: int = NUM_RESAMPLES, seed: in
         seed: random seed; the default gives the same resamples every time.
 
     Returns:
-        The resamples, or None if the table has no per-document counts, no domain with two documents, or only zero
-        densities.
+        The resamples, or None if the table has no per-document counts, no domain with two documents, only zero
+        densities, or the same density in all heads of each document.
     """
     documents = table.documents
     if documents is None or not (np.bincount(documents.domain) > 1).any() or not documents.kept.any():
+        return None
+    if _is_constant(documents):
         return None
     # Resample each domain: document multiplicities [R, N], then densities [R, L, Hkv]
     generator = np.random.default_rng(seed)
@@ -117,6 +120,11 @@ def bootstrap(table: HeadScores, *, num_resamples: int = NUM_RESAMPLES, seed: in
         densities.append(density.reshape(num_resamples, *kept.shape[1:]))
     domain_density = np.stack(densities, axis=1)
     return Bootstrap(table, domain_density[domain_density.any((1, 2, 3))])  # coverage needs a nonzero density
+
+
+def _is_constant(documents: DocumentCounts) -> bool:
+    """Return whether all heads have the same score in every document, so that resamples choose by position."""
+    return bool((documents.kept == documents.kept[:, :1, :1]).all())
 
 
 def knee(table: HeadScores) -> int:
@@ -148,6 +156,8 @@ def caution(table: HeadScores) -> str | None:
     counts = np.bincount(documents.domain, minlength=len(documents.domains))
     if not (counts > 1).any():
         return f"no confidence interval available: '{table.name}' has one document per domain"
+    if _is_constant(documents):
+        return f"no confidence interval available: in every document of '{table.name}' all heads have the same score"
     single_document_domains = [name for name, count in zip(documents.domains, counts, strict=True) if count == 1]
     if documents.num_documents < FEW_DOCUMENTS:
         return f"confidence intervals based on only {documents.num_documents} documents are rough and likely too narrow"

@@ -19,7 +19,7 @@ from spkv_nas.proposal.answer import propose_for, random_spread, write_proposal
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.coverage import coverage, coverage_curve
-from spkv_nas.proposal.propose import propose, resolve_tau, tau_advice, unmatched
+from spkv_nas.proposal.propose import propose, resolve_tau, tau_advice, tie_advice, unmatched
 from spkv_nas.proposal.requirements import Requirements
 
 STRATEGIES = ["interleaved-first", "interleaved-last", "random-0", "random-1", "random-2", "densest", "sparsest"]
@@ -291,10 +291,19 @@ class TestProposal:
         assert list(Proposal.read_folder(tmp_path / "a").layouts) == ["mine", "y"]
         files = [tmp_path / "a" / "x.yaml", tmp_path / "a" / "y.yaml", tmp_path / "b" / "x.yaml"]
         assert list(Proposal.read(files).layouts) == ["mine", "y", "x"]
-        with pytest.raises(UserError, match="two layouts are called 'x': give them different names"):
+        with pytest.raises(UserError, match="two layouts are called 'b-x': give them different names"):
             Proposal.read([*files, tmp_path / "b" / "x.yaml"])
         with pytest.raises(UserError, match=r"no layouts in .*none\npropose some first"):
             Proposal.read_folder(tmp_path / "none")
+
+    def test_layouts_of_one_name_are_called_by_their_folders(self, tmp_path: Path) -> None:
+        files = [tmp_path / folder / "densest.yaml" for folder in ("a", "b")]
+        for file in files:
+            Layout(("GL",), 8, "densest").write(file)
+        assert list(Proposal.read(files).layouts) == ["a-densest", "b-densest"]
+
+    def test_there_is_nothing_to_choose_between_equal_scores(self) -> None:
+        assert tie_advice(make_table(np.full((2, 2), 0.99)), 2) == "all scores are equal: any choice is as good"
 
     def test_coverage_of_a_layout_in_memory_does_not_depend_on_its_provenance(self) -> None:
         table = histogram_table()

@@ -197,6 +197,17 @@ class TestBootstrap:
         solved = Requirements(Constraints(max_per_layer=2)).probability(resampled, Limit(3))
         np.testing.assert_allclose(solved, found)  # two is all that a layer has
 
+    def test_equal_heads_have_no_certainty(self) -> None:
+        """Resamples of heads that are equal in every document would choose by position, with certainty."""
+        table = make_probe()
+        assert table.documents is not None
+        counts = replace(
+            table.documents, kept=np.broadcast_to(table.documents.kept[:, :1, :1], table.documents.kept.shape)
+        )
+        equal = replace(table, documents=counts)
+        assert bootstrap(equal) is None
+        assert "all heads have the same score" in (caution(equal) or "")
+
     def test_what_resampling_cannot_show_is_said(self) -> None:
         table = make_probe(num_documents=40)
         assert caution(table) is None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.markup import escape
 from rich.table import Column, Table
 
-from spkv_nas.base.console import out, say_where
+from spkv_nas.base.console import out, say, say_where
 from spkv_nas.proposal.agreement import short_labels
 from spkv_nas.stages.compare.stage import AgreementResult
 
@@ -28,10 +30,12 @@ def show(result: AgreementResult) -> None:
             escape(labels[row.first]),
             escape(labels[row.second]),
             f"{row.jaccard:.2f}",
-            f"{row.spearman:.3f}",
+            "-" if math.isnan(row.spearman) else f"{row.spearman:.3f}",
             f"{100 * row.transfer:.1f}",
             f"{row.mean_difference:.3f}",
         )
     out.print(grid)
+    if rows["spearman"].isna().any():
+        say("Spearman -: all scores of one of the two are equal, so any choice of its heads is as good")
     out.print("transfer: coverage of the heads chosen on one, of the best possible on the other; the worse direction")
     say_where("agreement", result.figure or result.folder / "agreement.csv")
