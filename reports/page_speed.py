@@ -24,6 +24,7 @@ from playwright.sync_api import sync_playwright
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.histogram import LogitHistogram
 from spkv_nas.proposal.propose import propose
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
 SIZES = ((32, 8, 4, 0), (32, 8, 4, 250), (80, 8, 9, 250))  # layers, KV heads, domains, layouts scored
@@ -92,7 +93,7 @@ def write_page(folder: Path, num_layers: int, num_kv_heads: int, num_domains: in
     table = make_table(num_layers, num_kv_heads, num_domains)
     layouts = propose(table, table.num_heads * 2 // 7, num_random=1)
     with patch("spkv_nas.report.page.save_chart"):
-        return write_report(folder, table=table, layouts=layouts, search=make_search(table, scored))
+        return write_report(folder, ReportInputs(table, layouts, search=make_search(table, scored)))
 
 
 def time_steps(browser: Any, page: Any, slider: str, values: list[int], rest: int) -> dict[str, float]:

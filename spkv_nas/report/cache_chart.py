@@ -13,7 +13,7 @@ from spkv_nas.report.cache_size import CONTEXT, cache_share, full_bytes
 from spkv_nas.report.chart import Axis, Chart, Points, Rule, numbers
 from spkv_nas.report.evidence import COMPARISON, Evidence
 from spkv_nas.report.formatting import DELTA_AXES, change, short, signed
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.result_charts import LAYOUT, NOTE, SHAPES
 from spkv_nas.report.verdict import Verdict
 
@@ -30,7 +30,7 @@ class _Size:
     error: float
 
 
-def cache_nll_chart(inputs: Inputs, verdict: Verdict) -> Chart | None:
+def cache_nll_chart(inputs: ReportInputs, verdict: Verdict) -> Chart | None:
     """Return KV-cache bytes against NLL increase, for the evidence behind the verdict; None before training.
 
     Sizes are in percent of full attention's cache if the probe does not record the size of a head.
@@ -101,7 +101,7 @@ def _tip(size: _Size, scale: float, unit: str) -> str:
     return f"{size.name}\n{memory}{100 * size.share:.1f} % of the full cache\n{change(size.delta, size.error)} %"
 
 
-def _layouts(inputs: Inputs, evidence: Evidence) -> Iterator[_Size]:
+def _layouts(inputs: ReportInputs, evidence: Evidence) -> Iterator[_Size]:
     """Yield the layouts whose change of NLL and number of global heads are known."""
     for result in evidence.results:
         if not np.isnan(result.delta) and not np.isnan(result.num_global):
@@ -109,7 +109,7 @@ def _layouts(inputs: Inputs, evidence: Evidence) -> Iterator[_Size]:
             yield _Size(result.name, share, result.delta, result.error)
 
 
-def _references(inputs: Inputs, evidence: Evidence) -> Iterator[_Size]:
+def _references(inputs: ReportInputs, evidence: Evidence) -> Iterator[_Size]:
     """Yield SP-KV, the control and the dense model, if they were measured in the same way."""
     if evidence.source != COMPARISON or inputs.comparison is None:
         return

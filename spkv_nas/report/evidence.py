@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from spkv_nas.artifacts.comparison import DENSE, FULL_ATTENTION, counted_from
 from spkv_nas.artifacts.search_table import FIDELITIES, whole_scores
-from spkv_nas.report.inputs import Inputs, is_layout
+from spkv_nas.report.inputs import ReportInputs, is_layout
 
 Mask = NDArray[np.bool_]
 COMPARISON, SEARCH = "comparison", "search"
@@ -77,7 +77,7 @@ class Evidence:
         return tuple(result for result in self.results if result.num_global == budgets.mode().max())
 
 
-def all_evidence(inputs: Inputs) -> list[Evidence]:
+def all_evidence(inputs: ReportInputs) -> list[Evidence]:
     """Return the evidence of every mode that has results, most retraining first; each has a unique description."""
     collected = [*_of_search(inputs), *_of_comparison(inputs)]
     occurrences = Counter(evidence.description for evidence in collected)
@@ -90,7 +90,7 @@ def all_evidence(inputs: Inputs) -> list[Evidence]:
     return sorted(collected, key=lambda evidence: -math.inf if math.isnan(evidence.steps) else -evidence.steps)
 
 
-def stopped_trials(inputs: Inputs) -> list[Result]:
+def stopped_trials(inputs: ReportInputs) -> list[Result]:
     """Return the layouts whose scoring was stopped early; their change of NLL is an estimate.
 
     Only for a search with a cost, whose chart shows them.
@@ -102,7 +102,7 @@ def stopped_trials(inputs: Inputs) -> list[Result]:
     return list(_search_results(inputs, rows, "zero_shot_delta_percent", None))
 
 
-def _of_search(inputs: Inputs) -> Iterator[Evidence]:
+def _of_search(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each fidelity of a search, full retraining first."""
     if inputs.search is None:
         return
@@ -120,7 +120,7 @@ def _of_search(inputs: Inputs) -> Iterator[Evidence]:
             yield Evidence(description, steps, SEARCH, baseline, _distinct(results), fidelity)
 
 
-def _search_results(inputs: Inputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:
+def _search_results(inputs: ReportInputs, rows: pd.DataFrame, delta: str, error: str | None) -> Iterator[Result]:
     """Yield the rows of a search whose layout has the table's grid."""
     for row in rows.to_dict("records"):
         mask = _mask(row["heads"], inputs.table.grid)
@@ -129,7 +129,7 @@ def _search_results(inputs: Inputs, rows: pd.DataFrame, delta: str, error: str |
             yield Result(str(row["name"]), float(row[delta]), standard_error, float(mask.sum()), mask)
 
 
-def _of_comparison(inputs: Inputs) -> Iterator[Evidence]:
+def _of_comparison(inputs: ReportInputs) -> Iterator[Evidence]:
     """Yield the evidence of each number of steps in the comparison."""
     if inputs.comparison is None:
         return
@@ -140,7 +140,7 @@ def _of_comparison(inputs: Inputs) -> Iterator[Evidence]:
         yield Evidence(_how(float(steps)), float(steps), COMPARISON, baseline, _distinct(results))
 
 
-def _comparison_result(inputs: Inputs, row: dict[Any, Any]) -> Result:
+def _comparison_result(inputs: ReportInputs, row: dict[Any, Any]) -> Result:
     """Return a row of the comparison with the heads of the layout of that name, if there is one."""
     layout = inputs.layouts.get(row["strategy"])
     if layout is not None and row["num_global"] >= 0 and row["num_global"] != layout.num_global:

@@ -14,12 +14,12 @@ from spkv_nas.evaluation.guidance import correlations, guidance
 from spkv_nas.evaluation.ranking import FEWEST
 from spkv_nas.report.evidence import COMPARISON, all_evidence
 from spkv_nas.report.formatting import BASELINES, change, signed, standard_errors, versus
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 
 _Pair = tuple["pd.Series[Any]", "pd.Series[Any]"]
 
 
-def findings(inputs: Inputs) -> list[str]:
+def findings(inputs: ReportInputs) -> list[str]:
     """Return the sentences on the comparison; none before training."""
     if inputs.comparison is None:
         return []
@@ -46,7 +46,7 @@ def _baseline(comparison: pd.DataFrame) -> list[str]:
     )
 
 
-def _ranking(inputs: Inputs) -> list[str]:
+def _ranking(inputs: ReportInputs) -> list[str]:
     """Return how well coverage ranks the layouts of one budget; nothing if no two differ in coverage and NLL."""
     contenders = _contenders(inputs)
     pairs = [
@@ -64,7 +64,7 @@ def _ranking(inputs: Inputs) -> list[str]:
     ]
 
 
-def _contenders(inputs: Inputs) -> pd.DataFrame:
+def _contenders(inputs: ReportInputs) -> pd.DataFrame:
     """Return the comparison's rows of layouts of one budget that have a coverage."""
     compared = [evidence for evidence in all_evidence(inputs) if evidence.source == COMPARISON]
     if inputs.comparison is None or not compared:
@@ -73,7 +73,7 @@ def _contenders(inputs: Inputs) -> pd.DataFrame:
     return inputs.comparison[inputs.comparison["strategy"].isin(names)].dropna(subset=["coverage_percent"])
 
 
-def _of_clear(pairs: list[_Pair], inputs: Inputs) -> str:
+def _of_clear(pairs: list[_Pair], inputs: ReportInputs) -> str:
     """Return how many of the significantly different pairs coverage ranks like NLL."""
     errors = [inputs.pair_error(first["strategy"], second["strategy"]) for first, second in pairs]
     if all(math.isnan(error) for error in errors):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from spkv_nas.artifacts.comparison import DENSE, SP_KV, counted_from
 from spkv_nas.report.formatting import BASELINES
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 
 
-def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:
+def glossary(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
     """Return (title, meaning) of each term that the page uses, by key."""
     table, measure = inputs.table, inputs.table.measure
     clipping = "" if table.is_density else " (0 where it is negative)"
@@ -43,7 +43,7 @@ def glossary(inputs: Inputs) -> dict[str, tuple[str, str]]:
     return terms
 
 
-def _of_results(inputs: Inputs) -> dict[str, tuple[str, str]]:
+def _of_results(inputs: ReportInputs) -> dict[str, tuple[str, str]]:
     """Return the terms of a comparison and of a search."""
     terms = {
         "control": (

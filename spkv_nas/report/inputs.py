@@ -35,44 +35,54 @@ def no_pair_error(_first: str, _second: str) -> float:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ReportInputs:
     """Everything a report is made from, checked.
 
     Attributes:
         table: head scores of the reference model.
-        layouts: layouts by name.
-        covered: each layout's coverage, in [0, 1].
-        comparison: retrained layouts; None before training.
+        layouts: layouts by name, which is their strategy in the comparison.
+        comparison: retrained layouts, with every column once checked; None before training.
         record: content of ``comparison.yaml``.
         agreement: comparison of probes; None without one.
         search: table of a search; None without one.
-        trust: how well the table ranks the heads, for the layout ``densest``; None if it was not measured.
         search_record: content of ``search.yaml``.
-        probes: tables by which the page can choose heads, each at its own threshold.
+        trust: how well the table ranks the heads, for the layout ``densest``; None if it was not measured.
+        probes: tables by which the page can choose heads, each at its own threshold; by default only ``table``.
         calibration: measured times of the model's attention; None if there are none.
         predict: predicts zero-shot ΔNLL, in percent, from the search's scores; None if they do not allow it.
-        judged: sections of further result tables.
-        under_way: section of unfinished work; None if there is none.
+        judged: sections of further result tables (``report.benchmark_sections``).
+        under_way: section of unfinished work of other commands; None if there is none.
         pair_error: returns the standard error of the difference of two rows of the comparison, which share documents.
-        commands: the command that proposes layouts, by the probe's name.
+        commands: the command that proposes layouts, by the probe's name; by default for the current folder.
+        covered: each layout's coverage, in [0, 1]; computed.
+
+    Raises:
+        UserError: a layout has another shape than the table, or the comparison cannot be read.
     """
 
     table: HeadScores
     layouts: Mapping[str, Layout]
-    covered: Mapping[str, float]
-    comparison: pd.DataFrame | None
-    record: Mapping[str, Any]
-    agreement: pd.DataFrame | None
-    search: pd.DataFrame | None
-    trust: Trust | None
-    search_record: Mapping[str, Any]
-    probes: tuple[HeadScores, ...]
+    comparison: pd.DataFrame | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+    agreement: pd.DataFrame | None = None
+    search: pd.DataFrame | None = None
+    search_record: Mapping[str, Any] = field(default_factory=dict)
+    trust: Trust | None = None
+    probes: Sequence[HeadScores] = ()
     calibration: Calibration | None = None
     predict: Predict | None = None
-    judged: tuple[Section, ...] = ()
+    judged: Sequence[Section] = ()
     under_way: Section | None = None
     pair_error: PairError = no_pair_error
     commands: Mapping[str, str] = field(default_factory=dict)
+    covered: Mapping[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check the layouts' shapes and the comparison, and fill in what is derived."""
+        covered = {name: coverage(self.table, layout) for name, layout in self.layouts.items()}
+        checked = None if self.comparison is None or self.comparison.empty else complete(self.comparison)
+        for name, value in (("covered", covered), ("comparison", checked), ("probes", self.probes or (self.table,))):
+            object.__setattr__(self, name, value)  # the only way to set a field of a frozen dataclass
 
     @property
     def critical(self) -> float:
@@ -94,62 +104,13 @@ class Inputs:
         budgets = pd.Series([layout.num_global for layout in self.layouts.values()])
         return knee(self.table) if budgets.empty else max(1, int(budgets.mode().max()))
 
-    @classmethod
-    def check(
-        cls,
-        table: HeadScores,
-        layouts: Mapping[str, Layout],
-        *,
-        comparison: pd.DataFrame | None = None,
-        record: Mapping[str, Any] | None = None,
-        agreement: pd.DataFrame | None = None,
-        search: pd.DataFrame | None = None,
-        trust: Trust | None = None,
-        search_record: Mapping[str, Any] | None = None,
-        probes: Sequence[HeadScores] = (),
-        calibration: Calibration | None = None,
-        predict: Predict | None = None,
-        judged: Sequence[Section] = (),
-        under_way: Section | None = None,
-        pair_error: PairError = no_pair_error,
-        commands: Mapping[str, str] | None = None,
-    ) -> Inputs:
-        """Check the inputs and compute the layouts' coverage; the arguments are the attributes.
-
-        Without ``probes`` the table is the only one.
-
-        Raises:
-            UserError: a layout has another shape than the table, or the comparison cannot be read.
-        """
-        covered = {name: coverage(table, layout) for name, layout in layouts.items()}
-        checked = None if comparison is None or comparison.empty else complete(comparison)
-        probes = tuple(probes) or (table,)
-        return cls(
-            table,
-            layouts,
-            covered,
-            checked,
-            record or {},
-            agreement,
-            search,
-            trust,
-            search_record or {},
-            probes,
-            calibration,
-            predict,
-            tuple(judged),
-            under_way,
-            pair_error,
-            commands or {},
-        )
-
 
 def is_layout(comparison: pd.DataFrame) -> pd.Series[bool]:
     """Return which rows are layouts; the others are baselines (dense model, full attention, SP-KV)."""
     return ~comparison["strategy"].isin(BASELINES)
 
 
-def widest_layout(inputs: Inputs) -> str | None:
+def widest_layout(inputs: ReportInputs) -> str | None:
     """Return the name of the layout with the highest coverage, at the budget that most layouts share.
 
     Returns:

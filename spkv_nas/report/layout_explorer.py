@@ -30,7 +30,7 @@ from spkv_nas.report.cache_size import CONTEXT, token_bytes
 from spkv_nas.report.choices import compressed, tables_at_thresholds
 from spkv_nas.report.colours import shades
 from spkv_nas.report.evidence import SEARCH, Evidence, Result, all_evidence, stopped_trials
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
@@ -38,7 +38,7 @@ _GPU = "h200"  # its roofline stands in for missing measurements, as in ``cost``
 _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 
-def instrument(inputs: Inputs, verdict: Verdict) -> dict[str, Any] | None:
+def instrument(inputs: ReportInputs, verdict: Verdict) -> dict[str, Any] | None:
     """Return the explorer's data as JSON types; None if no head keeps anything."""
     signals = [signal for table in inputs.probes if (signal := _signal(table, inputs)) is not None]
     if not signals:
@@ -96,7 +96,7 @@ def _column(evidence: Evidence) -> int:
     return 3 - FIDELITIES.index(evidence.fidelity) if evidence.source == SEARCH else -1
 
 
-def _costs(inputs: Inputs, keys: Mapping[object, int]) -> list[str] | None:
+def _costs(inputs: ReportInputs, keys: Mapping[object, int]) -> list[str] | None:
     """Return the search's second objective of each layout, formatted as in its table; None without one."""
     rows = inputs.search
     if rows is None or rows["cost"].isna().any():
@@ -108,7 +108,7 @@ def _costs(inputs: Inputs, keys: Mapping[object, int]) -> list[str] | None:
     return [f"{masks[text]:.4g}" if text in masks else "" for text in letters]
 
 
-def _layout_file(inputs: Inputs, result: Result) -> list[str]:
+def _layout_file(inputs: ReportInputs, result: Result) -> list[str]:
     """Return what the page needs to write a layout's file.
 
     Returns:
@@ -128,7 +128,7 @@ def _layout_file(inputs: Inputs, result: Result) -> list[str]:
     return [name, f"{100 * coverage(table, layout):.2f}", layout.hash, before, after]
 
 
-def _window(inputs: Inputs) -> int:
+def _window(inputs: ReportInputs) -> int:
     """Return the window of a search's layouts."""
     recorded = inputs.search_record.get("window")
     return recorded if isinstance(recorded, int) else inputs.table.window or DEFAULT_WINDOW
@@ -144,7 +144,7 @@ def layout_places(choices: Mapping[str, Any] | None) -> dict[str, int]:
     return {name: min(indices) for name, indices in indices_by_name.items() if len(indices) == 1}
 
 
-def _signal(table: HeadScores, inputs: Inputs) -> dict[str, Any] | None:
+def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     """Return the data of one probe at every threshold at which it keeps anything; None if there is none."""
     page_table = inputs.table
     tables = [candidate for candidate in _at_thresholds(table, page_table.tau) if candidate.density.any()]
@@ -244,7 +244,7 @@ def _times(calibration: Calibration | None) -> dict[str, Any]:
     return sources
 
 
-def _predicted(tables: list[HeadScores], inputs: Inputs) -> dict[str, Any] | None:
+def _predicted(tables: list[HeadScores], inputs: ReportInputs) -> dict[str, Any] | None:
     """Return predicted zero-shot ΔNLL and its deviation, in thousandths of a percent, by threshold and budget.
 
     The budgets, from ``low``, are those for which the search's scores allow a prediction.

@@ -7,21 +7,16 @@ embedded once, as JSON, where the script reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from markupsafe import Markup
 
-from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.files import write_atomic
 from spkv_nas.base.progress import Progress, no_progress
 from spkv_nas.base.version import __version__
-from spkv_nas.cost.calibration import Calibration
-from spkv_nas.evaluation.trust import Trust
 from spkv_nas.proposal.stability import caution
 from spkv_nas.report import tables
 from spkv_nas.report.budget_charts import coverage_budget_chart
@@ -40,12 +35,11 @@ from spkv_nas.report.figures import SEARCH_FIGURES
 from spkv_nas.report.findings import findings, search_findings
 from spkv_nas.report.glossary import glossary
 from spkv_nas.report.html import compact, render
-from spkv_nas.report.inputs import Inputs, PairError, Predict, no_pair_error
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import instrument, layout_places
 from spkv_nas.report.plot import save_chart
 from spkv_nas.report.result_charts import coverage_nll_chart
 from spkv_nas.report.search_charts import search_charts
-from spkv_nas.report.section import Section
 from spkv_nas.report.verdict import Advise, Step, Verdict, conclude
 
 _PAGE = "index.html"
@@ -55,59 +49,26 @@ Groups = dict[str, list[Chart | Panels]]
 
 def write_report(
     folder: Path,
+    inputs: ReportInputs,
     *,
-    table: HeadScores,
-    layouts: Mapping[str, Layout],
-    comparison: pd.DataFrame | None = None,
-    record: Mapping[str, Any] | None = None,
-    agreement: pd.DataFrame | None = None,
-    search: pd.DataFrame | None = None,
-    trust: Trust | None = None,
-    search_record: Mapping[str, Any] | None = None,
-    probes: Sequence[HeadScores] = (),
-    calibration: Calibration | None = None,
-    predict: Predict | None = None,
-    judged: Sequence[Section] = (),
-    under_way: Section | None = None,
-    pair_error: PairError = no_pair_error,
     advise: Advise | None = None,
-    commands: Mapping[str, str] | None = None,
+    written: datetime | None = None,
     pictures: bool = True,
     progress: Progress = no_progress,
-    written: datetime | None = None,
 ) -> Path:
     """Write ``index.html`` and its figures (PNG and SVG) into ``folder``, and return the page's path.
 
     Args:
         folder: created if missing; files of the same names are replaced, each atomically.
-        table: head scores of the reference model.
-        layouts: layouts by name, which is their strategy in the comparison.
-        comparison: table of ``spkv_nas.artifacts.comparison``, only the strategy required; None before training.
-        record: content of ``comparison.yaml``.
-        agreement: table of ``spkv_nas.proposal.agreement``; None if no probes were compared.
-        search: table of ``spkv_nas.artifacts.search_table``; None without a search.
-        trust: how well the table ranks the heads, for the layout ``densest``; None if it was not measured.
-        search_record: content of ``search.yaml``.
-        probes: tables by which the page can choose heads, each at its own threshold; by default only ``table``.
-        calibration: measured times of the model's attention; None if there are none.
-        predict: predicts zero-shot ΔNLL of layouts from the search's scores; None if the scores do not allow it.
-        judged: sections of further result tables (``report.benchmark_sections``).
-        under_way: section of unfinished work of other commands, if there is any.
-        pair_error: returns the standard error of the difference of two rows of the comparison; by default NaN.
+        inputs: everything the page shows.
         advise: returns the commands to recommend for the page's verdict; None recommends nothing.
-        commands: the command that proposes layouts, by the probe's name; by default for the current folder.
+        written: the current time if the page will be written again: it then shows it, with a reload button.
         pictures: draw the figures too; otherwise the page links to those that exist.
         progress: called with (number of figures drawn, total).
-        written: the current time if the page will be written again: it then shows it, with a reload button.
 
     Raises:
-        UserError: a layout has another shape, the comparison cannot be read, or the folder cannot be written.
+        UserError: the folder cannot be written.
     """
-    inputs = Inputs.check(
-        table, layouts, comparison=comparison, record=record, agreement=agreement, search=search, trust=trust,
-        search_record=search_record, probes=probes, calibration=calibration, predict=predict, judged=judged,
-        under_way=under_way, pair_error=pair_error, commands=commands,
-    )  # fmt: skip
     verdict = conclude(inputs)
     groups = _charts(inputs, verdict)
     figures = _figures(folder, groups, inputs, progress if pictures else None)
@@ -115,7 +76,7 @@ def write_report(
     return folder / _PAGE
 
 
-def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | None) -> list[str]:
+def _figures(folder: Path, groups: Groups, inputs: ReportInputs, progress: Progress | None) -> list[str]:
     """Draw the page's own figures, unless ``progress`` is None.
 
     Returns:
@@ -131,7 +92,7 @@ def _figures(folder: Path, groups: Groups, inputs: Inputs, progress: Progress | 
     return [name for name in names if (folder / f"{name}.png").is_file()]
 
 
-def _charts(inputs: Inputs, verdict: Verdict) -> Groups:
+def _charts(inputs: ReportInputs, verdict: Verdict) -> Groups:
     """Return every chart that has data, by the section of the page that shows it."""
     table = inputs.table
     has_cost = inputs.search is not None and bool(inputs.search["cost"].notna().all())
@@ -156,7 +117,7 @@ def _singles(charts: list[Chart | Panels]) -> list[Chart]:
 
 
 def _render(
-    inputs: Inputs,
+    inputs: ReportInputs,
     verdict: Verdict,
     steps: Sequence[Step],
     groups: Groups,
@@ -207,7 +168,7 @@ def _render(
     )
 
 
-def _layouts(inputs: Inputs, charts: list[Chart]) -> list[dict[str, Any]]:
+def _layouts(inputs: ReportInputs, charts: list[Chart]) -> list[dict[str, Any]]:
     """Return each layout as the template shows it, highest coverage first."""
     by_name = dict(zip(inputs.layouts, charts, strict=True))
     return [

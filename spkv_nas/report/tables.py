@@ -17,7 +17,7 @@ from spkv_nas.base.tables import csv_text
 from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.evidence import COMPARISON, SEARCH
 from spkv_nas.report.formatting import BASELINES, change, number, signed
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.profiles import domain_profile
 from spkv_nas.report.verdict import Verdict
 
@@ -47,7 +47,7 @@ class ComparisonRow:
     note: str
 
 
-def facts(inputs: Inputs, verdict: Verdict) -> list[tuple[str, str, str]]:
+def facts(inputs: ReportInputs, verdict: Verdict) -> list[tuple[str, str, str]]:
     """Return the numbers at the top of the page, the verdict's last.
 
     Returns:
@@ -74,7 +74,7 @@ def facts(inputs: Inputs, verdict: Verdict) -> list[tuple[str, str, str]]:
     return entries
 
 
-def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
+def missed_rows(inputs: ReportInputs) -> list[tuple[str, ...]]:
     """Return the heads that ``densest`` leaves out although they save most: head, gain, value, rank."""
     if inputs.trust is None:
         return []
@@ -90,7 +90,7 @@ def missed_rows(inputs: Inputs) -> list[tuple[str, ...]]:
     ]
 
 
-def comparison_header(inputs: Inputs) -> list[tuple[str, str]]:
+def comparison_header(inputs: ReportInputs) -> list[tuple[str, str]]:
     """Return (title, key in the glossary or "") of each column; changes of NLL first, for narrow screens."""
     control = [("Δ NLL against control, %", "control")] if _has_dense(inputs) else []
     return [
@@ -106,7 +106,7 @@ def comparison_header(inputs: Inputs) -> list[tuple[str, str]]:
     ]
 
 
-def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
+def comparison_rows(inputs: ReportInputs, verdict: Verdict) -> list[ComparisonRow]:
     """Return the layouts, lowest NLL first, then the references; nothing before training."""
     comparison = inputs.comparison
     if comparison is None:
@@ -140,7 +140,7 @@ def comparison_rows(inputs: Inputs, verdict: Verdict) -> list[ComparisonRow]:
     return sorted(rows, key=lambda row: row.group)
 
 
-def _has_dense(inputs: Inputs) -> bool:
+def _has_dense(inputs: ReportInputs) -> bool:
     """Return True if the comparison has a row for the dense model as it is."""
     return inputs.comparison is not None and counted_from(inputs.comparison) == DENSE
 
@@ -175,7 +175,7 @@ def agreement_rows(rows: pd.DataFrame) -> list[tuple[str, ...]]:
     ]
 
 
-def search_header(inputs: Inputs) -> tuple[str, ...]:
+def search_header(inputs: ReportInputs) -> tuple[str, ...]:
     """Return the column titles of a search's table; changes of NLL come first."""
     recorded = inputs.search_record.get("steps")
     steps = recorded if isinstance(recorded, Mapping) else {}
@@ -211,7 +211,7 @@ def _has_cost(rows: pd.DataFrame | None) -> bool:
     return rows is not None and bool(rows["cost"].notna().all())
 
 
-def provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:
+def provenance(inputs: ReportInputs) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return (heading, (key, value) pairs) for the probe, the comparison and every layout."""
     table = inputs.table
     probe = {"name": table.name, "tau": table.tau, "window": table.window, **table.metadata}
@@ -222,7 +222,7 @@ def provenance(inputs: Inputs) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(heading, pairs) for heading, pairs in sections if pairs]
 
 
-def downloads(inputs: Inputs) -> list[tuple[str, str]]:
+def downloads(inputs: ReportInputs) -> list[tuple[str, str]]:
     """Return (file name, data URI) of each table, gzipped and safe to open in a spreadsheet."""
     frames = {"density.csv": inputs.table.rows}
     if inputs.comparison is not None:

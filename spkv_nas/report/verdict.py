@@ -19,7 +19,7 @@ from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report.evidence import COMPARISON, Evidence, Result, all_evidence
 from spkv_nas.report.formatting import above, listed, number, signed, standard_errors
-from spkv_nas.report.inputs import Inputs, widest_layout
+from spkv_nas.report.inputs import ReportInputs, widest_layout
 
 _MOST_NAMED = 4
 _RUNS = "The spread between training runs is not part of any of these errors."
@@ -171,7 +171,7 @@ class Verdict:
         return f"Of {num_layouts} layouts{self._budget}, ", self.layout.name, f" has the highest {noun}"
 
 
-def conclude(inputs: Inputs) -> Verdict:
+def conclude(inputs: ReportInputs) -> Verdict:
     """Return the verdict on everything that a page shows.
 
     The evidence with the most retraining steps and several layouts of one budget decides; before retraining, coverage.
@@ -199,7 +199,7 @@ def conclude(inputs: Inputs) -> Verdict:
     )
 
 
-def _before_training(inputs: Inputs) -> Verdict:
+def _before_training(inputs: ReportInputs) -> Verdict:
     """Return the verdict on layouts that have only been proposed, or on the table alone."""
     table = inputs.table
     best = widest_layout(inputs)
@@ -229,7 +229,7 @@ def _mean(table: HeadScores) -> str:
     )
 
 
-def _error(inputs: Inputs, evidence: Evidence, best: Result, other: Result) -> float:
+def _error(inputs: ReportInputs, evidence: Evidence, best: Result, other: Result) -> float:
     """Return the standard error of the difference of two layouts, which share documents; NaN if unknown."""
     return inputs.pair_error(best.name, other.name) if evidence.source == COMPARISON else math.nan
 
@@ -242,7 +242,7 @@ def _standing(best: Result, other: Result, error: float, critical: float) -> str
     return LEVEL if difference <= critical * error else BEHIND
 
 
-def _covered(inputs: Inputs, result: Result) -> float | None:
+def _covered(inputs: ReportInputs, result: Result) -> float | None:
     """Return the coverage of a layout, in [0, 1]; None if its heads are unknown."""
     if result.mask is None:
         return None

@@ -20,7 +20,7 @@ from spkv_nas.evaluation.guidance import best_layouts
 from spkv_nas.report.density_charts import thumbnail
 from spkv_nas.report.formatting import change
 from spkv_nas.report.index import Card, write_index
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.results import SEARCH, read_results
@@ -57,7 +57,7 @@ def _probe(workspace: Workspace, name: str, number: int) -> Card:
     has_page = _has_layouts(workspace, name)
     proposal = find_proposal(workspace, name) if has_page else Proposal({})
     # Describe the table and the results
-    inputs = Inputs.check(proposal.table(table), proposal.layouts, **results)
+    inputs = ReportInputs(proposal.table(table), proposal.layouts, **results)
     measure = inputs.table.measure
     sentences = [
         f"{table.num_layers} layers of {table.num_kv_heads} KV heads; the mean {measure.noun} is "
@@ -86,7 +86,7 @@ def _other_page(workspace: Workspace, table: HeadScores, budget: int) -> tuple[s
     return "", "There are no layouts of it yet, and so no page."
 
 
-def _sections(inputs: Inputs) -> tuple[tuple[str, str], ...]:
+def _sections(inputs: ReportInputs) -> tuple[tuple[str, str], ...]:
     """Return (title, anchor) of the page's sections that have results."""
     sections = (
         ("Comparison", "comparison", inputs.comparison is not None),

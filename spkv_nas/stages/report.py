@@ -16,6 +16,7 @@ from spkv_nas.artifacts.search_table import whole_scores
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.cost.calibration import Calibration
 from spkv_nas.evaluation.trust import Trust
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
@@ -86,21 +87,24 @@ def _page(
     with reporter.bar("drawing") as progress:
         return write_report(
             folder,
-            table=table_at_tau,
-            layouts=proposal.layouts,
-            trust=_trust(options, table_at_tau, proposal.layouts),
-            commands={
-                probe.name: command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)) for probe in probes
-            },
-            probes=probes,
-            calibration=_calibration(folder, table, reporter),
-            predict=None if search_rows is None else _prediction(search_rows, probes),
+            ReportInputs(
+                table_at_tau,
+                proposal.layouts,
+                trust=_trust(options, table_at_tau, proposal.layouts),
+                commands={
+                    probe.name: command_line(ProposeOptions(probe=probe.name, workspace=workspace.root))
+                    for probe in probes
+                },
+                probes=probes,
+                calibration=_calibration(folder, table, reporter),
+                predict=None if search_rows is None else _prediction(search_rows, probes),
+                under_way=None if written is None else under_way(workspace, table.name, reporter),
+                **results,
+            ),
             advise=page_steps(workspace, table),
-            under_way=None if written is None else under_way(workspace, table.name, reporter),
             pictures=pictures,
             progress=progress,
             written=written,
-            **results,
         )
 
 

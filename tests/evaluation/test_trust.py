@@ -31,7 +31,7 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.gains import opening, opening_gains
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.ranking import densest
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
 from spkv_nas.stages.options import ProbeOptions, ProposeOptions
@@ -297,10 +297,10 @@ class TestCommand:
 def test_the_page_names_what_is_left_out(tmp_path: Path) -> None:
     table, layouts = make_table(LEFT), make_layouts("densest")
     found = Trust.of(table.values, layouts["densest"].global_mask, gains())
-    text = write_report(tmp_path / "one", table=table, layouts=layouts, trust=found).read_text(encoding="utf-8")
+    text = write_report(tmp_path / "one", ReportInputs(table, layouts, trust=found)).read_text(encoding="utf-8")
     assert found.sentence()[1:].replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0") in text
     assert '<th scope="row">layer 3, KV head 0</th><td>30.0 ± 2.0</td><td>0.675</td><td>2</td>' in text
     assert '<th scope="row">layer 0, KV head 0</th>' not in text  # it is global
-    plain = write_report(tmp_path / "two", table=table, layouts=layouts).read_text(encoding="utf-8")
+    plain = write_report(tmp_path / "two", ReportInputs(table, layouts)).read_text(encoding="utf-8")
     assert "Left out" not in plain
-    assert Inputs.check(table, layouts).trust is None
+    assert ReportInputs(table, layouts).trust is None

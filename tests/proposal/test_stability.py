@@ -26,6 +26,7 @@ from spkv_nas.proposal.constraints import Constraints
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.proposal.requirements import Limit, Requirements
 from spkv_nas.proposal.stability import Certainty, beyond_doubt, bootstrap, caution, knee
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
 EDGES, FINE = np.linspace(-6, 6, 5), np.linspace(-6, 6, 121)
@@ -340,7 +341,7 @@ class TestCommands:
 
 def test_a_report_without_counts_by_document_says_so(tmp_path: Path) -> None:
     table = replace(make_probe(), documents=None)
-    text = write_report(tmp_path, table=table, layouts={}).read_text(encoding="utf-8")
+    text = write_report(tmp_path, ReportInputs(table, {})).read_text(encoding="utf-8")
     Page(text)
     assert "No confidence interval available" in text
     assert not (tmp_path / "stability.png").exists()

@@ -19,6 +19,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import show, show_evaluation
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_judged
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
 from spkv_nas.stages.baselines import BaselinesResult
@@ -77,7 +78,7 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
     """Of the page's numbers none is but the file's, rounded, and the command's tables say the same."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     sections = {section.name: section for section in read_judged(folder)}
-    file = write_report(folder, table=make_domain_table(), layouts={}, judged=tuple(sections.values()))
+    file = write_report(folder, ReportInputs(make_domain_table(), {}, judged=tuple(sections.values())))
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
         "baselines": (show.baselines, lambda rows: BaselinesResult("mine", rows, folder, 300, 300.0)),

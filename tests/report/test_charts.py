@@ -20,7 +20,7 @@ from spkv_nas.report.budget_charts import agreement_charts, budgets_chart
 from spkv_nas.report.chart import Axis, Chart, Heatmap, Line, Panels, Points, Rule
 from spkv_nas.report.colours import cividis
 from spkv_nas.report.density_charts import density_chart, position_chart
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.labels import Box, Label, chart_labels, place_labels, spread
 from spkv_nas.report.plot import draw, save_chart
 from spkv_nas.report.profiles import coverage_by_budget, domain_profile, position_profile
@@ -39,7 +39,7 @@ def test_colours_are_cividis_from_zero_to_one() -> None:
 
 
 def test_error_bars_reach_one_standard_error() -> None:
-    comparison = Inputs.check(make_domain_table(), {}, comparison=make_comparison()).comparison
+    comparison = ReportInputs(make_domain_table(), {}, comparison=make_comparison()).comparison
     assert comparison is not None
     chart = coverage_nll_chart(comparison)
     assert chart is not None

@@ -17,7 +17,7 @@ from spkv_nas.proposal.coverage import coverage, densest_coverage
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report.choices import levels
 from spkv_nas.report.evidence import all_evidence
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.layout_explorer import instrument
 from spkv_nas.report.verdict import conclude
 
@@ -49,7 +49,7 @@ def test_coverage_of_every_budget_is_that_of_its_layout() -> None:
 
 def test_an_instrument_has_the_heads_of_propose() -> None:
     table = make_domain_table(("a", "b"), metadata={"head_dim": 16, "dtype": "bfloat16"})
-    inputs = Inputs.check(table, make_layouts("densest", "last"))
+    inputs = ReportInputs(table, make_layouts("densest", "last"))
     given = instrument(inputs, conclude(inputs))
     assert given is not None
     (signal,) = given["signals"]
@@ -69,13 +69,13 @@ def test_an_instrument_has_the_heads_of_propose() -> None:
 
 
 def test_nothing_can_be_chosen_of_heads_that_keep_nothing() -> None:
-    inputs = Inputs.check(make_domain_table(density=np.zeros((4, 2))), {})
+    inputs = ReportInputs(make_domain_table(density=np.zeros((4, 2))), {})
     assert instrument(inputs, conclude(inputs)) is None
 
 
-def make_evidence(**search: list[float]) -> Inputs:
+def make_evidence(**search: list[float]) -> ReportInputs:
     heads = ["GG GL LL LL", "GG GL LL LL", "GL LG GL LL", "GL LG LL GL", "LL LL GG GL"]
-    return Inputs.check(
+    return ReportInputs(
         make_domain_table(),
         make_layouts("densest", "last"),
         comparison=make_comparison(),

@@ -24,6 +24,7 @@ from spkv_nas.cost.roofline import HARDWARE, Roofline
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.proposal.propose import propose
 from spkv_nas.report import page as report_page
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
 __all__ = ["browser", "open_file", "open_page", "workspace"]  # fixtures
@@ -205,13 +206,13 @@ def test_a_watched_page_is_loaded_again_as_it_is_now(open_page: Any, tmp_path: P
     """At once after the slider has moved, when the address does not say so yet."""
     table = make_domain_table()
     layouts = propose(table, 4, num_random=0)
-    write_report(tmp_path, table=table, layouts=layouts, written=datetime(2026, 1, 1, tzinfo=timezone.utc))
+    write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 1, tzinfo=timezone.utc))
     page = open_page(file=tmp_path / "index.html")
     assert "Written 2026-01-01 00:00:00 UTC" in page.inner_text("header")
     page.focus("#instrument-budget")
     page.keyboard.press("End")
     assert page.evaluate("location.hash") == ""
-    write_report(tmp_path, table=table, layouts=layouts, written=datetime(2026, 1, 2, tzinfo=timezone.utc))
+    write_report(tmp_path, ReportInputs(table, layouts), written=datetime(2026, 1, 2, tzinfo=timezone.utc))
     page.click("#reload")
     page.wait_for_selector("time[datetime^='2026-01-02']")
     assert num_outlined(page) == table.num_heads
@@ -307,7 +308,7 @@ def test_points_of_charts_show_their_layout(open_page: Any) -> None:
 def test_before_training_nothing_is_near(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of what was measured is then not there, which the script did not expect."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
-    page = open_page("#budget=3", write_report(tmp_path, table=make_domain_table(), layouts={}))
+    page = open_page("#budget=3", write_report(tmp_path, ReportInputs(make_domain_table(), {})))
     assert page.inner_text("#instrument-heads") == "3 of 8 KV heads"
     assert page.locator("#instrument-measured").count() == 0
     assert num_outlined(page) == 3
@@ -360,10 +361,12 @@ def test_a_thousand_names_that_would_act_do_not(
     record = {payload: payload for payload in payloads}
     file = write_report(
         tmp_path,
-        table=table,
-        layouts=layouts,
-        record=record,
-        comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
+        ReportInputs(
+            table,
+            layouts,
+            record=record,
+            comparison=make_comparison(strategy=strategies, note=payloads[40:45]),
+        ),
     )
     page = open_page("#budget=3&" + "&".join(payloads[:5]), file)
     for control in ("#instrument-domain", "#instrument-shown", "#instrument-other"):

@@ -28,7 +28,7 @@ from spkv_nas.report.chart import Axis, Chart, Line, Panels, Points
 from spkv_nas.report.data import page_data
 from spkv_nas.report.figures import write_study_figures
 from spkv_nas.report.findings import findings, search_findings
-from spkv_nas.report.inputs import Inputs, PairError, no_pair_error
+from spkv_nas.report.inputs import PairError, ReportInputs, no_pair_error
 from spkv_nas.report.page import write_report
 from spkv_nas.report.search_charts import front_chart, search_charts
 from spkv_nas.report.tables import safe_csv, search_rows
@@ -44,7 +44,7 @@ def say(
     pair_error: PairError = no_pair_error,
     **record: Any,
 ) -> str:
-    inputs = Inputs.check(
+    inputs = ReportInputs(
         make_domain_table(), layouts or {}, comparison=comparison, record=record, pair_error=pair_error
     )
     verdict = conclude(inputs)
@@ -59,13 +59,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = make_domain_table((HOSTILE, QUOTED), positions=make_positions(), metadata={HOSTILE: {QUOTED: [HOSTILE, 1]}})
     write_report(
         folder,
-        table=replace(table, name=HOSTILE),
-        layouts=make_layouts(*names),
-        comparison=make_comparison(
-            strategy=["full-attention", "sp-kv", *names], note=["", "", HOSTILE, QUOTED, "+1\x07"]
+        ReportInputs(
+            replace(table, name=HOSTILE),
+            make_layouts(*names),
+            comparison=make_comparison(
+                strategy=["full-attention", "sp-kv", *names], note=["", "", HOSTILE, QUOTED, "+1\x07"]
+            ),
+            record={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
+            search=make_search(name=[HOSTILE, QUOTED, "b", "c", "d"]),
         ),
-        record={"rank_correlation": {"rho": -1.0, "layouts": 3}, QUOTED: HOSTILE},
-        search=make_search(name=[HOSTILE, QUOTED, "b", "c", "d"]),
     )
     return folder
 
@@ -259,14 +261,14 @@ def test_figures_are_well_formed_and_the_same_every_time(folder: Path, tmp_path:
         assert all(link.startswith(("#", "data:image/png")) for link in links)
     table = make_domain_table()
     for run in ("one", "two"):
-        write_report(tmp_path / run, table=table, layouts=make_layouts("densest"), comparison=make_comparison())
+        write_report(tmp_path / run, ReportInputs(table, make_layouts("densest"), comparison=make_comparison()))
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes(), path.name
 
 
 def test_report_without_training_or_layouts(tmp_path: Path) -> None:
     closed = make_domain_table(density=np.zeros((4, 2)))
-    text = write_report(tmp_path, table=closed, layouts={}).read_text(encoding="utf-8")
+    text = write_report(tmp_path, ReportInputs(closed, {})).read_text(encoding="utf-8")
     Page(text)
     assert "the 8 KV heads keep 0.0\u00a0% of the tokens" in text
     assert "Caution." in text
@@ -312,7 +314,7 @@ def test_rank_correlations_come_with_their_intervals() -> None:
 )
 def test_another_signal_has_its_own_words(tmp_path: Path, metadata: dict[str, str], words: tuple[str, ...]) -> None:
     table = make_domain_table(("a", "b"), 0.04 * DENSITY, metadata=metadata)
-    page = Page(write_report(tmp_path, table=table, layouts=make_layouts("densest")).read_text(encoding="utf-8"))
+    page = Page(write_report(tmp_path, ReportInputs(table, make_layouts("densest"))).read_text(encoding="utf-8"))
     said = [text.replace("\u00a0", " ") for tag, texts in page.texts.items() if tag != "style" for text in texts]
     said += [attributes.get("aria-label") or "" for _, attributes in page.elements]
     assert [word for word in words if not any(word in text for text in said)] == []
@@ -359,7 +361,7 @@ def test_errors_of_a_single_document_are_not_known(tmp_path: Path) -> None:
     assert "in the order of their NLL, of which no standard error of the difference is known" in text
     write_comparison(tmp_path / "comparison.csv", comparison)
     assert read_comparison(tmp_path / "comparison.csv")["delta_nll_standard_error"].isna().all()
-    page = write_report(tmp_path, table=make_domain_table(), layouts=make_layouts("densest"), comparison=comparison)
+    page = write_report(tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison))
     assert "+0.200 ± —" in page.read_text(encoding="utf-8").replace("\u00a0", " ")
     assert not re.search(r"\bnan\b", page.read_text(encoding="utf-8"))
 
@@ -373,8 +375,7 @@ def test_missing_values_are_no_claims(tmp_path: Path) -> None:
     layouts = make_layouts("densest", "last")
     assert "No layout has been retrained yet" in say(unfinished, layouts)
     assert "densest has the highest density coverage: 47.1 %" in say(unfinished, layouts)
-    page = write_report(tmp_path, table=make_domain_table(), layouts=layouts, comparison=unfinished)
-    text = page.read_text(encoding="utf-8")
+    text = write_report(tmp_path, ReportInputs(make_domain_table(), layouts, comparison=unfinished)).read_text("utf-8")
     assert "—" in text
     assert not re.search(r"\bnan\b", text)
 
@@ -395,5 +396,5 @@ def test_unreadable_comparison_is_named(comparison: pd.DataFrame, message: str) 
 
 def test_layout_of_another_shape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 layers x 2 KV heads"):
-        write_report(tmp_path / "out", table=make_domain_table(), layouts={"small": Layout(("GL",), 8, "small")})
+        write_report(tmp_path / "out", ReportInputs(make_domain_table(), {"small": Layout(("GL",), 8, "small")}))
     assert not (tmp_path / "out").exists()

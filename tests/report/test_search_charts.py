@@ -12,6 +12,7 @@ from browser_cases import NEEDED, browser, open_file
 from helpers import make_domain_table, make_search
 
 from spkv_nas.report import page as report_page
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 
 __all__ = ["browser", "open_file"]  # fixtures
@@ -27,7 +28,7 @@ def cloud(open_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> An
     search = make_search().assign(
         heads=HEADS, hash=list("abcde"), cost=[1.0, 5.0, 2.0, 4.0, 3.0], zero_shot_tokens=[9.0, 9.0, 9.0, 9.0, 1.0]
     )
-    return open_file(write_report(tmp_path, table=make_domain_table(), layouts={}, search=search))
+    return open_file(write_report(tmp_path, ReportInputs(make_domain_table(), {}, search=search)))
 
 
 def shown(page: Any) -> tuple[str, int]:
@@ -79,6 +80,6 @@ def test_a_name_of_two_layouts_leads_to_none(open_file: Any, tmp_path: Path, mon
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     twice = make_search(name=["densest", "one", "one", "two", "three"])
     search: pd.DataFrame = twice.assign(heads=HEADS, hash=list("abcde"), cost=np.arange(5.0))
-    page = open_file(write_report(tmp_path, table=make_domain_table(), layouts={}, search=search))
+    page = open_file(write_report(tmp_path, ReportInputs(make_domain_table(), {}, search=search)))
     page.focus(CURSOR)
     assert page.get_attribute(CURSOR, "aria-label").startswith("two\n")

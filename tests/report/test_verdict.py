@@ -22,7 +22,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.proposal.coverage import coverage
 from spkv_nas.report import page as report_page
-from spkv_nas.report.inputs import Inputs
+from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.verdict import Step, conclude
 
@@ -151,10 +151,17 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], s
 
     def written(case: Case) -> str:
         file = write_report(
-            tmp_path, table=case.table, layouts=case.layouts, comparison=case.comparison, search=case.search,
-            search_record={"steps": {"short": 30, "full": 120}, "window": 8}, pair_error=case.pair_error,
+            tmp_path,
+            ReportInputs(
+                case.table,
+                case.layouts,
+                comparison=case.comparison,
+                search=case.search,
+                search_record={"steps": {"short": 30, "full": 120}, "window": 8},
+                pair_error=case.pair_error,
+            ),
             advise=lambda verdict: [Step("Go on:", f"spkv-nas go-on {verdict.layout and verdict.layout.name}")],
-        )  # fmt: skip
+        )
         return file.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ").replace("\N{MINUS SIGN}", "-")
 
     return written
@@ -277,9 +284,9 @@ def check_ranking(case: Case, paragraphs: list[str]) -> None:
         assert not any(clear)
 
 
-def make_evidence(**search: Any) -> Inputs:
+def make_evidence(**search: Any) -> ReportInputs:
     heads = ["GG GL LL LL", "GG GL LL LL", "GL LG GL LL", "GL LG LL GL", "LL LL GG GL"]
-    return Inputs.check(
+    return ReportInputs(
         make_domain_table(),
         make_layouts("densest", "last"),
         comparison=make_comparison(),
@@ -297,7 +304,7 @@ def test_errors_of_layouts_that_share_documents_are_not_added() -> None:
 
 
 def test_before_training_the_page_is_of_the_widest_layout() -> None:
-    verdict = conclude(Inputs.check(make_domain_table(), make_layouts("densest", "last")))
+    verdict = conclude(ReportInputs(make_domain_table(), make_layouts("densest", "last")))
     assert "".join(verdict.lead) == (
         "Of 2 layouts with 2 of 8 KV heads global, densest has the highest density coverage: 47.1 %."
     )
@@ -315,7 +322,7 @@ def test_the_dense_model_as_it_is_is_a_row_and_what_changes_count_from(
             make_comparison(delta_nll_percent=[1.0, 1.06, 1.2, 1.3, 1.5]),
         ]
     )
-    file = write_report(tmp_path, table=make_domain_table(), layouts=make_layouts("densest"), comparison=comparison)
+    file = write_report(tmp_path, ReportInputs(make_domain_table(), make_layouts("densest"), comparison=comparison))
     html = file.read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
     page = Page(html)
     assert any("The control, full attention retrained like the layouts, is 1.000 % above the dense" in text
@@ -333,7 +340,7 @@ def test_the_dense_model_as_it_is_is_a_row_and_what_changes_count_from(
 def test_nll_is_drawn_against_bytes_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     table = make_domain_table(metadata={"head_dim": 16, "dtype": "bfloat16"})
-    file = write_report(tmp_path, table=table, layouts=make_layouts("densest", "last"), comparison=make_comparison())
+    file = write_report(tmp_path, ReportInputs(table, make_layouts("densest", "last"), comparison=make_comparison()))
     chart = json.loads(file.read_text(encoding="utf-8").split('id="data">')[1].split("</script>")[0])["charts"][
         "cache-nll"
     ]
@@ -347,8 +354,10 @@ def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Layouts of a search stood in a table of the search and in one of all that was measured."""
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     case = make_evidence()
-    file = write_report(tmp_path, table=case.table, layouts=dict(case.layouts), comparison=case.comparison,
-                        search=case.search)  # fmt: skip
+    file = write_report(
+        tmp_path,
+        ReportInputs(case.table, dict(case.layouts), comparison=case.comparison, search=case.search),
+    )
     page = Page(file.read_text(encoding="utf-8"))
     assert [table.get("id") for table in page.all("table")].count("measured-all") == 1
     assert "Measured layouts" not in page.texts["h2"]
@@ -358,8 +367,10 @@ def test_no_table_is_shown_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_words_are_explained_where_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_page, "save_chart", lambda *_: None)
     case = make_evidence()
-    file = write_report(tmp_path, table=case.table, layouts=dict(case.layouts), comparison=case.comparison,
-                        search=case.search)  # fmt: skip
+    file = write_report(
+        tmp_path,
+        ReportInputs(case.table, dict(case.layouts), comparison=case.comparison, search=case.search),
+    )
     page = Page(file.read_text(encoding="utf-8"))
     meanings = {definition["id"] for definition in page.all("dd") if str(definition.get("id")).startswith("word-")}
     terms = {str(link["href"])[1:] for link in page.all("a") if link.get("class") == "term"}
