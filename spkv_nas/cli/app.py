@@ -29,6 +29,7 @@ from spkv_nas.cli.several import name_each
 from spkv_nas.stages.compare.command import compare
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
+from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.search.command import search
 from spkv_nas.stages.train.command import train
@@ -55,7 +56,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     compare,
     search,
     train_hybrid,
-    pipeline.report,
+    report,
     evaluate.evaluate,
     evaluate.score,
     evaluate.baselines,

@@ -10,6 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.stages.printing import identification
+
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
@@ -25,7 +27,7 @@ Document = dict[str, Any]
 def probe(table: HeadScores, folder: Path) -> Document:
     """Return a probe's mean over heads and the scores of every head."""
     return {
-        **_about(table),
+        **identification(table),
         "mean": table.mean,
         "standard_deviation": table.std,
         "diagnosis": table.diagnosis(),
@@ -38,7 +40,7 @@ def proposal(result: ProposalResult) -> Document:
     """Return the proposed layouts by coverage, with their confidence intervals, advice and trust."""
     answer = result.answer
     return {
-        **_about(answer.table),
+        **identification(answer.table),
         "layouts": answer.rows,
         "certainty": None if answer.certainty is None else answer.certainty.intervals,
         "sentences": result.sentences,
@@ -52,7 +54,7 @@ def budgets(result: BudgetsResult) -> Document:
     """Return every row of a budget curve, and its knee."""
     curve = result.curve
     return {
-        **_about(curve.table),
+        **identification(curve.table),
         "budgets": curve.rows,
         "knee": curve.knee,
         "caution": result.caution,
@@ -103,11 +105,6 @@ def forecast(result: Forecast) -> Document:
     }
 
 
-def report(page: Path) -> Document:
-    """Return the path of the page."""
-    return {"report": page}
-
-
 def layouts(shown: list[ShownLayout]) -> Document:
     """Return the layouts' heads and coverage."""
     return {
@@ -148,17 +145,6 @@ def calibration(result: CalibrationResult) -> Document:
         "times": measured.timings,
         "is_disturbed": measured.is_disturbed,
         "folder": result.folder,
-    }
-
-
-def _about(table: HeadScores) -> Document:
-    """Return what identifies a table of head scores."""
-    return {
-        "name": table.name,
-        "signal": table.signal,
-        "tau": table.tau if table.is_density else None,
-        "num_layers": table.num_layers,
-        "num_kv_heads": table.num_kv_heads,
     }
 
 

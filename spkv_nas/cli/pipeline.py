@@ -10,7 +10,8 @@ from typing import Any
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
-from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions, ProposeOptions, ReportOptions
+from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions, ProposeOptions
+from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
 
@@ -52,21 +53,6 @@ def propose(options: ProposeOptions, reporter: Reporter) -> Result:
         return Result(stage.propose_several(options, reporter), show.budgets, json_documents.budgets)
     result = stage.propose(options, reporter)
     return Result(result, show.proposal, json_documents.proposal, next=result.next)
-
-
-def report(options: ReportOptions, reporter: Reporter) -> Result:
-    """Write reports/NAME/index.html and the figures from what the other commands left in the workspace.
-
-    Of several probes or searches also an index of them, reports/index.html. With --watch again and again, while others
-    work: the page then also shows what they have got so far, and has a button that loads what is newest.
-    """
-    from spkv_nas.stages import report as stage
-
-    if options.watch:
-        from spkv_nas.stages.watch import watch
-
-        watch(options, reporter)
-    return Result(stage.report(options, reporter), show.report, json_documents.report)
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:

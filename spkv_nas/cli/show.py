@@ -13,8 +13,6 @@ from spkv_nas.base.console import caution, out, say, say_where
 from spkv_nas.stages.printing import about_errors, change
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages.baselines import BaselinesResult
@@ -144,11 +142,6 @@ def baselines(result: BaselinesResult) -> None:
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("figure", result.folder / "baselines.png")
-
-
-def report(page: Path) -> None:
-    """Print the path of the page."""
-    say_where("report", page)
 
 
 def palindrome(result: PalindromeResult) -> None:

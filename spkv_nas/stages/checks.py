@@ -204,14 +204,6 @@ def _demo(opts: options.DemoOptions) -> None:
     opts.folders.check_writable()
 
 
-def _report(opts: options.ReportOptions) -> None:
-    """Check ``report``: its figures, and the probe unless the report waits for it."""
-    if opts.figures not in (None, "paper"):
-        raise UserError(f"--figures: expected paper; found '{opts.figures}'")
-    if opts.probe is not None and not opts.watch:
-        find_table(opts.folders, opts.probe)
-
-
 def _check_sizes(context: str | None, hardware: str | None) -> int:
     """Check hardware and context; return the context in tokens, 1 where none is given."""
     if hardware is not None:
@@ -287,7 +279,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.PlanOptions: _plan,
     options.AblateOptions: _ablate,
     options.DemoOptions: _demo,
-    options.ReportOptions: _report,
     options.CostOptions: _cost,
     options.CalibrateOptions: _calibrate,
     layout_options.ExportOptions: _export,

@@ -256,11 +256,6 @@ Devices = Annotated[
 ]
 Utilisation = Annotated[float, Flag("Share of a GPU's peak FLOP/s that passes reach.", low=0.001, high=1.0)]
 Tokens = Annotated[int | None, Flag("Held-out tokens to measure on.", low=1, high=MOST_WHOLE)]
-Figures = Annotated[
-    str | None,
-    Flag("paper: the paper's figures too, as PDF with LaTeX that sets them in its sizes.", values=("paper",)),
-]
-Watch = Annotated[bool, Flag("Write it again whenever what it reads has changed, until Ctrl-C.", ("--watch",))]
 Figure = Annotated[
     bool, Flag(f"Also draw FLOPs against model size over the ladder (density {LADDER_DENSITY:g}).", ("--figure",))
 ]

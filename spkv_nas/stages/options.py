@@ -238,15 +238,6 @@ class PalindromeOptions(Trains):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(InWorkspace):
-    """Options of the ``report`` command."""
-
-    probe: flags.OptionalProbe = default(None, "all that have layouts")
-    figures: flags.Figures = default(None, "those of the page")
-    watch: flags.Watch = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class DemoOptions(InWorkspace, OnDevice):
     """Options of the ``demo`` command."""
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 from spkv_nas.base.console import caution, out
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.head_scores import HeadScores
 
 _WIDEST = 100  # standard errors; a wider confidence interval is not printed
 
@@ -26,3 +30,14 @@ def about_errors(num_documents: int, effective: float) -> None:
         width = critical_errors(effective)
         interval = f"is ± {width:.1f} standard errors" if width < _WIDEST else "cannot be given"
         caution(f"warning: of so few documents, a 95 % interval {interval} (Student's t): measure on more text")
+
+
+def identification(table: HeadScores) -> dict[str, Any]:
+    """Return what identifies a table of head scores."""
+    return {
+        "name": table.name,
+        "signal": table.signal,
+        "tau": table.tau if table.is_density else None,
+        "num_layers": table.num_layers,
+        "num_kv_heads": table.num_kv_heads,
+    }

@@ -27,8 +27,8 @@ from spkv_nas.proposal.strategy import Strategy
 from spkv_nas.report.profiles import coverage_by_budget
 from spkv_nas.search.space import Space
 from spkv_nas.search.starts import starting_layouts
-from spkv_nas.stages.options import TrainHybridOptions
 from spkv_nas.stages.plan import plan_of
+from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
 
 class FirstHeads(Strategy):

@@ -13,8 +13,8 @@ from helpers import make_comparison, make_domain_table, make_layouts
 from spkv_nas.artifacts.checkpoints import TrainedModel, write_checkpoints
 from spkv_nas.artifacts.comparison import write_comparison
 from spkv_nas.report import page as report_page
-from spkv_nas.stages.options import ReportOptions
-from spkv_nas.stages.report import report
+from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.report.stage import report
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.progress import Reporter
-from spkv_nas.stages.options import ReportOptions
-from spkv_nas.stages.watch import watch
+from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.report.watch import watch
 
 TABLE = "layer,kv_head,density\n0,0,0.1\n0,1,0.9\n1,0,0.8\n1,1,0.3\n"
 COMPARISON = "strategy,density_percent,coverage_percent,nll\nfull-attention,100,,2.0\n{name},50,81.0,2.1\n"

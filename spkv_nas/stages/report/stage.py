@@ -23,12 +23,13 @@ from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line
-from spkv_nas.stages.in_progress import under_way
-from spkv_nas.stages.index import pages, write_workspace_index
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.options import ProposeOptions, ReportOptions
-from spkv_nas.stages.page_steps import page_steps
-from spkv_nas.stages.results import read_results
+from spkv_nas.stages.options import ProposeOptions
+from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.report.in_progress import under_way
+from spkv_nas.stages.report.index import pages, write_workspace_index
+from spkv_nas.stages.report.page_steps import page_steps
+from spkv_nas.stages.report.results import read_results
 from spkv_nas.stages.table_trust import neighbours, trust
 
 

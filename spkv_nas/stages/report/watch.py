@@ -19,10 +19,10 @@ from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.report.section import Section
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.in_progress import under_way
-from spkv_nas.stages.options import ReportOptions
-from spkv_nas.stages.report import page_names, report
-from spkv_nas.stages.results import SEARCH
+from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.report.in_progress import under_way
+from spkv_nas.stages.report.results import SEARCH
+from spkv_nas.stages.report.stage import page_names, report
 
 EVERY, SELDOM = 3.0, 60.0  # minimum and maximum seconds between two scans
 _SHARE = 9  # waiting time, in multiples of a scan's CPU time

@@ -23,7 +23,7 @@ from spkv_nas.report.index import Card, write_index
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import conclude
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.results import SEARCH, read_results
+from spkv_nas.stages.report.results import SEARCH, read_results
 from spkv_nas.stages.table_trust import neighbours
 
 _AFTER: dict[Fidelity, str] = {

@@ -14,7 +14,7 @@ from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report.in_progress import Part, searching, section, training
 from spkv_nas.report.section import Section
-from spkv_nas.stages.results import SEARCH
+from spkv_nas.stages.report.results import SEARCH
 from spkv_nas.training.training_progress import unfinished_trainings
 
 

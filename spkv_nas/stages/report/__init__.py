@@ -1,0 +1,1 @@
+"""Write the page and the figures: command ``report``."""
