@@ -29,6 +29,7 @@ from spkv_nas.cli.several import name_each
 from spkv_nas.stages.compare.command import compare
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
+from spkv_nas.stages.propose.command import propose
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.search.command import search
@@ -52,7 +53,7 @@ app = typer.Typer(
 COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     init,
     pipeline.probe,
-    pipeline.propose,
+    propose,
     compare,
     search,
     train_hybrid,

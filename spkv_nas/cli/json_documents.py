@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spkv_nas.stages.evaluate import EvaluationResult, Pair
     from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
-    from spkv_nas.stages.propose import BudgetsResult, ProposalResult
 
 Document = dict[str, Any]
 
@@ -33,33 +32,6 @@ def probe(table: HeadScores, folder: Path) -> Document:
         "diagnosis": table.diagnosis(),
         "heads": table.rows,
         "folder": folder,
-    }
-
-
-def proposal(result: ProposalResult) -> Document:
-    """Return the proposed layouts by coverage, with their confidence intervals, advice and trust."""
-    answer = result.answer
-    return {
-        **identification(answer.table),
-        "layouts": answer.rows,
-        "certainty": None if answer.certainty is None else answer.certainty.intervals,
-        "sentences": result.sentences,
-        "advice": result.advice,
-        "trust": result.trust,
-        "folder": result.folder,
-    }
-
-
-def budgets(result: BudgetsResult) -> Document:
-    """Return every row of a budget curve, and its knee."""
-    curve = result.curve
-    return {
-        **identification(curve.table),
-        "budgets": curve.rows,
-        "knee": curve.knee,
-        "caution": result.caution,
-        "folder": result.folder,
-        "figure": result.figure,
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
-from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions, ProposeOptions
+from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions
+from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
@@ -39,20 +40,6 @@ def probe(options: ProbeOptions, reporter: Reporter) -> Result:
         partial(json_documents.probe, folder=options.folders.probe_dir(table.name)),
         next=after_probe(options, table),
     )
-
-
-def propose(options: ProposeOptions, reporter: Reporter) -> Result:
-    """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
-
-    With a constraint, --robust or --weights: also the best layout that meets it.
-    With several budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
-    """
-    from spkv_nas.stages import propose as stage
-
-    if stage.is_for_several(options):
-        return Result(stage.propose_several(options, reporter), show.budgets, json_documents.budgets)
-    result = stage.propose(options, reporter)
-    return Result(result, show.proposal, json_documents.proposal, next=result.next)
 
 
 def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:

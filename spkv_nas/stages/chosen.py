@@ -13,7 +13,7 @@ from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.lookup import find_table
 from spkv_nas.stages.next_steps import first_recipe
-from spkv_nas.stages.options import ProposeOptions
+from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.record import model_identity, probe_records, read_options
 from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.search.command import SearchOptions

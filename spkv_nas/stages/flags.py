@@ -196,19 +196,13 @@ Link = Annotated[
     bool,
     Flag("Hard links to the checkpoint's weights; a program that writes into one changes the other too.", ("--link",)),
 ]
-NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 
 # Constraints and memory
-KvBytes = Annotated[
-    str | None,
-    Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=_MEMORY),
-]
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
 Batch = Annotated[int, Flag("Sequences held at once.", low=1, high=MOST_BATCH, panel=_MEMORY)]
 HeadDim = Annotated[int | None, Flag("Channels of a head.", high=MOST_SIZE, panel=_MEMORY)]
 KvDtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=_MEMORY)]
-Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=_MEMORY)]
 MinPerLayer = Annotated[
     int | None, Flag("Least global heads in a layer, those named below aside.", high=MOST_SIZE, panel=_MEMORY)
 ]
@@ -225,14 +219,6 @@ Granularity = Annotated[str, _GRANULARITY]
 OptionalGranularity = Annotated[str | None, _GRANULARITY]
 Uniform = Annotated[
     bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=_MEMORY)
-]
-Weights = Annotated[
-    Path | None,
-    Flag(
-        "What a global head costs, in place of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
-        metavar="FILE.csv",
-        panel=_MEMORY,
-    ),
 ]
 
 # Search

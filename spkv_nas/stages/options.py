@@ -185,21 +185,6 @@ class BaselinesOptions(SubjectOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposeOptions(ConstraintOptions, InWorkspace):
-    """Options of the ``propose`` command."""
-
-    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
-    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
-    tau: flags.ChosenTau = None
-    window: flags.OptionalWindow = default(None, "the probe's")
-    num_random: flags.NumRandom = 3
-    seed: flags.Seed = 0
-    kv_bytes: flags.KvBytes = None
-    robust: flags.Robust = False
-    weights: flags.Weights = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class PlanOptions(InWorkspace, InDtype):
     """Options of the ``plan`` command."""
 

@@ -34,9 +34,10 @@ from spkv_nas.proposal.ranking import densest
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.stages.next_steps import RECOMMENDATION, recommend
-from spkv_nas.stages.options import ProbeOptions, ProposeOptions
+from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.probe import GAIN_TOKENS
-from spkv_nas.stages.propose import propose
+from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.stage import propose
 from spkv_nas.stages.table_trust import trust, unknown_trust
 
 GAINS = np.array([[0.040, 0.001], [0.020, 0.0], [-0.001, 0.010], [0.030, 0.002]])

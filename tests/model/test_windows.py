@@ -25,8 +25,8 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.signals import HEAD_GATES, measure_signal
 from spkv_nas.stages.compare.command import CompareOptions
 from spkv_nas.stages.compare.stage import compare
-from spkv_nas.stages.options import ProposeOptions
-from spkv_nas.stages.propose import propose
+from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.propose.stage import propose
 
 
 @pytest.fixture

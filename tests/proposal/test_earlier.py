@@ -90,8 +90,8 @@ class TestProposals:
 
 
 def _quietly(place: Workspace, budget: int) -> None:
-    from spkv_nas.stages.options import ProposeOptions
-    from spkv_nas.stages.propose import propose as stage
+    from spkv_nas.stages.propose.command import ProposeOptions
+    from spkv_nas.stages.propose.stage import propose as stage
 
     stage(ProposeOptions(probe="mine", budget=budget, workspace=place.root), Heard().reporter)
 

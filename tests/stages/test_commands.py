@@ -13,7 +13,8 @@ import spkv_nas
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout_options import ConvertOptions
-from spkv_nas.stages.options import CalibrateOptions, CostOptions, ProbeOptions, ProposeOptions
+from spkv_nas.stages.options import CalibrateOptions, CostOptions, ProbeOptions
+from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.search.command import SearchOptions
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions

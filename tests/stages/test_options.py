@@ -28,6 +28,7 @@ from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, layout_options, options
 from spkv_nas.stages.init.command import InitOptions
+from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
@@ -81,34 +82,32 @@ def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
 
 class TestExpansion:
     @pytest.fixture
-    def seen(self) -> list[options.ProposeOptions]:
+    def seen(self) -> list[ProposeOptions]:
         return []
 
     @pytest.fixture
-    def line(self, seen: list[options.ProposeOptions]) -> typer.Typer:
+    def line(self, seen: list[ProposeOptions]) -> typer.Typer:
         line = typer.Typer()
 
         @command(line)
-        def ask(given: options.ProposeOptions, reporter: Reporter) -> None:
+        def ask(given: ProposeOptions, reporter: Reporter) -> None:
             """Ask for layouts."""
             seen.append(given)
 
         return line
 
-    def test_defaults_are_those_of_the_dataclass(self, line: typer.Typer, seen: list[options.ProposeOptions]) -> None:
+    def test_defaults_are_those_of_the_dataclass(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
         assert CliRunner().invoke(line, []).exit_code == 0
-        assert seen == [options.ProposeOptions()]
+        assert seen == [ProposeOptions()]
 
-    def test_values_arrive_as_their_types(self, line: typer.Typer, seen: list[options.ProposeOptions]) -> None:
+    def test_values_arrive_as_their_types(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
         arguments = ["-b", "25%", "--num-random", "2", "--uniform", "--weights", "w.csv", "-w", "there"]
         assert CliRunner().invoke(line, arguments).exit_code == 0
         assert seen == [
-            options.ProposeOptions(
-                budget="25%", num_random=2, uniform=True, weights=Path("w.csv"), workspace=Path("there")
-            )
+            ProposeOptions(budget="25%", num_random=2, uniform=True, weights=Path("w.csv"), workspace=Path("there"))
         ]
 
-    def test_bounds_are_checked(self, line: typer.Typer, seen: list[options.ProposeOptions]) -> None:
+    def test_bounds_are_checked(self, line: typer.Typer, seen: list[ProposeOptions]) -> None:
         assert CliRunner().invoke(line, ["--window", "0"]).exit_code == 2
         assert seen == []
 

@@ -17,8 +17,9 @@ from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.names import model_name
-from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ProposeOptions, ScoreOptions, SubjectOptions
+from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions, SubjectOptions
 from spkv_nas.stages.probe import probe
+from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.subject import Subject
 
 

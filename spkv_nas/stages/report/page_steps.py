@@ -13,7 +13,7 @@ from spkv_nas.report.verdict import Advise, Step, Verdict
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.layout_options import ExportOptions
 from spkv_nas.stages.next_steps import recommend, retraining
-from spkv_nas.stages.options import ProposeOptions
+from spkv_nas.stages.propose.command import ProposeOptions
 
 
 def page_steps(workspace: Workspace, table: HeadScores) -> Advise:

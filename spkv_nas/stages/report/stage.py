@@ -24,7 +24,7 @@ from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.lookup import find_proposal, find_table
-from spkv_nas.stages.options import ProposeOptions
+from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.report.in_progress import under_way
 from spkv_nas.stages.report.index import pages, write_workspace_index

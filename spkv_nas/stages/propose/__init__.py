@@ -1,0 +1,1 @@
+"""Propose layouts for a budget of global heads: command ``propose``."""

@@ -1,0 +1,59 @@
+"""Declare the ``propose`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MOST_REPEATS
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.flags import _MEMORY
+from spkv_nas.stages.options import ONLY_PROBE, PAPER_BUDGET, ConstraintOptions, InWorkspace
+from spkv_nas.stages.result import Result
+
+NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
+KvBytes = Annotated[
+    str | None,
+    Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=_MEMORY),
+]
+Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=_MEMORY)]
+Weights = Annotated[
+    Path | None,
+    Flag(
+        "What a global head costs, in place of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
+        metavar="FILE.csv",
+        panel=_MEMORY,
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposeOptions(ConstraintOptions, InWorkspace):
+    """Options of the ``propose`` command."""
+
+    budget: flags.OptionalBudgets = default(None, PAPER_BUDGET)
+    probe: flags.OptionalProbe = default(None, ONLY_PROBE)
+    tau: flags.ChosenTau = None
+    window: flags.OptionalWindow = default(None, "the probe's")
+    num_random: NumRandom = 3
+    seed: flags.Seed = 0
+    kv_bytes: KvBytes = None
+    robust: Robust = False
+    weights: Weights = None
+
+
+def propose(options: ProposeOptions, reporter: Reporter) -> Result:
+    """Propose layouts for a budget of global heads, by every strategy. Writes layouts/NAME/.
+
+    With a constraint, --robust or --weights: also the best layout that meets it.
+    With several budgets: the best layout at each, and their curve, layouts/NAME/budgets.csv.
+    """
+    from spkv_nas.stages.propose import output, stage
+
+    if stage.is_for_several(options):
+        return Result(stage.propose_several(options, reporter), output.show_budgets, output.budgets_document)
+    result = stage.propose(options, reporter)
+    return Result(result, output.show, output.document, next=result.next)
