@@ -11,8 +11,8 @@ from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
 from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions
-from spkv_nas.stages.propose.command import ProposeOptions
-from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.propose.command import ProposeOptions, propose
+from spkv_nas.stages.report.command import ReportOptions, report
 from spkv_nas.stages.result import Result
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybrid
 

@@ -25,7 +25,7 @@ from spkv_nas.base.limits import (
     MOST_WINDOW,
 )
 
-_MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
+MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
 _LONGPPL = "LongPPL"
 _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
@@ -48,10 +48,10 @@ _MAX_TOKENS = Flag(
 )
 _BLOCK_SIZE = Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
-_CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=_MEMORY)
+_CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=MEMORY)
 _SEED = Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)
 _GRANULARITY = Flag(
-    "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=_MEMORY
+    "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
 )
 
 # Workspace, names and devices
@@ -200,25 +200,23 @@ Link = Annotated[
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]
 OptionalContext = Annotated[str | None, _CONTEXT]
-Batch = Annotated[int, Flag("Sequences held at once.", low=1, high=MOST_BATCH, panel=_MEMORY)]
-HeadDim = Annotated[int | None, Flag("Channels of a head.", high=MOST_SIZE, panel=_MEMORY)]
-KvDtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=_MEMORY)]
+Batch = Annotated[int, Flag("Sequences held at once.", low=1, high=MOST_BATCH, panel=MEMORY)]
+HeadDim = Annotated[int | None, Flag("Channels of a head.", high=MOST_SIZE, panel=MEMORY)]
+KvDtype = Annotated[str | None, Flag("Of keys and values: float32, bfloat16, float8, ...", panel=MEMORY)]
 MinPerLayer = Annotated[
-    int | None, Flag("Least global heads in a layer, those named below aside.", high=MOST_SIZE, panel=_MEMORY)
+    int | None, Flag("Least global heads in a layer, those named below aside.", high=MOST_SIZE, panel=MEMORY)
 ]
 MaxPerLayer = Annotated[
-    int | None, Flag("Most global heads in a layer, those named below aside.", high=MOST_SIZE, panel=_MEMORY)
+    int | None, Flag("Most global heads in a layer, those named below aside.", high=MOST_SIZE, panel=MEMORY)
 ]
 GlobalLayers = Annotated[
-    str | None, Flag("Layers with global heads alone, such as 0,20.", metavar="LAYERS", panel=_MEMORY)
+    str | None, Flag("Layers with global heads alone, such as 0,20.", metavar="LAYERS", panel=MEMORY)
 ]
-LocalLayers = Annotated[
-    str | None, Flag("Layers with local heads alone, such as 3-5.", metavar="LAYERS", panel=_MEMORY)
-]
+LocalLayers = Annotated[str | None, Flag("Layers with local heads alone, such as 3-5.", metavar="LAYERS", panel=MEMORY)]
 Granularity = Annotated[str, _GRANULARITY]
 OptionalGranularity = Annotated[str | None, _GRANULARITY]
 Uniform = Annotated[
-    bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=_MEMORY)
+    bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=MEMORY)
 ]
 
 # Search

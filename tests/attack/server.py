@@ -24,8 +24,8 @@ from attack import inject
 HEAVY = (
     "torch", "transformers", "accelerate", "datasets", "pandas", "scipy.optimize", "matplotlib.pyplot", "optuna",
     "sqlalchemy", "spkv_nas", "spkv_nas.cli", "spkv_nas.stages.train.stage", "spkv_nas.stages.search.stage",
-    "spkv_nas.stages.report", "spkv_nas.stages.probe", "spkv_nas.stages.propose", "spkv_nas.stages.evaluate",
-    "spkv_nas.stages.cost", "spkv_nas.stages.scaling", "spkv_nas.stages.layout", "spkv_nas.training.trainer",
+    "spkv_nas.stages.report.stage", "spkv_nas.stages.probe", "spkv_nas.stages.propose.stage",
+    "spkv_nas.stages.evaluate", "spkv_nas.stages.cost", "spkv_nas.stages.scaling", "spkv_nas.stages.layout", "spkv_nas.training.trainer",
 )  # fmt: skip
 
 

@@ -289,7 +289,7 @@ class TestCommand:
         assert message in fails(capsys, "probe", *options, "--signal", "duo", "--gain-tokens", "64")
 
     def test_propose_stays_quick_to_import(self) -> None:
-        code = "import sys, spkv_nas.stages.propose, spkv_nas.evaluation.ranking as ranking\n"
+        code = "import sys, spkv_nas.stages.propose.stage, spkv_nas.evaluation.ranking as ranking\n"
         code += "ranking.spearman([1, 2, 3], [1, 3, 2])\n"
         code += "sys.exit(bool({'torch', 'scipy.stats'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,22 +10,21 @@ from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_REPEATS
 from spkv_nas.base.progress import Reporter
 from spkv_nas.stages import flags
-from spkv_nas.stages.flags import _MEMORY
 from spkv_nas.stages.options import ONLY_PROBE, PAPER_BUDGET, ConstraintOptions, InWorkspace
 from spkv_nas.stages.result import Result
 
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]
 KvBytes = Annotated[
     str | None,
-    Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=_MEMORY),
+    Flag("In place of a budget: the memory for keys and values, such as 2GiB.", metavar="SIZE", panel=flags.MEMORY),
 ]
-Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=_MEMORY)]
+Robust = Annotated[bool, Flag("Maximise the coverage of the worst domain.", ("--robust",), panel=flags.MEMORY)]
 Weights = Annotated[
     Path | None,
     Flag(
         "What a global head costs, in place of 1: CSV with layer, kv_head, weight. The budget is in its unit.",
         metavar="FILE.csv",
-        panel=_MEMORY,
+        panel=flags.MEMORY,
     ),
 ]
 
