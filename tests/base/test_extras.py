@@ -111,6 +111,7 @@ def test_what_is_missing_is_named(command: str, extra: str, base: dict[str, tupl
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_picture_of_an_earlier_table_is_removed(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n")
     command = "propose --probe mine.csv --budget 1..3"
@@ -120,6 +121,7 @@ def test_a_picture_of_an_earlier_table_is_removed(tmp_path: Path) -> None:
         assert picture.is_file() == is_there
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("layer,kv_head,density\n0,0,0.9\n0,1,0.2\n1,0,0.4\n1,1,0.1\n")
     commands = ["propose --probe mine.csv --budget 1", "report --probe mine.csv"]

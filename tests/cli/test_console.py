@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import terminal
 from helpers import Heard, write_project
+from marks import slow_after
 from paths import ROOT
 from transformers.utils import logging
 
@@ -52,7 +53,7 @@ LOADS_TORCH = (
 
 
 class TestTerminal:
-    @pytest.mark.parametrize("command", LOADS_TORCH)
+    @pytest.mark.parametrize("command", slow_after(3, LOADS_TORCH))
     def test_the_first_output_comes_before_torch_is_loaded(
         self, tmp_path: Path, project: Project, command: str
     ) -> None:

@@ -194,6 +194,7 @@ class TestTraining:
         with pytest.raises(UserError, match=r"data.mix.ruler.haystack .*essays.txt: 1 sentences"):
             load_corpus(recipe, recipe_file.parent, tmp_path / "runs")
 
+    @pytest.mark.slow
     def test_an_interrupted_branch_resumes_bit_for_bit(
         self, mixed: Recipe, mixed_corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

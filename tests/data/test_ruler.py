@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from marks import slow_after
 from paths import TESTS
 from ruler_bytes import digest, embedded_tokenizer
 from scipy.stats import kstest
@@ -79,7 +80,7 @@ def samples(task: str, length: int, number: int, *where: object) -> list[Sample]
     return [generate(task, 0, index, length, *where) for index in range(number)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", slow_after(2, LENGTHS))
 @pytest.mark.parametrize("task", TASKS)
 def test_it_fills_the_length_and_never_more(
     task: str, length: int, tokenizer: PreTrainedTokenizerBase, material: Material

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from marks import slow_after
 from operator_cases import GATES, check, inputs, relative_error, run
 from paths import ROOT
 from spkv_kernels import attention
@@ -31,7 +32,7 @@ SHAPES = [  # float32 tiles are 64 x 32 forward and 32 x 32 backward at these he
 
 
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("shape", "window"), SHAPES)
+@pytest.mark.parametrize(("shape", "window"), slow_after(3, SHAPES))
 def test_agrees_with_the_oracle(shape: tuple[int, int, int, int, int], window: int, gate: str) -> None:
     check(inputs(shape, gate), window, "triton", device=DEVICE)
 
@@ -206,15 +207,23 @@ def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestAheadOfTime:
     """Compiled for a GPU without one: every default tile, and what it takes of registers and shared memory."""
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("arch", "modes"), [(80, ["hard"]), (90, ["soft", "hard"])])
-    def test_every_default_compiles(self, arch: int, modes: list[str]) -> None:
+    @pytest.mark.parametrize(
+        ("arch", "modes", "options"),
+        [
+            pytest.param(90, ["soft", "hard"], "--dtype bfloat16 --size 128", id="every kernel once"),
+            pytest.param(80, ["hard"], "", id="sm80", marks=pytest.mark.slow),
+            pytest.param(90, ["soft", "hard"], "", id="sm90", marks=pytest.mark.slow),
+        ],
+    )
+    def test_every_default_compiles(self, arch: int, modes: list[str], options: str) -> None:
         command = [sys.executable, str(BENCHMARKS / "resources.py"), "--json", "--arch", str(arch), "--mode", *modes]
+        command += options.split()
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
         rows = [json.loads(line) for line in done.stdout.splitlines()]
-        assert len(rows) == 2 * 3 * (3 * len(modes) + 1), "two dtypes, three sizes; three kernels a mode, and far keys"
+        cases = 1 if options else 2 * 3  # two dtypes, three sizes
+        assert len(rows) == cases * (3 * len(modes) + 1), "three kernels a mode, and far keys"
         for row in rows:
             assert row["shared"] <= row["shared_limit"], row
             assert row["spilled"] == 0 or row["D"] > 128 or arch != 90, row

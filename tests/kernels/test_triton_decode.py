@@ -162,16 +162,20 @@ def test_no_gpu_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
         decode_attention(torch.zeros(1, 1, 8), PagedKVCache(1, 1, 8, window=2), backend="triton")
 
 
-@pytest.mark.slow
-def test_every_default_compiles_without_a_spill() -> None:
+@pytest.mark.parametrize(
+    ("options", "cases"),
+    [
+        pytest.param("--arch 90 --dtype bfloat16 --size 128", 1, id="every kernel once"),
+        pytest.param("--arch 80 90", 2 * 2 * 3, id="architectures, dtypes, sizes", marks=pytest.mark.slow),
+    ],
+)
+def test_every_default_compiles_without_a_spill(options: str, cases: int) -> None:
     """Ahead of time, for GPUs that need not be there."""
     command = [
         sys.executable,
         str(BENCHMARKS / "resources.py"),
         "--json",
-        "--arch",
-        "80",
-        "90",
+        *options.split(),
         "--mode",
         "none",
         "--kernel",
@@ -183,7 +187,7 @@ def test_every_default_compiles_without_a_spill() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 * 2 * 3 * 3, "architectures, dtypes, sizes, kernels"
+    assert len(rows) == cases * 3, "three kernels"
     for row in rows:
         assert row["spilled"] == 0, row
         assert 2 * row["shared"] <= row["shared_limit"], "two programs share a multiprocessor"

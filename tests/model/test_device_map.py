@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from helpers import fails, gated, make_layouts, tiny_model
+from marks import slow_after
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig
@@ -54,7 +55,7 @@ def test_density(blocks: TokenBlocks, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the model predicts")
-@pytest.mark.parametrize("signal", ["attention-mass", "retrieval", "opening", "closing"])
+@pytest.mark.parametrize("signal", slow_after(2, ["attention-mass", "retrieval", "opening", "closing"]))
 def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
     found = measure_signal(signal, parted(tiny_model(), tmp_path / "model"), blocks, window=6)
     pd.testing.assert_frame_equal(found.rows, measure_signal(signal, tiny_model(), blocks, window=6).rows)

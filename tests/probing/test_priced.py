@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_table, tiny_model
+from marks import slow_after
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
@@ -61,7 +62,7 @@ class TestLearning:
         assert equal(learn(blocks)[0], learn(blocks)[0])
         assert not equal(learn(blocks)[0], learn(blocks, seed=1)[0])
 
-    @pytest.mark.parametrize("target", [0.1, 0.3])
+    @pytest.mark.parametrize("target", slow_after(1, [0.1, 0.3]))
     def test_it_reaches_the_target(self, target: float, blocks: TokenBlocks) -> None:
         model = tiny_model()
         gates = GATES.model_copy(update={"target_density": target})

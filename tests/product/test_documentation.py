@@ -17,6 +17,7 @@ import pytest
 import yaml
 from command_cases import parsed
 from helpers import make_table, scatter_gates, tiny_model
+from marks import slow
 from paths import ROOT
 from transformers import PreTrainedTokenizerBase
 
@@ -35,6 +36,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 FRESH = {"README.md", "own-model.md", "retrain.md"}  # start from a model and a text alone
 EMBEDDED = {"install.md", "budget.md", "compare-signals.md"}  # on the embedded models, in the repository's workspace
+SLOW = {  # whole workflows, of half a minute and more
+    *("install.md", "cost.md", "decoding.md", "evaluation.md", "report.md", "scores.md"),
+    *("budget.md", "compare-signals.md", "own-model.md", "retrain.md"),
+}
 OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
 PARSED = ("--tasks paper", "--train-step")  # data from the hub; a minute of timing
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
@@ -153,7 +158,11 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [slow(page) if page.name in SLOW else page for page in PAGES if BLOCK.search(page.read_text())],
+    ids=name_of,
+)
 def test_every_block_of_a_page_runs(
     page: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ class TestProbe:
             "--workspace w",
         ]
 
+    @pytest.mark.slow
     def test_densities_lead_to_head_gates(
         self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -136,6 +137,7 @@ class TestProbe:
         assert Path("layouts/mine/head-gates.yaml").is_file()  # beside those by density, so nothing is to be measured
         assert [line.split()[1] for line in suggested] == ["score", "init"]
 
+    @pytest.mark.slow
     def test_a_name_of_ones_own_is_kept_apart(
         self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -166,6 +168,7 @@ class TestProbe:
         assert "next: spkv-nas propose --budget 3 --probe mine-head-gates" in message
         assert "next: spkv-nas propose --budget 3 --probe other-head-gates" in message
 
+    @pytest.mark.slow
     def test_layouts_without_a_recipe_name_the_command_that_writes_one(
         self, subject: list[str], place: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from paths import ROOT
 
@@ -22,6 +23,7 @@ def printed(shown: list[Any]) -> str:
     return "".join(output.text for output in shown if output.output_type == "stream")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs() -> None:
     committed = nbformat.read(FILE, as_version=4)
     fresh = copy.deepcopy(committed)

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from helpers import gated, make_layouts, tiny_model, weights
+from marks import slow_after
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
@@ -128,6 +129,7 @@ class TestMeasuring:
         same(measure(model), measure(tiny_model()))
         assert max(seen) > 3
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("signal", ["duo", "head-gates"])
     def test_signals_that_learn(self, signal: str, blocks: TokenBlocks) -> None:
         def learn(model: PreTrainedModel) -> HeadScores:
@@ -149,7 +151,7 @@ class TestMeasuring:
 
 
 @pytest.mark.filterwarnings("ignore:no memory for")
-@pytest.mark.parametrize("fails_at", [1, 6], ids=["first step", "after a checkpoint"])
+@pytest.mark.parametrize("fails_at", slow_after(1, [1, 6]), ids=["first step", "after a checkpoint"])
 def test_steps_of_training_have_the_same_tokens(
     fails_at: int, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +189,7 @@ def test_one_of_several_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore:no memory for")
-@pytest.mark.parametrize("fitting", [0, 1], ids=["first pass", "second pass"])
+@pytest.mark.parametrize("fitting", slow_after(1, [0, 1]), ids=["first pass", "second pass"])
 def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some passes of a step have left their gradients."""
     config = GateConfig(window=4, hidden_size=8, target_density=0.3)

@@ -69,6 +69,7 @@ def plan(tmp_path: Path) -> Path:
     return folder / "plan.yaml"
 
 
+@pytest.mark.slow
 def test_the_study_runs_and_goes_on(
     driver: ModuleType, plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

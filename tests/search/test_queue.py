@@ -17,6 +17,7 @@ import numpy as np
 import optuna
 import pytest
 from helpers import make_table
+from marks import slow_after
 from optuna.exceptions import StorageInternalError
 
 from spkv_nas.artifacts.samplers import SAMPLERS
@@ -204,7 +205,7 @@ class TestQueue:
             Storage("postgresql://me@localhost/x", tmp_path / "lock")
 
     @pytest.mark.parametrize("generation", [10, 16])
-    @pytest.mark.parametrize("kind", SAMPLERS)
+    @pytest.mark.parametrize("kind", slow_after(2, SAMPLERS))
     def test_any_workers_make_the_same_study(self, tmp_path: Path, kind: str, generation: int) -> None:
         """One worker; or three that take turns, one of which always fails, with results told out of order."""
         density = np.random.default_rng(3).random((6, 3))

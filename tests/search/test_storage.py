@@ -157,6 +157,7 @@ def stopped_at(server: Server, one: subprocess.Popen[bytes]) -> list[tuple[int, 
     return lost
 
 
+@pytest.mark.slow
 def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
     """They begin at once in an empty database, where two of three could not make the tables that a third was making."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -191,6 +192,7 @@ def test_one_of_three_machines_is_lost(server: Server, tmp_path: Path) -> None:
     assert table(tmp_path / "two") == table(tmp_path / "three") == table(tmp_path / "alone")
 
 
+@pytest.mark.slow
 def test_a_server_that_was_restarted_and_one_that_is_gone(server: Server, tmp_path: Path) -> None:
     storage = Storage(server.url, tmp_path / "lock")
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import optuna
 import pytest
+from marks import slow_after
 from optuna.distributions import CategoricalDistribution
 from optuna.samplers import TPESampler
 from optuna.trial import TrialState, create_trial
@@ -30,7 +31,7 @@ def by_optuna(masks: np.ndarray, values: np.ndarray) -> np.ndarray:
     return times
 
 
-@pytest.mark.parametrize(("layouts", "objectives"), [(7, 1), (100, 1), (60, 2)])
+@pytest.mark.parametrize(("layouts", "objectives"), slow_after(1, [(7, 1), (100, 1), (60, 2)]))
 def test_wishes_as_optuna_does(layouts: int, objectives: int) -> None:
     """Also for heads so rare that 24 candidates may miss them, and for so many layouts that old ones fade."""
     generator = np.random.default_rng(layouts)

@@ -199,6 +199,7 @@ class TestCommand:
         assert "reused 4 of 4 tasks" in capsys.readouterr().err
         assert pd.read_csv(place / "reports" / "model" / "tasks.csv").equals(rows)
 
+    @pytest.mark.slow
     def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """By the embedded reference, offline; nothing else is given."""
         main(["evaluate", "--tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])

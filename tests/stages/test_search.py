@@ -154,6 +154,7 @@ class TestCommand:
         assert rows["cost"].tolist() == (entry * (1024 * rows["num_global"] + 4 * (10 - rows["num_global"]))).tolist()
         assert (workspace / "reports" / "tiny" / "search-front.png").is_file()
 
+    @pytest.mark.slow
     def test_time_is_an_objective(self, project: tuple[Path, Path]) -> None:
         recipe, workspace = project
         more = ["--budget", "2..8", "--objective", "nll,time", "--context", "8k", "--hardware", "h100"]
@@ -217,6 +218,7 @@ class TestCommand:
             Layout(("GG",) * layers, window, name).write(tmp_path / f"{name}.yaml")
         assert message in fails(capsys, *command(*project, *more))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("more", [["--budget", "4"], ["--budget", "2..8", *_BYTES]], ids=["nll", "front"])
     def test_racing_changes_neither_the_best_nor_a_whole_score(
         self, project: tuple[Path, Path], more: list[str]
@@ -247,6 +249,7 @@ class TestCommand:
         more = ["--budget", "3", "--objective", "nll,kv-bytes", "--context", "1k"]
         assert "give --head-dim" in fails(capsys, *command(*project, *more))
 
+    @pytest.mark.slow
     def test_the_text_that_judges_is_not_the_text_that_chose(self, project: tuple[Path, Path]) -> None:
         recipe, workspace = Recipe.read(project[0]), project[1]
         runs = workspace / "runs" / "tiny"
@@ -262,6 +265,7 @@ class TestCommand:
         assert set(np.flatnonzero(chosen)) == seen
         assert set(np.flatnonzero(judged)) == set(range(len(heldout.documents))) - seen
 
+    @pytest.mark.slow
     def test_two_of_three_workers_are_killed(self, project: tuple[Path, Path], tmp_path: Path) -> None:
         """What is left finishes the study; the table is that of a worker that nobody disturbed."""
         recipe, workspace = project

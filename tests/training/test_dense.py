@@ -102,6 +102,7 @@ class TestBranches:
             train_branch(recipe, corpus, dense, tmp_path / current, variant, device="cpu")
         assert seen["full"] == seen["gated"] == seen["hybrid"]
 
+    @pytest.mark.slow
     def test_all_open_gates_learn_what_full_attention_learns(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
@@ -113,6 +114,7 @@ class TestBranches:
         gated = train_branch(wide, corpus, dense, tmp_path / "gated", Variant.sp_kv(), device="cpu")
         assert gated.nll.mean == pytest.approx(full.nll.mean, rel=1e-4)
 
+    @pytest.mark.slow
     def test_branches_start_from_the_optimizer_state(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
@@ -132,6 +134,7 @@ class TestBranches:
         again = train_branch(recipe, corpus, dense, tmp_path / "full", Variant.full_attention(), device="cpu")
         assert np.array_equal(first.nll.total, again.nll.total)
 
+    @pytest.mark.slow
     def test_predictors_can_start_from_a_reference(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:

@@ -15,6 +15,7 @@ from helpers import logits, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from interruptions import Train, assert_same, cut
+from marks import slow_after
 from ruler_bytes import embedded_tokenizer
 from safetensors.torch import load_file
 
@@ -133,6 +134,7 @@ class TestTraining:
 
         return run
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("rope", [{}, {"rope_theta": 10000.0}, {"rope_type": "linear", "factor": 1.0}], ids=str)
     @pytest.mark.parametrize("mix", [None, {"ruler": {"share": 0.5, "tasks": ["niah_single_1"], "lengths": [32]}}])
     def test_to_the_same_length_and_rope_is_none(
@@ -152,7 +154,7 @@ class TestTraining:
         assert other.extended is not None
         assert np.array_equal(other.extended.total, one.nll.total)
 
-    @pytest.mark.parametrize("step", [2, 4, 5, 7])
+    @pytest.mark.parametrize("step", slow_after(1, [5, 2, 4, 7]))
     def test_killed_in_either_segment_it_resumes_bit_for_bit(
         self, step: int, train: Callable[..., Branch], recipe: Recipe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -166,6 +168,7 @@ class TestTraining:
         assert torn.extended is not None
         assert np.array_equal(whole.extended.total, torn.extended.total)
 
+    @pytest.mark.slow
     def test_the_first_segment_is_the_unextended_runs(
         self, train: Callable[..., Branch], recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -178,6 +181,7 @@ class TestTraining:
         plain, longer = (load_file(tmp_path / name / "checkpoint-6" / WEIGHTS) for name in ("plain", "longer"))
         assert not all(torch.equal(plain[name], longer[name]) for name in plain)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "variant", [Variant.full_attention(), Variant.hybrid(Layout(("GL", "LG"), 8, "a"))], ids=str
     )

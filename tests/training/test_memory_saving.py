@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import fails, tiny_model, weights
 from interruptions import assert_same, cut
+from marks import slow
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
@@ -51,8 +52,8 @@ def changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe:
     "changes",
     [
         {"gradient_checkpointing": True, "optimizer": "adamw_torch"},
-        LORA,
-        {"gates": {"training": "frozen-model"}},
+        slow(LORA),
+        slow({"gates": {"training": "frozen-model"}}),
         pytest.param({"optimizer": "adamw_8bit"}, marks=NEEDS_BITSANDBYTES),
         pytest.param({"optimizer": "paged_adamw_32bit"}, marks=NEEDS_BITSANDBYTES),
     ],
@@ -115,6 +116,7 @@ class TestRecomputed:
 class TestCompiled:
     """``compile``."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("again", [False, True])
     def test_a_run_ends_alike(self, again: bool, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path) -> None:
         """With a price that changes from step to step, annealing and evaluations in between, and little compiled."""

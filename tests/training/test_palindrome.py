@@ -243,6 +243,7 @@ class TestCommand:
 
 
 class TestResume:
+    @pytest.mark.slow
     def test_an_interrupted_run_resumes_bit_for_bit(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(palindrome, "SAVE_STEPS", 3)
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from helpers import weights
 from interruptions import Killed, Train, assert_same, at_step, cut, kill
+from marks import slow_after
 from safetensors.torch import load_file
 
 from spkv_nas.base.errors import UserError
@@ -67,6 +68,7 @@ class TestKilled:
         assert newest.name == "checkpoint-8"
         assert_same(whole, train("torn"))
 
+    @pytest.mark.slow
     def test_a_dense_run_without_its_end_is_finished_alike(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
@@ -78,14 +80,14 @@ class TestKilled:
             assert old.keys() == new.keys()
             assert all(torch.equal(old[name], new[name]) for name in old)
 
-    @pytest.mark.parametrize("name", ["run.json", "heldout-nll.npz"])
+    @pytest.mark.parametrize("name", slow_after(1, ["run.json", "heldout-nll.npz"]))
     def test_a_branch_that_lacks_a_part_is_finished_anew(self, name: str, train: Train) -> None:
         """A kill between manifest and record left a branch that every later command failed on, for ever."""
         whole = train("branch")
         (whole.checkpoint / name).unlink()
         assert_same(train("whole"), train("branch"))
 
-    @pytest.mark.parametrize("name", ["run.json", "heldout-nll.npz", "train-log.csv"])
+    @pytest.mark.parametrize("name", slow_after(1, ["run.json", "heldout-nll.npz", "train-log.csv"]))
     def test_a_damaged_part_is_not_read(self, name: str, train: Train) -> None:
         """A flipped digit in a log changed what was drawn from it, without a word."""
         file = train("branch").checkpoint / name
@@ -121,6 +123,7 @@ class TestCheckpoints:
         with pytest.warns(UserWarning, match=r"checkpoint-6 is damaged(.|\n)*going on from checkpoint-3"):
             assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
+    @pytest.mark.slow
     def test_without_any_manifest_it_is_of_the_first_version(self, tmp_path: Path) -> None:
         """Which wrote that file last; its interrupted runs go on, too."""
         for step, state in ((3, "{}"), (6, '{"half'), (9, None)):
@@ -140,12 +143,15 @@ class TestCheckpoints:
         assert newest_checkpoint(tmp_path) is None
         assert len(list(tmp_path.iterdir())) == 3
 
+    @pytest.mark.slow
     def test_with_none_left_it_starts_over(self, tmp_path: Path) -> None:
         (self.write(tmp_path, 6) / "weights").write_text("7")
         with pytest.warns(UserWarning, match="starting over"):
             assert newest_checkpoint(tmp_path) is None
 
-    @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+    @pytest.mark.parametrize(
+        "name", slow_after(1, ["model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"])
+    )
     def test_a_run_goes_on_from_the_older_one(
         self, name: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -170,7 +176,7 @@ class TestSignals:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
 
-    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT]))
     def test_training_saves_the_step_and_ends(
         self, number: signal.Signals, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -186,6 +192,7 @@ class TestSignals:
         assert newest.name == "checkpoint-5"
         assert_same(train("whole"), train("torn"))
 
+    @pytest.mark.slow
     def test_schedulers_send_it_twice(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The second one ended the save of the step, and all that was trained since the last checkpoint was lost."""
 
@@ -201,6 +208,7 @@ class TestSignals:
         assert newest is not None
         assert newest.name == "checkpoint-5"
 
+    @pytest.mark.slow
     def test_a_second_ctrl_c_does_not_wait(self, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def twice() -> None:
             os.kill(os.getpid(), signal.SIGINT)
@@ -244,7 +252,7 @@ class TestNotFinite:
         with pytest.raises(UserError, match="gradient norm"):
             run()
 
-    @pytest.mark.parametrize("what", ["weight", "moment"])
+    @pytest.mark.parametrize("what", slow_after(1, ["weight", "moment"]))
     def test_an_update_that_overflows_is_not_saved(
         self, what: str, run: Callable[[], Branch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -263,7 +271,9 @@ class TestNotFinite:
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
         run()
 
-    @pytest.mark.parametrize(("step", "rate", "good"), [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")])
+    @pytest.mark.parametrize(
+        ("step", "rate", "good"), slow_after(1, [(6, 1e20, "checkpoint-3"), (8, 1e30, "checkpoint-6")])
+    )
     def test_a_weight_thrown_far_is_not_saved(
         self,
         step: int,
@@ -324,6 +334,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(train: Train, tmp_path: Path, m
 
 
 class TestTwoProcesses:
+    @pytest.mark.slow
     def test_the_second_waits_and_says_for_whom(
         self, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:

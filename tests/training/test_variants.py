@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from helpers import RECIPE, weights
+from marks import slow
 from pydantic import ValidationError
 
 from spkv_nas.artifacts.layout import Layout
@@ -124,11 +125,11 @@ class TestRuns:
         ("gates", "at"),
         [
             ({"mode": "sampled"}, 5),
-            ({"mode": "sampled", "anneal_steps": 2, "soft_fraction": 0.5}, 5),
-            ({"anneal_steps": 2}, 7),
-            ({"soft_fraction": 0.375}, 4),  # the first hard step follows a checkpoint
-            ({"target_density": 0.3}, 5),
-            ({"training": "frozen-model"}, 7),
+            slow(({"mode": "sampled", "anneal_steps": 2, "soft_fraction": 0.5}, 5)),
+            slow(({"anneal_steps": 2}, 7)),
+            slow(({"soft_fraction": 0.375}, 4)),  # the first hard step follows a checkpoint
+            slow(({"target_density": 0.3}, 5)),
+            slow(({"training": "frozen-model"}, 7)),
         ],
     )
     def test_an_interrupted_run_resumes_bit_for_bit(

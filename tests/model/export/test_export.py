@@ -80,6 +80,7 @@ def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer
 
 
 class TestFreshProcess:
+    @pytest.mark.slow
     def test_refuses_what_nobody_foresaw(
         self, tokens: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:

@@ -25,6 +25,8 @@ from spkv_nas.model.checkpoint import save
 from spkv_nas.model.export import export
 from spkv_nas.model.windows import apply_layout
 
+pytestmark = pytest.mark.slow
+
 WINDOW = 6
 FULL, SLIDING = "full_attention", "sliding_attention"
 BOTH = {"sliding_window": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL]}
