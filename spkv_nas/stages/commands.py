@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -78,6 +79,23 @@ def command_line(options: object) -> str:
     else:
         words = [*arguments, *switches]
     return f"{PROGRAM} {' '.join([_name(type(options)), *map(shlex.quote, words)])}"
+
+
+def in_folder(command: str, folder: Path) -> str:
+    """Return a command as it is run in ``folder``: absolute paths below it become relative.
+
+    The option --workspace is left out if it names the folder itself. So a page that is shown elsewhere does not hold
+    the paths of the machine that wrote it.
+    """
+    words = []
+    for word in shlex.split(command):
+        path = Path(word)
+        below = path.is_absolute() and path.is_relative_to(folder)
+        words.append(str(path.relative_to(folder)) if below else word)
+    if ("--workspace", ".") in (pairs := list(pairwise(words))):
+        start = pairs.index(("--workspace", "."))
+        del words[start : start + 2]
+    return shlex.join(words)
 
 
 def _name(kind: type) -> str:

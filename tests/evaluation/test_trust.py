@@ -149,7 +149,7 @@ def put(place: Workspace, name: str, values: object, found: Gains | None = None,
 
 class TestWorkspace:
     @pytest.fixture
-    def folders(self, tmp_path: Path) -> Workspace:
+    def place(self, tmp_path: Path) -> Workspace:
         return Workspace(tmp_path)
 
     def test_gains_of_the_signal_opening_serve(self, place: Workspace) -> None:

@@ -10,7 +10,7 @@ import pytest
 from command_cases import parsed
 
 import spkv_nas
-from spkv_nas.stages.commands import command_line
+from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout_options import ConvertOptions
 from spkv_nas.stages.options import CalibrateOptions, CostOptions, ProbeOptions
@@ -84,3 +84,16 @@ def _docstrings(tree: ast.Module) -> set[int]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     bodies = [node.body for node in ast.walk(tree) if isinstance(node, kinds) and node.body]
     return {id(body[0].value) for body in bodies if isinstance(body[0], ast.Expr)}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("spkv-nas report --probe a --workspace /w", "spkv-nas report --probe a"),
+        ("spkv-nas train-hybrid '/w/my layouts/a.yaml' --workspace /w", "spkv-nas train-hybrid 'my layouts/a.yaml'"),
+        ("spkv-nas report --workspace /other", "spkv-nas report --workspace /other"),
+        ("spkv-nas report --probe . --workspace w", "spkv-nas report --probe . --workspace w"),
+    ],
+)
+def test_a_command_in_a_folder_has_relative_paths(command: str, expected: str) -> None:
+    assert in_folder(command, Path("/w")) == expected

@@ -30,15 +30,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recommended(place: Path) -> str:
-    """Return the only command on the page."""
+    """Return the only command on the page, which says where to run it without the workspace's absolute path."""
     html = report(ReportOptions(workspace=place)).read_text(encoding="utf-8")
+    assert str(place) not in html
+    assert ", in the workspace's folder:" in unescape(html)
     (command,) = re.findall(r'<code id="next-1">(.*?)</code>', html)
     return unescape(command)
 
 
 def test_layouts_are_to_be_retrained_first(place: Path) -> None:
     options = parsed(recommended(place))
-    assert (options.probe, options.workspace, options.layouts) == ("test", place, None)
+    assert (options.probe, options.workspace, options.layouts) == ("test", Path(), None)
 
 
 def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(place: Path) -> None:
@@ -47,10 +49,10 @@ def test_the_layout_of_the_headline_is_to_be_retrained_or_exported(place: Path) 
         place / "reports/test/comparison.csv",
         make_comparison(nll=[2.0, 2.001, 2.02, 2.006, 2.01], delta_nll_percent=[0.0, 0.05, 1.0, 0.3, 0.5]),
     )
-    assert parsed(recommended(place)).layouts == [place / "layouts/test/last.yaml"]
+    assert parsed(recommended(place)).layouts == [Path("layouts/test/last.yaml")]
     models = [TrainedModel(name, 0, "", place / "runs" / name) for name in ("densest", "last")]
     for model in models:
         model.checkpoint.mkdir(parents=True)
     write_checkpoints(place / "reports/test", models, place)
     options = parsed(recommended(place))
-    assert (options.model, str(options.out)) == (str(place / "runs/last"), "last-export")
+    assert (options.model, str(options.out)) == ("runs/last", "last-export")

@@ -10,7 +10,7 @@ from spkv_nas.artifacts import checkpoints
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report.verdict import Advise, Step, Verdict
-from spkv_nas.stages.commands import command_line
+from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.layout_options import ExportOptions
 from spkv_nas.stages.next_steps import recommend, retraining
 from spkv_nas.stages.propose.command import ProposeOptions
@@ -20,7 +20,11 @@ def page_steps(workspace: Workspace, table: HeadScores) -> Advise:
     """Return the function that recommends commands on a probe's page."""
 
     def advise(verdict: Verdict) -> Sequence[Step]:
-        """Return the steps that a verdict calls for."""
+        """Return the steps that a verdict calls for, without absolute paths of the workspace."""
+        return [_portable(step, workspace) for step in steps(verdict)]
+
+    def steps(verdict: Verdict) -> Sequence[Step]:
+        """Return the steps that a verdict calls for, as they are run in the current folder."""
         if verdict.layout is None:
             command = command_line(ProposeOptions(probe=table.name, workspace=workspace.root))
             return [Step("Propose layouts:", command)]
@@ -35,6 +39,14 @@ def page_steps(workspace: Workspace, table: HeadScores) -> Advise:
         return _retrain(workspace, table, verdict)
 
     return advise
+
+
+def _portable(step: Step, workspace: Workspace) -> Step:
+    """Return a step as it is run in the workspace's folder, if its command holds that folder's absolute path."""
+    command = in_folder(step.command, workspace.root)
+    if command == step.command:
+        return step
+    return Step(f"{step.purpose.removesuffix(':')}, in the workspace's folder:", command)
 
 
 def _checkpoint(workspace: Workspace, report: str, strategy: str) -> Path | None:

@@ -22,7 +22,7 @@ from spkv_nas.report.paper import write_paper_figures
 from spkv_nas.search.prediction import Prediction
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.chosen import chosen_table
-from spkv_nas.stages.commands import command_line
+from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
@@ -93,7 +93,9 @@ def _page(
                 proposal.layouts,
                 trust=_trust(options, table_at_tau, proposal.layouts),
                 commands={
-                    probe.name: command_line(ProposeOptions(probe=probe.name, workspace=workspace.root))
+                    probe.name: in_folder(
+                        command_line(ProposeOptions(probe=probe.name, workspace=workspace.root)), workspace.root
+                    )
                     for probe in probes
                 },
                 probes=probes,
