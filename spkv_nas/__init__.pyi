@@ -14,7 +14,7 @@ from .model.attach import attach_gates as attach_gates
 from .model.attach import detach as detach
 from .model.checkpoint import load as load
 from .model.checkpoint import save as save
-from .model.export import export as export
+from .model.export.export import export as export
 from .model.generation_cache import SPKVCache as SPKVCache
 from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout

@@ -73,7 +73,7 @@ def convert(options: ConvertOptions) -> list[str]:
 
 def export(options: ExportOptions, reporter: Reporter = SILENT) -> str:
     """Export a checkpoint with a layout, by default its own, as a Hugging Face folder; return a summary."""
-    from spkv_nas.model.export import export as export_layout
+    from spkv_nas.model.export.export import export as export_layout
 
     quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)

@@ -26,7 +26,7 @@ from spkv_nas.evaluation.tasks.suite import load_suite
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.config_section import gate_config
-from spkv_nas.model.export import export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.generation import generate
 from spkv_nas.model.modes import gate_mode
 

@@ -25,7 +25,7 @@ from spkv_nas.model.checkpoint import (
     saved_dtype,
     weights_identity,
 )
-from spkv_nas.model.export import export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.source import split_revision
 from spkv_nas.model.weight_files import INDEX, content_hashes
 from spkv_nas.stages.evaluate import score

@@ -21,10 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.manifest import read_manifest
-from spkv_nas.model import verify_export, weight_files
+from spkv_nas.model import weight_files
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.export import export
+from spkv_nas.model.export import verify_export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.weight_files import FILE, INDEX
 from spkv_nas.stages.layout import export as export_stage
 from spkv_nas.stages.layout_options import ExportOptions
@@ -164,7 +165,7 @@ import sys
 from pathlib import Path
 from transformers.models.llama import modeling_llama
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model import export, verify_export
+from spkv_nas.model.export import export, verify_export
 verify_export.check = lambda *_: 0.0
 for kind in ("dense", "gated"):
     print(kind, flush=True)

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.cli import main
-from spkv_nas.model import verify_export
 from spkv_nas.model.attach import attach_gates
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.model.export import export
+from spkv_nas.model.export import verify_export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.modes import set_gate_mode
 from spkv_nas.model.windows import apply_layout
 

@@ -29,7 +29,7 @@ from spkv_nas.data.mixture import Mixture
 from spkv_nas.data.order import BlockOrder, library_order, mixed_order
 from spkv_nas.evaluation.paired import DocumentNLL, paired_difference
 from spkv_nas.model.checkpoint import load
-from spkv_nas.model.export import export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.rope import extend_positions
 from spkv_nas.training.arguments import training_arguments
 from spkv_nas.training.branches import Branch, train_branch

@@ -22,10 +22,10 @@ from transformers import (
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.model import native_config, plain_logits, verify_export
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import load, read_shape, save
-from spkv_nas.model.export import export
+from spkv_nas.model.export import native, plain_logits, verify_export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import apply_layout
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
@@ -86,7 +86,7 @@ class TestFreshProcess:
     ) -> None:
         """Gemma 3 with other types has another position encoding; here only the comparison can find it."""
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
-        monkeypatch.setattr(native_config, "_positions", lambda config: [None] * config.num_hidden_layers)
+        monkeypatch.setattr(native, "_positions", lambda config: [None] * config.num_hidden_layers)
         said = export(LAYERWISE, dense, tmp_path / "out")
         assert "It has no stock form: its logits in plain transformers differ by 0." in said
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
@@ -118,8 +118,8 @@ class TestFreshProcess:
         tiny_tokenizer: PreTrainedTokenizerBase,
     ) -> None:  # fmt: skip
         dense = write(None, tmp_path / "dense", tiny_tokenizer)
-        monkeypatch.setattr("spkv_nas.model.verify_export._SLOWER", 0.0)
-        monkeypatch.setattr(f"spkv_nas.model.{place}.{name}", value)
+        monkeypatch.setattr("spkv_nas.model.export.verify_export._SLOWER", 0.0)
+        monkeypatch.setattr(f"spkv_nas.model.export.{place}.{name}", value)
         with pytest.raises(UserError, match=message):
             export(LAYERWISE, dense, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["dense"]

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model import verify_export
 from spkv_nas.model.checkpoint import save
-from spkv_nas.model.export import export
+from spkv_nas.model.export import verify_export
+from spkv_nas.model.export.export import export
 from spkv_nas.model.windows import apply_layout
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,8 @@ from configs import CONFIGS, on_meta, published
 from transformers import AutoConfig, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
+from spkv_nas.model.export.native import UnsupportedLayoutError, stock_config, write_stock_config
 from spkv_nas.model.model_shape import config_shape
-from spkv_nas.model.native_config import UnsupportedLayoutError, stock_config, write_stock_config
 from spkv_nas.model.windows import apply_layout
 
 FULL, SLIDING = "full_attention", "sliding_attention"

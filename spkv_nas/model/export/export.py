@@ -19,12 +19,12 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import check_new, new_folder
-from spkv_nas.model import verify_export
 from spkv_nas.model.attach import detach
 from spkv_nas.model.checkpoint import WrittenWeights, load, save_as_files, weight_files
 from spkv_nas.model.config_section import checkpoint_layout
 from spkv_nas.model.custom_model_type import OWN_TYPE, set_own_type
-from spkv_nas.model.native_config import UnsupportedLayoutError, stock_config, write_stock_config
+from spkv_nas.model.export import verify_export
+from spkv_nas.model.export.native import UnsupportedLayoutError, stock_config, write_stock_config
 from spkv_nas.model.windows import apply_layout
 
 

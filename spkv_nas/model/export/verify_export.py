@@ -24,9 +24,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
+from spkv_nas.model.export.plain_logits import float32, parts
 from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
-from spkv_nas.model.plain_logits import float32, parts
 
 BEYOND = 64  # number of tokens with keys outside the window
 TOLERANCE = 1e-5  # relative to the largest logit
