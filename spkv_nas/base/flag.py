@@ -6,6 +6,7 @@ of a registry (a signal, a sampler) declare their own options in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ class Flag:
         low, high: inclusive bounds of a number.
         panel: heading in the help.
         argument: whether it is positional.
-        values: allowed values, or suggestions for shell completion.
+        values: allowed values, or suggestions for shell completion; a function where installed packages add some.
         is_probe: whether it names a probe of the workspace.
     """
 
@@ -34,7 +35,7 @@ class Flag:
     high: float | None = None
     panel: str | None = None
     argument: bool = False
-    values: tuple[str, ...] = ()
+    values: tuple[str, ...] | Callable[[], Iterable[str]] = ()
     is_probe: bool = False
 
 

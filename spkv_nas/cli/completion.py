@@ -18,7 +18,9 @@ def completion(flag: Flag) -> Callable[[typer.Context, str], list[str]] | None:
 
     def complete(context: typer.Context, incomplete: str) -> list[str]:
         workspace = Workspace(Path(context.params.get("workspace") or "."))
-        values = workspace.probes() if flag.is_probe else flag.values
+        values = flag.values() if callable(flag.values) else flag.values
+        if flag.is_probe:
+            values = workspace.probes()
         return [value for value in values if value.startswith(incomplete)]
 
     return complete

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,6 +15,9 @@ from spkv_nas.cli import show as tables
 from spkv_nas.cli.options import command
 from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 from spkv_nas.stages.result import Result
+
+if TYPE_CHECKING:
+    from spkv_nas.model.export.export import Exported
 
 app = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
 
@@ -60,7 +64,13 @@ def export(options: ExportOptions, reporter: Reporter) -> Result:
     """
     from spkv_nas.stages import layout as stage
 
-    return Result(stage.export(options, reporter), say, lambda form: {"folder": options.out, "form": form})
+    return Result(stage.export(options, reporter), _say_exported)
+
+
+def _say_exported(exported: Exported) -> None:
+    """Print what was written, why not as an earlier target, and the target."""
+    say(str(exported))
+    say(f"target: {exported.target}")
 
 
 def _say_all(lines: list[str]) -> None:

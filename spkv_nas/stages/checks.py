@@ -30,6 +30,7 @@ from spkv_nas.data.readers import open_source
 from spkv_nas.data.ruler.tasks import check_task
 from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
 from spkv_nas.evaluation.thresholds import check_sweep, check_tau
+from spkv_nas.model.export.registry import chosen_targets
 from spkv_nas.model.source import check_checkpoint, check_config
 from spkv_nas.stages import layout_options, options
 from spkv_nas.stages.eval_modes import check_mode
@@ -254,7 +255,8 @@ def _is_default(opts: object, name: str) -> bool:
 
 
 def _export(opts: layout_options.ExportOptions) -> None:
-    """Check ``export``: layout, output folder and checkpoint."""
+    """Check ``export``: target, layout, output folder and checkpoint."""
+    chosen_targets(opts.to, opts.target_options)
     if opts.layout is not None:
         Layout.read(opts.layout)
     check_new(opts.out)

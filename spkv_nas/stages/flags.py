@@ -24,6 +24,7 @@ from spkv_nas.base.limits import (
     MOST_WHOLE,
     MOST_WINDOW,
 )
+from spkv_nas.model.export.registry import AUTO, TARGETS
 
 MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
 _LONGPPL = "LongPPL"
@@ -189,8 +190,14 @@ ChosenTau = Annotated[
 ]
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
-AllowDense = Annotated[
-    bool, Flag("Let plain transformers run dense what has no stock form; by default it refuses it.", ("--allow-dense",))
+ExportTo = Annotated[
+    str,
+    Flag(
+        "auto, the first of these that can express the layout: "
+        f"{'; '.join(f'{target.name}, {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+        metavar="TARGET",
+        values=lambda: (AUTO, *TARGETS.names),
+    ),
 ]
 Link = Annotated[
     bool,

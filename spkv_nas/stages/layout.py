@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.artifacts.proposal import Proposal
@@ -16,6 +16,9 @@ from spkv_nas.proposal.coverage import coverage
 from spkv_nas.stages.commands import command_line, next_line
 from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ExportOptions, SchemaOptions, ShowLayoutsOptions
 from spkv_nas.stages.lookup import find_table
+
+if TYPE_CHECKING:
+    from spkv_nas.model.export.export import Exported
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,13 @@ def convert(options: ConvertOptions) -> list[str]:
     )
 
 
-def export(options: ExportOptions, reporter: Reporter = SILENT) -> str:
-    """Export a checkpoint with a layout, by default its own, as a Hugging Face folder; return a summary."""
+def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
+    """Export a checkpoint with a layout, by default its own, in the form of a target."""
     from spkv_nas.model.export.export import export as export_layout
 
     quiet_transformers(reporter)
     layout = None if options.layout is None else Layout.read(options.layout)
-    return export_layout(layout, options.model, options.out, allow_dense=options.allow_dense, link=options.link)
+    return export_layout(layout, options.model, options.out, to=options.to, link=options.link, **options.target_options)
 
 
 def schema(options: SchemaOptions) -> dict[str, Any]:

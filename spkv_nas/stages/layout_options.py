@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from spkv_nas.base.flag import default
+from spkv_nas.model.export.registry import AUTO, TARGETS
+from spkv_nas.model.export.spkv import AllowDense
 from spkv_nas.stages import flags
 from spkv_nas.stages.options import InWorkspace
 
@@ -16,8 +19,16 @@ class ExportOptions:
     layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
     model: flags.Model
     out: flags.Out
-    allow_dense: flags.AllowDense = False
+    to: flags.ExportTo = AUTO
+    allow_dense: AllowDense = False
     link: flags.Link = False
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """Return the options of targets that differ from their defaults, by name."""
+        names = set().union(*(target.option_names for target in TARGETS.built_in))
+        values = {field: getattr(self, field.name) for field in fields(self) if field.name in names}
+        return {field.name: value for field, value in values.items() if value != field.default}
 
 
 @dataclass(frozen=True, kw_only=True)

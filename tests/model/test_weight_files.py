@@ -60,7 +60,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestExport:
     @pytest.mark.parametrize("layout", [MIXED, LAYERWISE], ids=["own", "stock"])
     def test_files_stay_what_they_are(self, layout: Layout, dense: Path, tmp_path: Path) -> None:
-        said = export(layout, dense, tmp_path / "out")
+        said = export(layout, dense, tmp_path / "out").form
         assert re.search("its weights were (copied|cloned) as they are", said)
         before, after = weights(dense), weights(tmp_path / "out")
         assert before.keys() == after.keys() > {INDEX}
@@ -73,7 +73,7 @@ class TestExport:
     def test_links_where_they_are_asked_for(self, dense: Path, tmp_path: Path) -> None:
         LAYERWISE.write(tmp_path / "layout.yaml")
         options = ExportOptions(layout=tmp_path / "layout.yaml", model=str(dense), out=tmp_path / "out", link=True)
-        assert "its weights were linked as they are" in export_stage(options)
+        assert "its weights were linked as they are" in export_stage(options).form
         before, after = weights(dense), weights(tmp_path / "out")
         assert all(after[name].samefile(before[name]) for name in before)
         assert not (tmp_path / "out" / "config.json").samefile(dense / "config.json")
@@ -98,7 +98,7 @@ class TestExport:
             return clones
 
         monkeypatch.setattr(weight_files, "_clone", clone)
-        assert f"its weights were {'cloned' if clones else 'copied'} as" in export(MIXED, dense, tmp_path / "out")
+        assert f"its weights were {'cloned' if clones else 'copied'} as" in export(MIXED, dense, tmp_path / "out").form
         load(tmp_path / "out")
 
     @pytest.mark.usefixtures("unchecked")
@@ -127,7 +127,7 @@ class TestExport:
     def test_gates_are_left_out(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """So weights are written anew, no file larger than before."""
         source = write(gated(), tmp_path / "gated", tiny_tokenizer)
-        assert "its weights were written anew" in export(MIXED, source, tmp_path / "out")
+        assert "its weights were written anew" in export(MIXED, source, tmp_path / "out").form
         before, after = weights(source), weights(tmp_path / "out")
         assert INDEX in after
         largest = [max(file.stat().st_size for file in files.values()) for files in (before, after)]
@@ -143,7 +143,7 @@ class TestExport:
         source = write(tiny_model(vocab_size=300), tmp_path / "named", tiny_tokenizer, "1GB")
         (source / FILE).rename(source / "ours.safetensors")
         change_config(source, lambda config: config.update(transformers_weights="ours.safetensors"))
-        assert "its weights were written anew" in export(MIXED, source, tmp_path / "out")
+        assert "its weights were written anew" in export(MIXED, source, tmp_path / "out").form
         assert weights(tmp_path / "out").keys() == {FILE}
         load(tmp_path / "out")
 
@@ -155,7 +155,7 @@ def test_tied_tensors_that_are_stored_twice(tmp_path: Path, tiny_tokenizer: PreT
     save_file(
         {**content, "lm_head.weight": content["model.embed_tokens.weight"].clone()}, source / FILE, {"format": "pt"}
     )
-    assert "as they are" in export(MIXED, source, tmp_path / "out")
+    assert "as they are" in export(MIXED, source, tmp_path / "out").form
     assert "lm_head.weight" in load_file(tmp_path / "out" / FILE)
     load(tmp_path / "out")
 

@@ -1,91 +1,117 @@
-"""Export a checkpoint with a layout applied as a Hugging Face folder.
+"""Export a checkpoint with a layout applied, in the form of an export target.
 
-A layout changes the config but no weight, so the weight files are carried over unchanged (``weight_files.py``), with
-their shards and index. They are written anew only if they hold more tensors than the model, such as its gates, or
+A layout changes the config but no weight, so most targets carry the weight files over unchanged (``weight_files.py``),
+with their shards and index. They are written anew only if they hold more tensors than the model, such as its gates, or
 under other names.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing import Any
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.files import StrPath
 from spkv_nas.base.manifest import write_manifest
 from spkv_nas.base.replace import check_new, new_folder
-from spkv_nas.model.attach import detach
-from spkv_nas.model.checkpoint import WrittenWeights, load, save_as_files, weight_files
+from spkv_nas.model.checkpoint import load, weight_files
 from spkv_nas.model.config_section import checkpoint_layout
-from spkv_nas.model.custom_model_type import OWN_TYPE, set_own_type
-from spkv_nas.model.export import verify_export
-from spkv_nas.model.export.native import UnsupportedLayoutError, stock_config, write_stock_config
+from spkv_nas.model.export.registry import AUTO, chosen_targets
+from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError
 from spkv_nas.model.windows import apply_layout
 
 
-def export(
-    layout: Layout | None, checkpoint: StrPath, out: StrPath, *, allow_dense: bool = False, link: bool = False
-) -> str:
-    """Write a checkpoint with ``layout`` to the folder ``out``, and return a sentence that says what was written.
+@dataclass(frozen=True)
+class Exported:
+    """Outcome of an export; as a string, sentences for the user.
 
-    A layer-wise layout becomes a stock architecture where one computes the same, which a subprocess with plain
-    ``transformers`` verifies (``verify_export.py``). Any other hybrid gets the model type ``spkv``, which
-    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``custom_model_type.py``). The checkpoint's gates are
-    dropped.
+    Attributes:
+        folder: the folder that was written.
+        target: name of the target.
+        form: what it is, what loads it, and how the weights were written.
+        rejected: why each target that comes before it was not taken, by name.
+    """
+
+    folder: Path
+    target: str
+    form: str
+    rejected: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return a sentence on the folder, and a line on each target that was not taken."""
+        reasons = [f"not exported as {name}: {reason}" for name, reason in self.rejected.items()]
+        return "\n".join([f"{self.folder}: {self.form}", *reasons])
+
+
+def export(
+    layout: Layout | None,
+    checkpoint: StrPath,
+    out: StrPath,
+    *,
+    to: str | ExportTarget = AUTO,
+    link: bool = False,
+    **options: Any,
+) -> Exported:
+    """Write a checkpoint with ``layout`` to the folder ``out``.
+
+    By default a layer-wise layout becomes a stock architecture where one computes the same, which a subprocess with
+    plain ``transformers`` verifies (``native.py``). Any other hybrid gets the model type ``spkv``, which
+    ``spkv_nas.load`` loads and plain ``transformers`` refuses (``spkv.py``). The checkpoint's gates are dropped.
 
     Args:
         layout: layout to apply; None takes the checkpoint's, which exports a retrained hybrid as it is.
         checkpoint: model folder or id.
         out: a new or empty folder; it appears in one step, once it is complete.
-        allow_dense: keep the stock model type for layouts without a stock form, so that plain ``transformers`` runs
-            them dense.
+        to: a target or its name; "auto" takes the first of the registry that can express the layout.
         link: make hard links to the checkpoint's files, which use no disk space; writing to either changes both.
             Otherwise files are cloned if the file system supports it, or copied.
+        options: options of the targets by name, such as ``allow_dense=True`` of ``spkv``, which keeps the stock model
+            type so that plain ``transformers`` runs the model dense.
 
     Returns:
-        What was written, and what loads it.
+        What was written, and why not as an earlier target.
 
     Raises:
         UserError: ``out`` holds files already, the checkpoint cannot be loaded, the layout does not fit it or is
-            missing, or the subprocess failed.
+            missing, the target is unknown, lacks an option or cannot express the layout, or its check could not run.
 
     Warns:
         UserWarning: the checkpoint is a hybrid that was retrained with another layout.
     """
+    # Choose the targets to try
+    candidates = chosen_targets(to, options)
     # Load the model and apply the layout
     out = Path(out)
-    target = check_new(out)
+    new = check_new(out)
     model, tokenizer = load(checkpoint, mapped=True)
     layout = _chosen(layout, checkpoint_layout(model), checkpoint)
     apply_layout(model, layout)  # also checks the shape
-    write = partial(save_as_files, model, tokenizer, weight_files(checkpoint), link=link)
-    # Write it as a stock architecture if that computes the same
-    try:
-        with new_folder(target) as folder:
-            done = _write_stock(model, tokenizer, layout, write, folder)
-        return f"{out}: {done}"
-    except (UnsupportedLayoutError, verify_export.LogitMismatch) as error:
-        reason = str(error)
-    # Write it with the model type spkv otherwise
-    apply_layout(model, layout)
-    if allow_dense:
-        set_own_type(model.config, False)
-    with new_folder(target) as folder:
-        weights = write(folder)
-        write_manifest(folder, weights.hashes)
-    if allow_dense:
-        loads = f"spkv_nas.load; plain transformers runs it dense without a word, as {reason}"
-    else:
-        loads = (
-            "spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers refuses its model "
-            f"type '{OWN_TYPE}' (--allow-dense keeps the stock one). It has no stock form: {reason}"
-        )
-    return f"{out}: loads with {loads}; {weights.done}"
+    hybrid = Hybrid(model, tokenizer, layout, weight_files(checkpoint), link)
+    # Write it as the first target that can express it
+    rejected: dict[str, str] = {}
+    for target in candidates:
+        try:
+            return Exported(out, target.name, _write(target, hybrid, new), rejected)
+        except TargetError as error:
+            rejected[target.name] = str(error)
+    reasons = "\n".join(f"it is not exported as {name}: {reason}" for name, reason in rejected.items())
+    raise UserError(f"{reasons}\nexport to '{AUTO}', which takes a form that can express every layout")
+
+
+def _write(target: ExportTarget, hybrid: Hybrid, folder: Path) -> str:
+    """Write and verify a hybrid in the form of a target, and return what was written. Raises ``TargetError``."""
+    reason = target.can_express(hybrid.model.config, hybrid.layout)
+    if reason is not None:
+        raise TargetError(reason)
+    with new_folder(folder) as unfinished:
+        written = target.write(hybrid, unfinished)
+        verified = target.verify(hybrid, unfinished)
+        write_manifest(unfinished, written.hashes)
+    return "; ".join(clause for clause in (written.form, verified, written.weights) if clause)
 
 
 def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath) -> Layout:
@@ -111,32 +137,3 @@ def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath)
             stacklevel=3,
         )
     return requested
-
-
-def _write_stock(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    layout: Layout,
-    write: Callable[[Path], WrittenWeights],
-    folder: Path,
-) -> str:
-    """Write a hybrid as a stock architecture, verify it in a subprocess, and return what was written.
-
-    Raises:
-        UnsupportedLayoutError: the layout has no stock form.
-        verify_export.LogitMismatch: the stock form computes something else; the hooks may be off the model then.
-    """
-    config = stock_config(model.config, layout)
-    hybrid = verify_export.expected(model, tokenizer, layout.window)
-    detach(model)
-    if model.generation_config is not None:
-        model.generation_config.use_cache = True  # False was for the hooks
-    weights = write(folder)
-    write_stock_config(config, folder)
-    difference = verify_export.check(folder, hybrid)
-    write_manifest(folder, weights.hashes)
-    return (
-        f"a stock {config.model_type} checkpoint, which plain transformers loads without this package; over "
-        f"{len(hybrid.tokens)} tokens in a process of its own its logits are the hybrid's to {difference:.0e} of the "
-        f"largest; {weights.done}"
-    )

@@ -1,4 +1,4 @@
-"""Write layer-wise hybrids as stock architectures, which plain ``transformers`` and serving engines load.
+"""Export target ``native``: stock architectures, which plain ``transformers`` and serving engines load.
 
 A layout whose layers are all-global or all-local can be expressed by ``layer_types`` and ``sliding_window`` (Hugging
 Face counts the query's own key in the window, as this package does). Classes that ignore ``layer_types`` have a
@@ -12,13 +12,16 @@ are refused here; ``verify_export.py`` detects the others.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from spkv_nas.model.export.target import ExportTarget, Hybrid, TargetError, Written
 
-from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.files import write_atomic
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from spkv_nas.artifacts.layout import Layout
 
 _NATIVE = ("qwen2", "qwen3", "smollm3", "ministral", "gemma3_text", "olmo3", "cohere2", "exaone4")
 _SUCCESSOR = {"llama": "ministral", "mistral": "ministral", "olmo2": "olmo3"}
@@ -26,25 +29,65 @@ _ROTARY_IF_LOCAL = ("cohere2", "exaone4")  # their global layers have no positio
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-class UnsupportedLayoutError(Exception):  # handled: the export takes another form
-    """Layout that no stock architecture can express; the message is a clause that says why."""
+@dataclass(frozen=True)
+class NativeTarget(ExportTarget):
+    """Write a layer-wise layout as a stock architecture where one computes the same, checked in a subprocess."""
+
+    name = "native"
+    help = "a stock architecture of transformers with layer_types, for layouts of whole layers"
+
+    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
+        """Return why no stock architecture can express the layout, or None."""
+        try:
+            stock_config(config, layout)
+        except TargetError as error:
+            return str(error)
+        return None
+
+    def write(self, hybrid: Hybrid, folder: Path) -> Written:
+        """Write the checkpoint with the config of the stock architecture."""
+        from spkv_nas.model.attach import detached
+
+        model = hybrid.model
+        config = stock_config(model.config, hybrid.layout)
+        with detached(model):
+            if model.generation_config is not None:
+                model.generation_config.use_cache = True  # False was for the hooks
+            weights = hybrid.save(folder)
+        write_stock_config(config, folder)
+        form = f"a stock {config.model_type} checkpoint, which plain transformers loads without this package"
+        return Written(form, weights.done, weights.hashes)
+
+    def verify(self, hybrid: Hybrid, folder: Path) -> str:
+        """Compare logits and tokens with those of plain ``transformers`` in a subprocess."""
+        from spkv_nas.model.export import verify_export
+
+        reference = verify_export.expected(hybrid.model, hybrid.tokenizer, hybrid.layout.window)
+        difference = verify_export.check(folder, reference)
+        return (
+            f"over {len(reference.tokens)} tokens in a process of its own its logits are the hybrid's to "
+            f"{difference:.0e} of the largest"
+        )
+
+
+NATIVE = NativeTarget()
 
 
 def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     """Build the config of a stock architecture with the layers of ``layout`` and the weights of ``config``'s model.
 
     Raises:
-        UnsupportedLayoutError: no stock architecture can express it.
+        TargetError: no stock architecture can express it.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     # Check that the layout can be expressed
     if not layout.is_layerwise:
         mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
-        raise UnsupportedLayoutError(
-            f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot say"
-        )
+        raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot say")
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
-        raise UnsupportedLayoutError(f"no stock architecture with layer_types is known for model type '{kind}'")
+        raise TargetError(f"no stock architecture with layer_types is known for model type '{kind}'")
     # Build the config
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
     target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()
@@ -72,7 +115,7 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
         if encodings[0] != encodings[1]
     ]
     if changed:
-        raise UnsupportedLayoutError(
+        raise TargetError(
             f"layer_types of '{stock.model_type}' also chooses the position encoding, which would change in layers "
             f"{_numbers(changed)}"
         )
@@ -84,6 +127,8 @@ def write_stock_config(config: PreTrainedConfig, folder: Path) -> None:
 
     Engines on transformers 4 ignore ``rope_parameters`` and silently use a base of 10,000.
     """
+    from spkv_nas.base.files import write_atomic
+
     rotary = getattr(config, "rope_parameters", None) or {}
     content = json.loads(config.to_json_string())
     if "rope_theta" in rotary:  # a single one for all layers, which is all that version 4 supports

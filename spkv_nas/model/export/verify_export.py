@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.memory import require
 from spkv_nas.model.export.plain_logits import float32, parts
+from spkv_nas.model.export.target import TargetError
 from spkv_nas.model.model_shape import vocabulary_size
 from spkv_nas.model.modes import evaluation_mode
 
@@ -36,7 +37,7 @@ _SLOWER = 20.0  # time limit, as a multiple of the time taken here
 _TEXT = "The 3 quick brown foxes' déjà-vu:\n\tfor i in range(10): x += 1.5e-3  # 你好, 🦊"
 
 
-class LogitMismatch(Exception):  # noqa: N818  # handled: the export takes another form
+class LogitMismatch(TargetError):  # noqa: N818
     """Different result in plain transformers; the message is a clause that says which."""
 
 

@@ -50,13 +50,15 @@ def test_a_hybrid_is_exported_as_what_it_is(
     said = export(None, hybrid, tmp_path / "out")
     expected = logits(load(hybrid)[0], tokens)
     if layout is LAYERWISE:
-        assert "a stock ministral checkpoint" in said
-        assert "over 70 tokens in a process of its own" in said
+        assert "a stock ministral checkpoint" in said.form
+        assert "over 70 tokens in a process of its own" in said.form
+        assert (said.target, said.rejected) == ("native", {})
         assert torch.allclose(
             logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tokens), expected, atol=1e-5
         )
     else:
-        assert "loads with spkv_nas.load" in said
+        assert "loads with spkv_nas.load" in said.form
+        assert said.target == "spkv"
         assert torch.equal(logits(load(tmp_path / "out")[0], tokens), expected)
 
 
@@ -88,7 +90,8 @@ class TestFreshProcess:
         dense = write(None, tmp_path / "dense", tiny_tokenizer, "gemma3_text")
         monkeypatch.setattr(native, "_positions", lambda config: [None] * config.num_hidden_layers)
         said = export(LAYERWISE, dense, tmp_path / "out")
-        assert "It has no stock form: its logits in plain transformers differ by 0." in said
+        assert said.target == "spkv"
+        assert said.rejected["native"].startswith("its logits in plain transformers differ by 0.")
         assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
         hybrid = tiny_model("gemma3_text", vocab_size=300)
         apply_layout(hybrid, LAYERWISE)
@@ -233,7 +236,8 @@ class TestOwnType:
 
     def test_can_be_exported_dense(self, folder: Path, tokens: Tensor, tmp_path: Path) -> None:
         said = export(None, folder, tmp_path / "dense-type", allow_dense=True)
-        assert "plain transformers runs it dense without a word, as layers 0, 2 mix" in said
+        assert "plain transformers silently runs it dense" in said.form
+        assert "not exported as native: layers 0, 2 mix" in str(said)
         assert json.loads((tmp_path / "dense-type" / "config.json").read_text())["model_type"] == "llama"
         assert torch.equal(logits(load(tmp_path / "dense-type")[0], tokens), logits(load(folder)[0], tokens))
 

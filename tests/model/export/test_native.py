@@ -10,7 +10,8 @@ from configs import CONFIGS, on_meta, published
 from transformers import AutoConfig, PreTrainedModel
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.model.export.native import UnsupportedLayoutError, stock_config, write_stock_config
+from spkv_nas.model.export.native import stock_config, write_stock_config
+from spkv_nas.model.export.target import TargetError
 from spkv_nas.model.model_shape import config_shape
 from spkv_nas.model.windows import apply_layout
 
@@ -72,7 +73,7 @@ def test_a_model_that_sees_images_gets_our_type(tmp_path: Path) -> None:
     model = on_meta(published("Gemma-3-12B"))
     chosen = layerwise(model)
     apply_layout(model, chosen)
-    with pytest.raises(UnsupportedLayoutError, match="'gemma3'"):
+    with pytest.raises(TargetError, match="'gemma3'"):
         stock_config(model.config, chosen)
     model.config.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())

@@ -1,0 +1,47 @@
+"""List the export targets: the built-in ones and those that installed packages add.
+
+The order counts: without a choice, ``export`` takes the first target that can express the layout, which the target
+``spkv`` always can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.registry import Registry
+from spkv_nas.model.export.native import NATIVE
+from spkv_nas.model.export.spkv import SPKV
+from spkv_nas.model.export.target import ExportTarget
+
+AUTO = "auto"  # choose the first target that can express the layout
+
+TARGETS: Registry[ExportTarget] = Registry(
+    "spkv_nas.export_targets",
+    "export target",
+    ExportTarget,  # type: ignore[type-abstract]
+    (NATIVE, SPKV),
+)
+
+
+def chosen_targets(to: str | ExportTarget, options: Mapping[str, Any]) -> list[ExportTarget]:
+    """Return the targets that ``to`` names, in the order in which to try them, with their options.
+
+    Raises:
+        UserError: there is no such target, or none of them has one of the options.
+    """
+    if isinstance(to, ExportTarget):
+        chosen: Iterable[ExportTarget] = [to]
+    elif to == AUTO:
+        chosen = TARGETS.built_in
+    elif to in TARGETS.names:
+        chosen = [TARGETS[to]]
+    else:
+        raise UserError(f"unknown export target '{to}'; expected one of {', '.join((AUTO, *TARGETS.names))}")
+    configured = [target.with_options(options) for target in chosen]
+    for name in options:
+        if not any(name in target.option_names for target in configured):
+            names = " or ".join(target.name for target in configured)
+            raise UserError(f"an export to {names} has no option '{name}'\nleave it out")
+    return configured

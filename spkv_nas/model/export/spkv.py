@@ -1,0 +1,60 @@
+"""Export target ``spkv``: the custom model type, which expresses every layout and which only this package loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from spkv_nas.base.flag import Flag
+from spkv_nas.model.export.target import ExportTarget, Hybrid, Written
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from spkv_nas.artifacts.layout import Layout
+
+AllowDense = Annotated[
+    bool, Flag("Let plain transformers run dense what has no stock form; by default it refuses it.", ("--allow-dense",))
+]
+
+
+@dataclass(frozen=True)
+class SpkvTarget(ExportTarget):
+    """Write the layout to the config's ``spkv`` section, under a model type that other loaders refuse.
+
+    ``custom_model_type.py`` says why. This package reads what it wrote, so there is no check.
+
+    Attributes:
+        allow_dense: keep the stock model type, so that plain ``transformers`` runs the model dense.
+    """
+
+    name = "spkv"
+    help = "a model type of its own, which spkv_nas loads and everything else refuses"
+
+    allow_dense: AllowDense = False
+
+    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
+        """Return None: any layout can be expressed."""
+        return None
+
+    def write(self, hybrid: Hybrid, folder: Path) -> Written:
+        """Write the checkpoint with its section."""
+        from spkv_nas.model.custom_model_type import OWN_TYPE, set_own_type
+
+        if self.allow_dense:
+            set_own_type(hybrid.model.config, False)
+            form = "loads with spkv_nas.load; plain transformers silently runs it dense"
+        else:
+            form = (
+                "loads with spkv_nas.load, or with AutoModelForCausalLM after import spkv_nas; plain transformers "
+                f"refuses its model type '{OWN_TYPE}' (--allow-dense keeps the stock one)"
+            )
+        try:
+            weights = hybrid.save(folder)
+        finally:
+            set_own_type(hybrid.model.config, True)
+        return Written(form, weights.done, weights.hashes)
+
+
+SPKV = SpkvTarget()

@@ -1,0 +1,114 @@
+"""Base class of export targets: the forms in which a checkpoint with a layout can be written.
+
+A target is a frozen dataclass in one file, whose fields are its options. Its module imports no torch, so that the
+command line can list targets; heavier imports belong into its methods. ``registry.py`` lists the built-in targets, and
+a package adds its own by an entry point::
+
+    [project.entry-points."spkv_nas.export_targets"]
+    windows = "my_package.export:WINDOWS"
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.model.checkpoint import WrittenWeights
+
+
+class TargetError(Exception):  # handled: the export takes the next target
+    """Target that cannot express a hybrid, or computes something else; the message is a clause that says why."""
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Checkpoint to export, loaded with the layout applied and without gates.
+
+    Attributes:
+        model: the model, whose weights are memory-mapped.
+        tokenizer: its tokenizer.
+        layout: the layout of its heads.
+        files: the checkpoint's weight files.
+        link: whether to make hard links to these files instead of copies.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    layout: Layout
+    files: list[Path]
+    link: bool = False
+
+    def save(self, folder: Path) -> WrittenWeights:
+        """Write the model's config, tokenizer and weights, whose files are carried over where nothing changes."""
+        from spkv_nas.model.checkpoint import save_as_files
+
+        return save_as_files(self.model, self.tokenizer, self.files, folder, link=self.link)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a target wrote.
+
+    Attributes:
+        form: what it is and what loads it, as a clause of a message.
+        weights: how the weights were written, as a clause of a message.
+        hashes: SHA-256 by name of files that were carried over, so that they need not be read again.
+    """
+
+    form: str
+    weights: str
+    hashes: Mapping[str, str]
+
+
+class ExportTarget(ABC):
+    """Form in which a checkpoint with a layout can be written. Subclasses are frozen dataclasses of options.
+
+    Attributes:
+        name: by which ``export --to`` chooses it.
+        help: what the form is for, as a phrase.
+    """
+
+    name: ClassVar[str]
+    help: ClassVar[str]
+
+    @abstractmethod
+    def can_express(self, config: PreTrainedConfig, layout: Layout) -> str | None:
+        """Return why this form cannot express a model of ``config`` with ``layout``, as a clause; None if it can."""
+
+    @abstractmethod
+    def write(self, hybrid: Hybrid, folder: Path) -> Written:
+        """Write a hybrid to an empty folder, and leave its model as it was.
+
+        Raises:
+            TargetError: the form cannot express the hybrid.
+            UserError: the folder cannot be written.
+        """
+
+    def verify(self, hybrid: Hybrid, folder: Path) -> str | None:
+        """Check that the reader of this form computes what the hybrid does.
+
+        Returns:
+            What was compared and how well it agrees, as a clause of a message; None for a form without a check.
+
+        Raises:
+            TargetError: the reader computes something else, or nothing.
+            UserError: the reader could not be run.
+        """
+        return None
+
+    @property
+    def option_names(self) -> set[str]:
+        """Return the names of this target's options."""
+        return {field.name for field in fields(self)}  # type: ignore[arg-type]  # every target is a dataclass
+
+    def with_options(self, options: Mapping[str, Any]) -> ExportTarget:
+        """Return a copy of this target with those of ``options`` that it has."""
+        mine = {name: value for name, value in options.items() if name in self.option_names}
+        return replace(self, **mine)  # type: ignore[type-var]  # as above

@@ -1,0 +1,149 @@
+"""Tests of choosing an export target: built-in ones by name and by what they can express, and those of packages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from helpers import tiny_model
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli import main
+from spkv_nas.model.checkpoint import save
+from spkv_nas.model.export.export import export
+from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
+from spkv_nas.model.export.spkv import SpkvTarget
+from spkv_nas.model.export.target import ExportTarget
+from spkv_nas.stages.layout_options import ExportOptions
+
+MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
+LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)
+PACKAGE = """
+import json
+from dataclasses import dataclass
+
+from spkv_nas.model.export.target import ExportTarget, TargetError, Written
+
+
+@dataclass(frozen=True)
+class Grid(ExportTarget):
+    name = "grid"
+    help = "the grid beside the weights"
+    indent: int = 1
+    is_wrong: bool = False
+
+    def can_express(self, config, layout):
+        return None if layout.is_layerwise else "it has mixed layers"
+
+    def write(self, hybrid, folder):
+        (folder / "grid.json").write_text(json.dumps(list(hybrid.layout.heads), indent=self.indent))
+        weights = hybrid.save(folder)
+        return Written("a grid", weights.done, weights.hashes)
+
+    def verify(self, hybrid, folder):
+        if self.is_wrong:
+            raise TargetError("its grid is upside down")
+        return "its grid is right"
+
+
+GRID = Grid()
+"""
+
+
+@pytest.fixture
+def dense(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write a dense checkpoint."""
+    save(tiny_model(vocab_size=300), tiny_tokenizer, tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install a package that adds a target by an entry point."""
+    site = tmp_path / "site"
+    information = site / "grid_export-1.dist-info"
+    information.mkdir(parents=True)
+    (site / "grid_export.py").write_text(PACKAGE)
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: grid-export\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[spkv_nas.export_targets]\ngrid = grid_export:GRID\n")
+    monkeypatch.syspath_prepend(site)
+    TARGETS.__dict__.pop("entries", None)
+    yield
+    TARGETS.__dict__.pop("entries", None)
+
+
+def test_layouts_that_a_target_cannot_express(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not exported as native: layers 0, 2 mix global and local heads.*\nexport to"):
+        export(MIXED, dense, tmp_path / "out", to="native")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_form_that_only_this_package_loads_can_be_chosen(dense: Path, tmp_path: Path) -> None:
+    exported = export(LAYERWISE, dense, tmp_path / "out", to="spkv")
+    assert (exported.target, exported.rejected) == ("spkv", {})
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "spkv"
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("gguf", {}, "unknown export target 'gguf'; expected one of auto, native, spkv"),
+        ("native", {"allow_dense": True}, "an export to native has no option 'allow_dense'"),
+        (AUTO, {"bits": 4}, "an export to native or spkv has no option 'bits'"),
+    ],
+)
+def test_choices_that_cannot_be(to: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chosen_targets(to, options)
+
+
+def test_options_reach_the_target() -> None:
+    (target,) = chosen_targets("spkv", {"allow_dense": True})
+    assert target == SpkvTarget(allow_dense=True)
+    assert SpkvTarget() in chosen_targets(AUTO, {})
+
+
+@pytest.mark.parametrize("target", TARGETS.built_in, ids=lambda target: target.name)
+def test_the_command_has_the_options_of_built_in_targets(target: ExportTarget) -> None:
+    """Their flags and their defaults."""
+    hints, options = get_type_hints(type(target), include_extras=True), {f.name: f for f in fields(ExportOptions)}
+    for field in fields(target):  # type: ignore[arg-type]  # every target is a dataclass
+        assert options[field.name].default == field.default
+        assert get_type_hints(ExportOptions, include_extras=True)[field.name] == hints[field.name]
+
+
+@pytest.mark.usefixtures("package")
+class TestPackage:
+    def test_its_target_can_be_chosen(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        LAYERWISE.write(tmp_path / "layout.yaml")
+        arguments = [str(tmp_path / "layout.yaml"), "--model", str(dense), "--out", str(tmp_path / "out")]
+        main(["export", *arguments, "--to", "grid"])
+        printed = capsys.readouterr().out
+        assert f"{tmp_path / 'out'}: a grid; its grid is right; its weights were c" in printed
+        assert printed.endswith("target: grid\n")
+        assert json.loads((tmp_path / "out" / "grid.json").read_text()) == list(LAYERWISE.heads)
+        assert "grid.json" in json.loads((tmp_path / "out" / "spkv-manifest.json").read_text())["sha256"]
+
+    def test_its_options_are_those_of_python(self, dense: Path, tmp_path: Path) -> None:
+        assert export(LAYERWISE, dense, tmp_path / "out", to="grid", indent=4).target == "grid"
+        assert '\n    "GG"' in (tmp_path / "out" / "grid.json").read_text()
+
+    @pytest.mark.parametrize(
+        ("layout", "options", "message"),
+        [(MIXED, {}, "mixed layers"), (LAYERWISE, {"is_wrong": True}, "upside down")],
+    )
+    def test_what_it_refuses(
+        self, layout: Layout, options: dict[str, bool], message: str, dense: Path, tmp_path: Path
+    ) -> None:
+        with pytest.raises(UserError, match=f"not exported as grid: .*{message}"):
+            export(layout, dense, tmp_path / "out", to="grid", **options)
+        assert not (tmp_path / "out").exists()
+
+    def test_it_is_not_chosen_unasked(self, dense: Path, tmp_path: Path) -> None:
+        assert export(MIXED, dense, tmp_path / "out").target == "spkv"
