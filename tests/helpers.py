@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from spkv_nas import GateConfig, attach_gates, set_gate_mode
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.progress import Bar, Reporter
+from spkv_nas.base.progress import Announce, Bar, Reporter, silent
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import load
@@ -91,13 +92,27 @@ def write_project(folder: Path, recipe: str = RECIPE) -> Path:
     return file
 
 
+@dataclass(frozen=True)
+class Recorder(Reporter):
+    """Reporter that hands its messages to functions instead of logging them."""
+
+    announced: Announce = silent
+    cautioned: Announce = silent
+
+    def announce(self, line: str) -> None:
+        self.announced(line)
+
+    def caution(self, line: str) -> None:
+        self.cautioned(line)
+
+
 class Heard:
     """Records the lines that work reports, and by title the values of its bars."""
 
     def __init__(self) -> None:
         self.announced: list[str] = []
         self.bars: dict[str, list[tuple[int, int]]] = {}
-        self.reporter = Reporter(announce=self.announced.append, bar=self._bar)
+        self.reporter = Recorder(self._bar, self.announced.append)
 
     @contextmanager
     def _bar(self, title: str) -> Iterator[Bar]:

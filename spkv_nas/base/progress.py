@@ -1,14 +1,22 @@
-"""Progress reporting: callers pass a ``Reporter``, or one of its functions, to long-running work.
+"""Progress reporting: callers pass a ``Reporter``, or one of its methods, to long-running work.
 
-Imports nothing heavy, because the command line creates a reporter before it loads anything else.
+Messages are records of the logger ``spkv_nas``, so that Python users choose a level and a handler as usual::
+
+    logging.getLogger("spkv_nas").setLevel(logging.INFO)
+
+The command line prints them (``cli.screen``). Imports nothing heavy, because the command line creates a reporter before
+it loads anything else.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
+
+LOGGER = logging.getLogger("spkv_nas")
 
 Announce = Callable[[str], None]  # called with one line when a step begins
 Progress = Callable[[int, int], None]  # called with (done, total)
@@ -37,24 +45,30 @@ def _no_bar(_: str) -> Iterator[Bar]:
 
 @dataclass(frozen=True)
 class Reporter:
-    """Receiver of progress and status messages.
+    """Receiver of messages, which it logs, and of progress.
 
     Attributes:
-        announce: called with one line when a step begins.
-        caution: called with what the user should know before trusting a result.
         bar: creates, for a title, a context manager that shows a progress bar and yields its ``Bar``.
-        verbose: whether to show details and the output of libraries.
     """
 
-    announce: Announce = silent
-    caution: Announce = silent
     bar: Callable[[str], AbstractContextManager[Bar]] = _no_bar
-    verbose: bool = False
+
+    @property
+    def verbose(self) -> bool:
+        """Return whether details, and the output of libraries, are wanted."""
+        return LOGGER.isEnabledFor(logging.DEBUG)
+
+    def announce(self, line: str) -> None:
+        """Log, at level INFO, that a step begins."""
+        LOGGER.info(line)
+
+    def caution(self, line: str) -> None:
+        """Log, at level WARNING, what the user should know before trusting a result."""
+        LOGGER.warning(line)
 
     def detail(self, line: str) -> None:
-        """Announce a detail, if verbose."""
-        if self.verbose:
-            self.announce(line)
+        """Log a detail at level DEBUG."""
+        LOGGER.debug(line)
 
     def reused(self, number: int, total: int, what: str) -> None:
         """Announce how much finished work is reused, if any: "reused 9 of 9 runs"."""
@@ -62,4 +76,4 @@ class Reporter:
             self.announce(f"reused {number} of {total} {what}")
 
 
-SILENT = Reporter()
+SILENT = Reporter()  # shows no progress

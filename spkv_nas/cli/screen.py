@@ -6,6 +6,7 @@ that no step is silent. A step that knows its progress gets a row of its own wit
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from rich.table import Column
 from rich.text import Text
 
 from spkv_nas.base.console import announce, caution, err, out
-from spkv_nas.base.progress import Bar, Reporter
+from spkv_nas.base.progress import LOGGER, Announce, Bar, Reporter
 
 EVERY = 30.0  # seconds between progress lines outside a terminal
 _FRAMES = 5  # per second; drawing one takes half a millisecond
@@ -36,16 +37,52 @@ def working(title: str, *, quiet: bool = False, verbose: bool = False, takes_lon
     Yields:
         The reporter that the block sends its progress to.
     """
+    level = logging.DEBUG if verbose else logging.INFO
     if quiet:
-        yield Reporter(caution=caution)
+        with _printed(logging.WARNING, announce):
+            yield Reporter()
     elif err.is_seen:
         rows = _Rows(title)
-        with rows.shown():
-            yield Reporter(rows.announce, caution, rows.bar, verbose)
+        with rows.shown(), _printed(level, rows.announce):
+            yield Reporter(rows.bar)
     else:
         if takes_long:
             announce(f"{title}: starting")
-        yield Reporter(announce, caution, _lines, verbose)
+        with _printed(level, announce):
+            yield Reporter(_lines)
+
+
+@contextmanager
+def _printed(level: int, show: Announce) -> Iterator[None]:
+    """Print the package's log records of at least ``level`` inside the ``with`` block: warnings as cautions.
+
+    Args:
+        level: lowest level to print.
+        show: prints the message of a lower record than a warning.
+    """
+    level_before, propagate_before = LOGGER.level, LOGGER.propagate
+    handler = _Printer(show)
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(level)
+    LOGGER.propagate = False  # libraries may have given the root logger a handler, which would print them again
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level_before)
+        LOGGER.propagate = propagate_before
+
+
+class _Printer(logging.Handler):
+    """Print log records on standard error."""
+
+    def __init__(self, show: Announce) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record's message in the style of its level."""
+        (caution if record.levelno >= logging.WARNING else self._show)(record.getMessage())
 
 
 class _Rows:

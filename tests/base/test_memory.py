@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from checkpoint_cases import change_config
 from configs import CONFIGS
-from helpers import fails, tiny_model
+from helpers import Recorder, fails, tiny_model
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from spkv_nas.base import memory
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
-from spkv_nas.base.progress import Reporter
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.model_shape import check_keys, check_size, check_tokens
 from spkv_nas.stages.evaluate import evaluate
@@ -162,7 +161,7 @@ class TestPasses:
         for free in (1 << 40, 1_500_000, 1):
             monkeypatch.setattr("spkv_nas.model.device_map.available_bytes_per_process", lambda device, free=free: free)
             said.clear()
-            reporter = Reporter(announce=said.append)
+            reporter = Recorder(announced=said.append)
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
             assert any("pass at once" in line for line in said) == (measured.batch_size < 8)

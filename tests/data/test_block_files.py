@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from helpers import Recorder
 from text_cases import bytes_tokenizer, prose, sixty_documents, write_files
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Reporter
 from spkv_nas.data import block_files, readers
 from spkv_nas.data.block_files import BlockWriter, map_blocks
 from spkv_nas.data.config import DataConfig, SourceConfig
@@ -103,20 +103,20 @@ class TestShare:
         (tmp_path / "corpus.txt").write_text(prose(12_000))
         config = DataConfig(sources=["corpus.txt"], block_size=64)
         said: list[str] = []
-        folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Reporter(announce=said.append))
+        folder = cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=said.append))
         train, kept_out = read_split(folder, config)
         assert len(kept_out.documents) >= 2
         number = len(train.documents) + len(kept_out.documents)
         assert said == [f"corpus.txt is one long document: its {number} pieces serve as documents"]
         again: list[str] = []
-        cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Reporter(announce=again.append))
+        cache_split(config, bytes_tokenizer(), tmp_path / "cache", tmp_path, Recorder(announced=again.append))
         assert again == said
 
     def test_a_limit_takes_of_several_pieces(self, tmp_path: Path) -> None:
         """It used to read the first piece alone, which gave no standard error."""
         (tmp_path / "corpus.txt").write_text(prose(2000))
         said: list[str] = []
-        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Reporter(announce=said.append)}
+        options: dict[str, Any] = {"block_size": 64, "max_tokens": 256, "reporter": Recorder(announced=said.append)}
         found = load_text(["corpus.txt"], bytes_tokenizer(), tmp_path / "cache", tmp_path, **options)
         assert len(found.documents) == found.num_blocks == 4
         number = len(list(documents(["corpus.txt"], tmp_path, piece=piece_size(64))))
@@ -130,7 +130,7 @@ class TestShare:
         write_files(tmp_path / "text", others)
         said: list[str] = []
         sources = ["text"] * bool(others) + [SourceConfig(path="long.txt", max_documents=1)]
-        reporter = Reporter(announce=said.append)
+        reporter = Recorder(announced=said.append)
         found = load_text(sources, bytes_tokenizer(), tmp_path / "cache", tmp_path, block_size=64, reporter=reporter)
         assert len(found.documents) == others + 1
         note = "long.txt is one long document, of which one piece is read"

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import make_table, tiny_model
+from helpers import Recorder, make_table, tiny_model
 from marks import slow_after
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Reporter
 from spkv_nas.data.batches import shuffled_batches
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.attach import attach_gates
@@ -177,7 +176,7 @@ class TestProbe:
 
     def test_it_learns_gates_and_measures_other_documents(self, options: ProbeOptions) -> None:
         said: list[str] = []
-        table = stage.probe(options, Reporter(announce=said.append))
+        table = stage.probe(options, Recorder(announced=said.append))
         assert table.is_density
         assert table.window == 8
         facts = {key: table.metadata[key] for key in ("training", "training_steps", "target_density")}
@@ -185,7 +184,7 @@ class TestProbe:
         assert HeadScores.read(options.folders.probe_dir("mine")).priced_at == 0.25
         assert any("gates learned on" in line for line in said)
         again: list[str] = []
-        assert stage.probe(options, Reporter(announce=again.append)).content_hash == table.content_hash
+        assert stage.probe(options, Recorder(announced=again.append)).content_hash == table.content_hash
         assert "reused 3 of 3 steps of the gates" in again
 
     def test_other_options_learn_anew(self, options: ProbeOptions) -> None:

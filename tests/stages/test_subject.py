@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import fails, gated, make_table, tiny_model
+from helpers import Recorder, fails, gated, make_table, tiny_model
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Reporter
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
@@ -112,7 +111,9 @@ class TestDefaults:
         for name, signal in (("mine", "density"), ("mine-duo", "duo"), ("mine-head-gates", "head-gates")):
             replace(table, name=name, metadata={"model": "m", "signal": signal}).write(place.probe_dir(name))
         said: list[str] = []
-        assert chosen_table(ProposeOptions(workspace=tmp_path), Reporter(said.append)).name == "mine-head-gates"
+        assert (
+            chosen_table(ProposeOptions(workspace=tmp_path), Recorder(announced=said.append)).name == "mine-head-gates"
+        )
         assert said == ["probe 'mine-head-gates' (head-gates), of 3 of one model; --probe takes another"]
         for name, facts in (("other", {"model": "n"}), ("again", {"model": "m", "signal": "head-gates"})):
             replace(table, name=name, metadata=facts).write(place.probe_dir(name))

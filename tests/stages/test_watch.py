@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import Recorder
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.base.progress import Reporter
 from spkv_nas.stages.report.command import ReportOptions
 from spkv_nas.stages.report.watch import watch
 
@@ -54,7 +54,7 @@ def test_the_report_follows_its_files(tmp_path: Path) -> None:
         act()
 
     with pytest.raises(Ended):
-        watch(ReportOptions(workspace=tmp_path), Reporter(announce=said.append), wait)
+        watch(ReportOptions(workspace=tmp_path), Recorder(announced=said.append), wait)
 
     nothing, half, first, same, cut, compared, elsewhere = pages
     assert (nothing, half, same, cut, elsewhere) == ("",) * 5  # not begun, half written, or nothing of this report

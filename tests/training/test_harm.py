@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from helpers import RECIPE, make_comparison, write_project
+from helpers import RECIPE, Recorder, make_comparison, write_project
 from rich.console import Console
 
 from spkv_nas.artifacts.comparison import (
@@ -24,7 +24,6 @@ from spkv_nas.artifacts.comparison import (
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import main, show
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.training.branches import Branch, BranchContext
@@ -70,7 +69,7 @@ class Heard:
     def __init__(self) -> None:
         self.announced: list[str] = []
         self.cautioned: list[str] = []
-        self.reporter = Reporter(announce=self.announced.append, caution=self.cautioned.append)
+        self.reporter = Recorder(announced=self.announced.append, cautioned=self.cautioned.append)
 
 
 class TestTable:

@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from helpers import weights
+from helpers import Recorder, weights
 from interruptions import Killed, Train, assert_same, at_step, cut, kill
 from marks import slow_after
 from safetensors.torch import load_file
@@ -26,7 +26,6 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.locks import FolderLock, locked
 from spkv_nas.base.manifest import MANIFEST, read_manifest, write_manifest
-from spkv_nas.base.progress import Reporter
 from spkv_nas.training import callbacks, run_files, trainer
 from spkv_nas.training.branches import Branch, BranchContext, train_branch
 from spkv_nas.training.corpus import Corpus, load_corpus, tokenizer_folder
@@ -355,7 +354,7 @@ class TestTwoProcesses:
             threading.Timer(0.2, other.stdin.close).start()  # type: ignore[union-attr]
 
         variant = Variant.full_attention()
-        train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", reporter=Reporter(announce=hear))
+        train_branch(recipe, corpus, dense, tmp_path / "run", variant, device="cpu", reporter=Recorder(announced=hear))
         assert other.wait(10) == 0
         other.stdout.close()
         assert said == [f"waiting for process {other.pid} on {os.uname().nodename}, which trains the same run"]

@@ -1,0 +1,74 @@
+"""Tests of messages as log records: their levels, which Python users choose, and how the command line prints them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import make_table
+
+from spkv_nas.base.progress import LOGGER, SILENT
+from spkv_nas.base.workspace import Workspace
+from spkv_nas.cli.screen import working
+from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.options import ProposeOptions
+
+
+def report_all() -> None:
+    """Report one message of each kind; one has a percent sign, which formats nothing."""
+    SILENT.announce("scoring 50 % of the text")
+    SILENT.reused(2, 3, "runs")
+    SILENT.caution("few documents")
+    SILENT.detail("on cpu")
+
+
+def test_levels(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "spkv_nas"):
+        assert SILENT.verbose
+        report_all()
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "scoring 50 % of the text"),
+        ("INFO", "reused 2 of 3 runs"),
+        ("WARNING", "few documents"),
+        ("DEBUG", "on cpu"),
+    ]
+
+
+def test_a_level_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "spkv_nas"):
+        report_all()
+    assert caplog.messages == ["few documents"]
+
+
+def test_library_functions_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a reporter, which only the command line passes."""
+    place, table = Workspace(tmp_path), make_table([[0.5, 0.4]])
+    for name, signal in (("mine", "density"), ("mine-head-gates", "head-gates")):
+        replace(table, name=name, metadata={"model": "m", "signal": signal}).write(place.probe_dir(name))
+    with caplog.at_level(logging.INFO, "spkv_nas"):
+        chosen_table(ProposeOptions(workspace=tmp_path))
+    assert caplog.messages == ["probe 'mine-head-gates' (head-gates), of 2 of one model; --probe takes another"]
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({}, ["probe: starting", "scoring 50 % of the text", "reused 2 of 3 runs", "few documents"]),
+        ({"quiet": True}, ["few documents"]),
+        (
+            {"verbose": True},
+            ["probe: starting", "scoring 50 % of the text", "reused 2 of 3 runs", "few documents", "on cpu"],
+        ),
+    ],
+)
+def test_the_command_line_prints_them_once(
+    options: dict[str, bool], lines: list[str], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)
+    with working("probe", **options):
+        report_all()
+    assert capsys.readouterr().err.splitlines() == lines
+    assert not caplog.records  # no handler of the root logger prints them again
+    assert (LOGGER.level, LOGGER.propagate, list(LOGGER.handlers)) == before
