@@ -73,7 +73,7 @@ def check(given: dict[str, Tensor | None], window: int | Tensor, backend: str, *
     """Compare output and every gradient in float32 with the float64 oracle; ``options`` may set a ``device``."""
     same = {name: value for name, value in options.items() if name != "device"}
     expected = run(given, torch.float64, window=window, backend="reference", **same)
-    found = run(given, torch.float32, window=window, backend=backend, **options)
-    assert found.keys() == expected.keys()
+    actual = run(given, torch.float32, window=window, backend=backend, **options)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert relative_error(found[name], value) <= (2e-5 if name == "out" else 1e-4), name
+        assert relative_error(actual[name], value) <= (2e-5 if name == "out" else 1e-4), name

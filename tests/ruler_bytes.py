@@ -16,11 +16,11 @@ def embedded_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for task in available(Material()):
         for index in range(3):
-            found.update(repr(generate(task, 0, index, 1024, tokenizer)).encode())
-    return found.hexdigest()
+            result.update(repr(generate(task, 0, index, 1024, tokenizer)).encode())
+    return result.hexdigest()
 
 
 if __name__ == "__main__":

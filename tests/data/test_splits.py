@@ -30,8 +30,8 @@ class TestSources:
         for name in ("prose/b.txt", "prose/a.md", "code/c.py", "code/skip.bin"):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text(f"text of {name}")
-        found = read(str(tmp_path), base=tmp_path)
-        assert [(d.name, d.domain) for d in found] == [
+        result = read(str(tmp_path), base=tmp_path)
+        assert [(d.name, d.domain) for d in result] == [
             ("code/c.py", "code"),
             ("prose/a.md", "prose"),
             ("prose/b.txt", "prose"),
@@ -47,13 +47,13 @@ class TestSources:
         (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         pd.DataFrame({"body": ["three"], "kind": ["books"]}).to_parquet(tmp_path / "b.parquet")
         parquet = SourceConfig(path="b.parquet", text_field="body", domain_field="kind")
-        found = read("a.jsonl", parquet, base=tmp_path)
-        assert [(d.text, d.domain) for d in found] == [("one", "web"), ("two", tmp_path.name), ("three", "books")]
+        result = read("a.jsonl", parquet, base=tmp_path)
+        assert [(d.text, d.domain) for d in result] == [("one", "web"), ("two", tmp_path.name), ("three", "books")]
 
     def test_the_recipe_can_say_the_domain_and_a_limit(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
-        found = read(SourceConfig(path="a.jsonl", domain="mine", max_documents=2), base=tmp_path)
-        assert [(d.text, d.domain) for d in found] == [("one", "mine"), ("two", "mine")]
+        result = read(SourceConfig(path="a.jsonl", domain="mine", max_documents=2), base=tmp_path)
+        assert [(d.text, d.domain) for d in result] == [("one", "mine"), ("two", "mine")]
 
     def test_errors_say_what_was_found(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"body": "one", "id": 3}\n')
@@ -74,10 +74,10 @@ class TestSources:
             assert len(read(str(tmp_path), base=tmp_path)) == 1
 
     def test_the_standard_library_has_its_domains(self) -> None:
-        found = [(domain, name) for _, domain, name in stdlib.texts()]
-        assert {"code", "docs"} <= {domain for domain, _ in found}
-        assert ("code", "argparse.py") in found
-        assert not [name for _, name in found if "site-packages" in name]
+        result = [(domain, name) for _, domain, name in stdlib.texts()]
+        assert {"code", "docs"} <= {domain for domain, _ in result}
+        assert ("code", "argparse.py") in result
+        assert not [name for _, name in result if "site-packages" in name]
 
     @pytest.mark.parametrize(
         ("path", "domain"),

@@ -52,8 +52,8 @@ def sampled(found: list[tuple[Document, np.ndarray]], most: int, stretch: int = 
 class TestSample:
     @pytest.mark.parametrize("most", [1, 100, 400, 700, 2500, 10**9])
     def test_takes_a_stretch_of_every_document_before_a_second(self, most: int) -> None:
-        found = texts(SIZES)
-        kept = sampled(found, most).blocks(1, "text")
+        result = texts(SIZES)
+        kept = sampled(result, most).blocks(1, "text")
         counts = np.bincount([int(i.name) for i in kept.documents], minlength=len(SIZES))
         assert counts.max() == 1
         total = kept.tokens.size
@@ -64,14 +64,14 @@ class TestSample:
         assert all(number >= min(want, rounds.max() - 1) for number, want in zip(rounds, wanted, strict=True))
 
     def test_does_not_depend_on_the_order_of_documents(self) -> None:
-        found = texts(SIZES)
-        one, two = (sampled(order, 700).blocks(16, "text") for order in (found, found[::-1]))
+        result = texts(SIZES)
+        one, two = (sampled(order, 700).blocks(16, "text") for order in (result, result[::-1]))
         assert np.array_equal(one.tokens, two.tokens)
         assert one.documents == two.documents
 
     def test_text_that_is_added_displaces_the_last_stretches_alone(self) -> None:
-        found, added = texts(SIZES), texts([*SIZES, 60, 3, 500])
-        before, after = (sampled(some, 700) for some in (found, added))
+        result, added = texts(SIZES), texts([*SIZES, 60, 3, 500])
+        before, after = (sampled(some, 700) for some in (result, added))
         old = {stretch.key for stretch in before._kept}
         new = {stretch.key for stretch in after._kept}
         of_added = {document.id for document, _ in added[len(SIZES) :]}

@@ -204,20 +204,20 @@ class TestCache:
 class TestRankCorrelation:
     def test_rho_and_its_interval(self) -> None:
         one, other = [3.0, 1.0, 2.0, 5.0, 4.0, np.nan], [0.2, 0.1, 0.4, 0.5, 0.4, 0.3]
-        found = rank_correlation(one, other)
-        assert found is not None
+        result = rank_correlation(one, other)
+        assert result is not None
         rho = spearmanr(one[:5], other[:5]).statistic
         orders = [abs(spearmanr(one[:5], order).statistic) for order in permutations(other[:5])]
-        assert found["rho"] == pytest.approx(rho, abs=1e-4)
-        assert found["p_value"] == pytest.approx(np.mean([some > abs(rho) - 1e-9 for some in orders]), abs=1e-4)
-        assert found["layouts"] == 5
+        assert result["rho"] == pytest.approx(rho, abs=1e-4)
+        assert result["p_value"] == pytest.approx(np.mean([some > abs(rho) - 1e-9 for some in orders]), abs=1e-4)
+        assert result["layouts"] == 5
         many = np.random.default_rng(1).normal(size=(2, 9))
-        found = rank_correlation(*many)
-        assert found is not None
-        assert found["p_value"] == pytest.approx(spearmanr(*many).pvalue, abs=1e-4)
+        result = rank_correlation(*many)
+        assert result is not None
+        assert result["p_value"] == pytest.approx(spearmanr(*many).pvalue, abs=1e-4)
         resamples = np.random.default_rng(0).integers(9, size=(NUM_RESAMPLES, 9))[:400]
         rhos = [spearmanr(*many[:, drawn]).statistic for drawn in resamples]
-        assert found["interval"] == pytest.approx(np.percentile(rhos, [2.5, 97.5]), abs=0.15)
+        assert result["interval"] == pytest.approx(np.percentile(rhos, [2.5, 97.5]), abs=0.15)
 
     @pytest.mark.parametrize("number", [3, 5, 7, 12])
     def test_no_interval_of_few_layouts_nor_of_a_perfect_order(self, number: int) -> None:

@@ -36,27 +36,27 @@ def main() -> None:
     tokens = torch.cat([context, prompt, context], 1)
     seen = watched(model, tokens)
     module, hidden, k, v, weights = (seen[name] for name in ("module", "hidden", "k", "v", "weights"))
-    found = {name: seen[name][0].numpy() for name in ("hidden", "q", "k", "v")}
-    found["cos"], found["sin"] = (
+    arrays = {name: seen[name][0].numpy() for name in ("hidden", "q", "k", "v")}
+    arrays["cos"], arrays["sin"] = (
         x[0].numpy() for x in model.model.rotary_emb(hidden, torch.arange(tokens.shape[1] + 512)[None])
     )
-    found["output"] = module.o_proj.weight.numpy()
+    arrays["output"] = module.o_proj.weight.numpy()
     observed = kvpress.ObservedAttentionPress(0.5)
-    found["observed"] = observed.score(module, hidden, k, v, weights, {})[0].numpy()
+    arrays["observed"] = observed.score(module, hidden, k, v, weights, {})[0].numpy()
     module.rotary_emb = model.model.rotary_emb
     for sinks in (0, 4):
         expected = kvpress.ExpectedAttentionPress(0.5, n_sink=sinks)
-        found[f"expected_{sinks}"] = expected.score(module, hidden, k, v, None, {})[0].numpy()
-    found["kvzip"] = kvzip(model, context, torch.cat([prompt, context], 1), module)
+        arrays[f"expected_{sinks}"] = expected.score(module, hidden, k, v, None, {})[0].numpy()
+    arrays["kvzip"] = kvzip(model, context, torch.cat([prompt, context], 1), module)
     torch.manual_seed(1)
     zap = KVzapModel(KVzapConfig(input_dim=32, output_dim=2, hidden_dim=8, n_modules=1)).eval()
     for name, weight in zip(("up", "up_bias", "down", "down_bias"), zap.parameters(), strict=True):
-        found[f"zap_{name}"] = weight.numpy()
+        arrays[f"zap_{name}"] = weight.numpy()
     press = kvpress.KVzapPress()
     press.kvzap_model = zap
-    found["zap"] = press.score(SimpleNamespace(layer_idx=0), hidden, k, v, None, {})[0].numpy()
+    arrays["zap"] = press.score(SimpleNamespace(layer_idx=0), hidden, k, v, None, {})[0].numpy()
     file = Path(__file__).with_name("baselines.npz")
-    np.savez_compressed(file, **found)
+    np.savez_compressed(file, **arrays)
     print(f"{file}: {file.stat().st_size} bytes")
 
 

@@ -40,7 +40,7 @@ def main() -> None:
 
 def places(text: str, source: str, rng: Random) -> list[dict[str, Any]]:
     """Yield evenly drawn places of one document. A name includes the space before it, as in most tokenizers."""
-    found = []
+    result = []
     for word in WORD.finditer(text, BEFORE):
         context = text[word.start() - BEFORE : word.start()]
         words = [one for one in WORD.finditer(context, 1) if not keyword.iskeyword(one[0])]  # the first may be cut
@@ -52,8 +52,8 @@ def places(text: str, source: str, rng: Random) -> list[dict[str, Any]]:
             choices = [word[0], *rng.sample(names, 3)]
             rng.shuffle(choices)
             place = {"source": source, "context": context.removesuffix(" "), "space": space}
-            found.append({**place, "choices": choices, "answer": word[0]})
-    return rng.sample(found, min(OF_DOCUMENT, len(found)))
+            result.append({**place, "choices": choices, "answer": word[0]})
+    return rng.sample(result, min(OF_DOCUMENT, len(result)))
 
 
 if __name__ == "__main__":

@@ -33,12 +33,12 @@ def test_compacted_hard_gates_agree(
 @pytest.mark.parametrize("compact_from", [1, 1 << 30], ids=["compacted", "masked"])
 def test_dead_full_and_single_key_heads_side_by_side(compact_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "_COMPACT_FROM", compact_from)
-    given = inputs((2, 8, 4, 210, 16), "nothing")
-    assert given["keep"] is not None
-    given["keep"][:, 1] = True
-    given["keep"][0, 2, 0] = True
-    given["keep"][1, 3, 150] = True
-    check(given, 33)
+    tensors = inputs((2, 8, 4, 210, 16), "nothing")
+    assert tensors["keep"] is not None
+    tensors["keep"][:, 1] = True
+    tensors["keep"][0, 2, 0] = True
+    tensors["keep"][1, 3, 150] = True
+    check(tensors, 33)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -71,28 +71,28 @@ def test_random_shapes(seed: int) -> None:
 
 @pytest.mark.parametrize("gate", GATES)
 def test_float64_is_computed_in_float64(gate: str) -> None:
-    given = inputs((2, 6, 3, 160, 16), gate)
-    expected = run(given, torch.float64, window=32, backend="reference")
-    for name, value in run(given, torch.float64, window=32, backend="cpu").items():
+    tensors = inputs((2, 6, 3, 160, 16), gate)
+    expected = run(tensors, torch.float64, window=32, backend="reference")
+    for name, value in run(tensors, torch.float64, window=32, backend="cpu").items():
         assert relative_error(value, expected[name]) < 1e-12, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_16_bit_inputs_lose_their_own_rounding_only(gate: str, dtype: torch.dtype) -> None:
-    given = {
+    tensors = {
         name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
         for name, x in inputs((2, 6, 3, 160, 16), gate).items()
     }
-    expected = run(given, torch.float64, window=32, backend="reference")
-    found = run(given, dtype, window=32, backend="cpu")
+    expected = run(tensors, torch.float64, window=32, backend="reference")
+    actual = run(tensors, dtype, window=32, backend="cpu")
     for name, value in expected.items():
-        assert relative_error(found[name], value) < 2 * torch.finfo(dtype).eps, name
+        assert relative_error(actual[name], value) < 2 * torch.finfo(dtype).eps, name
 
 
 def test_strided_inputs() -> None:
-    given = inputs((2, 4, 2, 90, 16), "soft")
-    strided = {k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None for k, x in given.items()}
+    tensors = inputs((2, 4, 2, 90, 16), "soft")
+    strided = {k: x.transpose(1, 2).contiguous().transpose(1, 2) if x is not None else None for k, x in tensors.items()}
     check(strided, 16)
 
 
@@ -110,28 +110,28 @@ def test_memory_that_nobody_wrote_does_not_show(gate: str, monkeypatch: pytest.M
 
 
 def test_runs_repeat_bitwise() -> None:
-    given = inputs((2, 6, 3, 300, 16), "soft")
-    first, second = (run(given, torch.float32, window=32, backend="cpu") for _ in range(2))
+    tensors = inputs((2, 6, 3, 300, 16), "soft")
+    first, second = (run(tensors, torch.float32, window=32, backend="cpu") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_autocast_changes_nothing() -> None:
-    given = inputs((2, 4, 2, 90, 16), "soft")
+    tensors = inputs((2, 4, 2, 90, 16), "soft")
     with torch.autocast("cpu", torch.bfloat16):
-        check(given, 16)
+        check(tensors, 16)
 
 
 def test_a_forward_in_inference_mode_leaves_training_alone() -> None:
     """Masks are kept between calls; those made in inference mode must serve later backward passes."""
-    given = inputs((1, 2, 1, 75, 8), "soft")
+    tensors = inputs((1, 2, 1, 75, 8), "soft")
     with torch.inference_mode():
-        attention(**given, window=11, backend="cpu")  # type: ignore[arg-type]
-    check(given, 11)
+        attention(**tensors, window=11, backend="cpu")  # type: ignore[arg-type]
+    check(tensors, 11)
 
 
 def test_a_gate_without_gradient_gets_none() -> None:
-    given = inputs((1, 2, 1, 75, 8), "soft")
-    q, k, v, log_utility = (given[name].clone() for name in ("q", "k", "v", "log_utility"))  # type: ignore[union-attr]
+    tensors = inputs((1, 2, 1, 75, 8), "soft")
+    q, k, v, log_utility = (tensors[name].clone() for name in ("q", "k", "v", "log_utility"))  # type: ignore[union-attr]
     attention(q.requires_grad_(), k, v, window=11, log_utility=log_utility, backend="cpu").sum().backward()
     assert q.grad is not None
     assert (k.grad, log_utility.grad) == (None, None)
@@ -140,10 +140,10 @@ def test_a_gate_without_gradient_gets_none() -> None:
 @pytest.mark.parametrize("window", [20, 100])
 def test_a_utility_of_exactly_zero(window: int) -> None:
     """Its logarithm is -inf, which times a gradient of zero was NaN."""
-    given = inputs((1, 4, 2, 100, 16), "soft")
-    assert given["log_utility"] is not None
-    given["log_utility"][:, :, ::3] = -torch.inf
-    check(given, window)
+    tensors = inputs((1, 4, 2, 100, 16), "soft")
+    assert tensors["log_utility"] is not None
+    tensors["log_utility"][:, :, ::3] = -torch.inf
+    check(tensors, window)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -164,8 +164,8 @@ class TestLaws:
         assert torch.allclose(closed, window, atol=1e-5)
 
     def test_a_window_of_everything_ignores_the_gate(self, backend: str) -> None:
-        given = inputs(self.shape, "soft")
-        result = run(given, torch.float32, window=100, backend=backend)
+        tensors = inputs(self.shape, "soft")
+        result = run(tensors, torch.float32, window=100, backend=backend)
         assert torch.allclose(result["out"], self.out(inputs(self.shape, "none"), backend, 100), atol=1e-5)
         assert not result["dlog_utility"].any()
 

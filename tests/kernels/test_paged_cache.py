@@ -151,8 +151,8 @@ def test_decoding_equals_the_last_row_of_whole_sequence_attention(group: int, ba
     cache.prefill(k[:, :, :20], v[:, :, :20], keep[:, :, :20])
     for i in range(20, length):
         cache.append(k[:, :, i], v[:, :, i], keep[:, :, i])
-        found = decode_attention(q[:, :, i], cache, backend=backend)
-        assert torch.allclose(found, expected[:, :, i], rtol=1e-10)
+        actual = decode_attention(q[:, :, i], cache, backend=backend)
+        assert torch.allclose(actual, expected[:, :, i], rtol=1e-10)
 
 
 def test_decoding_after_a_sequence_was_freed() -> None:
@@ -181,8 +181,8 @@ def test_extending_in_chunks_equals_one_pass(chunks: list[int], monkeypatch: pyt
     start = 0
     for number in chunks:
         some = slice(start, start + number)
-        found = extend_attention(q[:, :, some], k[:, :, some], v[:, :, some], keep[:, :, some], cache)
-        assert torch.allclose(found.double(), expected[:, :, some], atol=2e-6)
+        actual = extend_attention(q[:, :, some], k[:, :, some], v[:, :, some], keep[:, :, some], cache)
+        assert torch.allclose(actual.double(), expected[:, :, some], atol=2e-6)
         cache.prefill(k[:, :, some], v[:, :, some], keep[:, :, some])
         start += number
 

@@ -43,12 +43,12 @@ def test_windows_per_head(gate: str) -> None:
 
 
 def test_dead_full_and_single_key_heads_side_by_side() -> None:
-    given = inputs((2, 8, 4, 150, 16), "nothing")
-    assert given["keep"] is not None
-    given["keep"][:, 1] = True
-    given["keep"][0, 2, 0] = True
-    given["keep"][1, 3, 100] = True
-    check(given, 33, "triton", device=DEVICE)
+    tensors = inputs((2, 8, 4, 150, 16), "nothing")
+    assert tensors["keep"] is not None
+    tensors["keep"][:, 1] = True
+    tensors["keep"][0, 2, 0] = True
+    tensors["keep"][1, 3, 100] = True
+    check(tensors, 33, "triton", device=DEVICE)
 
 
 def test_scale_replaces_the_default() -> None:
@@ -56,44 +56,44 @@ def test_scale_replaces_the_default() -> None:
 
 
 def test_a_utility_of_exactly_zero() -> None:
-    given = inputs((1, 2, 1, 100, 16), "soft")
-    assert given["log_utility"] is not None
-    given["log_utility"][:, :, ::3] = -torch.inf
-    check(given, 20, "triton", device=DEVICE)
+    tensors = inputs((1, 2, 1, 100, 16), "soft")
+    assert tensors["log_utility"] is not None
+    tensors["log_utility"][:, :, ::3] = -torch.inf
+    check(tensors, 20, "triton", device=DEVICE)
 
 
 @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
 def test_half_precision_loses_its_own_rounding_only(gate: str) -> None:
     """Not bfloat16: the interpreter's products of it are wrong; on a GPU ``test_real_sizes`` covers it."""
-    given = {
+    tensors = {
         name: x.half().double() if x is not None and x.is_floating_point() and name != "log_utility" else x
         for name, x in inputs((1, 4, 2, 130, 16), gate).items()
     }
-    expected = run(given, torch.float64, window=32, backend="reference")
-    found = run(given, torch.float16, device=DEVICE, window=32, backend="triton")
+    expected = run(tensors, torch.float64, window=32, backend="reference")
+    actual = run(tensors, torch.float16, device=DEVICE, window=32, backend="triton")
     for name, value in expected.items():
-        assert relative_error(found[name], value) < 4 * torch.finfo(torch.float16).eps, name
+        assert relative_error(actual[name], value) < 4 * torch.finfo(torch.float16).eps, name
 
 
 @pytest.mark.parametrize("gate", ["soft", "hard"])
 def test_strided_inputs(gate: str) -> None:
     """Tokens before heads, as models hand them over; slices of one projection; a value whose D is not contiguous."""
-    given = inputs((2, 4, 2, 70, 16), gate)
-    q, k, v = (given[name] for name in ("q", "k", "v"))
+    tensors = inputs((2, 4, 2, 70, 16), gate)
+    q, k, v = (tensors[name] for name in ("q", "k", "v"))
     assert q is not None
     assert k is not None
     assert v is not None
     fused = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k)], -1)
     strided = {
-        **given,
+        **tensors,
         "q": fused[..., :64].unflatten(-1, (4, 16)).transpose(1, 2),
         "k": fused[..., 64:].unflatten(-1, (2, 16)).transpose(1, 2),
         "v": v.mT.contiguous().mT,
     }
     device = {n: x.to(DEVICE, torch.float32) if x is not None and n != "keep" else x for n, x in strided.items()}
-    keep = given["keep"].to(DEVICE) if given["keep"] is not None else None
+    keep = tensors["keep"].to(DEVICE) if tensors["keep"] is not None else None
     out = attention(**{**device, "keep": keep}, window=16, backend="triton")  # type: ignore[arg-type]
-    expected = attention(**given, window=16, backend="reference")  # type: ignore[arg-type]
+    expected = attention(**tensors, window=16, backend="reference")  # type: ignore[arg-type]
     assert relative_error(out, expected) < 2e-5
     assert out.transpose(1, 2).is_contiguous(), "what follows in a model flattens the heads of a token"
 
@@ -110,8 +110,8 @@ def test_memory_that_nobody_wrote_does_not_show(gate: str) -> None:
 
 @pytest.mark.parametrize("gate", ["soft", "hard"])
 def test_runs_repeat_bitwise(gate: str) -> None:
-    given = inputs((1, 4, 2, 100, 16), gate)
-    first, second = (run(given, torch.float32, device=DEVICE, window=20, backend="triton") for _ in range(2))
+    tensors = inputs((1, 4, 2, 100, 16), gate)
+    first, second = (run(tensors, torch.float32, device=DEVICE, window=20, backend="triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -146,10 +146,10 @@ class TestTorch:
     """The operator inside torch's machinery."""
 
     def leaves(self, gate: str) -> dict[str, Tensor | None]:
-        given = inputs((1, 2, 1, 40, 16), gate)
+        tensors = inputs((1, 2, 1, 40, 16), gate)
         return {
             name: x.to(DEVICE, torch.float32).requires_grad_() if x is not None and name != "keep" else x
-            for name, x in given.items()
+            for name, x in tensors.items()
         }
 
     @pytest.mark.parametrize("gate", ["none", "soft", "hard"])
@@ -166,24 +166,24 @@ class TestTorch:
             out = attention(q * 2, k, v, window=9, log_utility=log_utility - 1, backend="triton")
             return out.square().sum()
 
-        found, expected = [], []
-        for function, grads in ((torch.compile(loss, fullgraph=True, backend="aot_eager"), found), (loss, expected)):
+        actual, expected = [], []
+        for function, grads in ((torch.compile(loss, fullgraph=True, backend="aot_eager"), actual), (loss, expected)):
             given = [x for x in self.leaves("soft").values() if x is not None]
             function(*given).backward()
             grads += [x.grad for x in given]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
     def test_activation_checkpointing(self) -> None:
         def layer(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor) -> Tensor:
             return attention(q.sin(), k, v, window=9, log_utility=log_utility, backend="triton")
 
-        found, expected = [], []
-        for recompute, grads in ((True, found), (False, expected)):
+        actual, expected = [], []
+        for recompute, grads in ((True, actual), (False, expected)):
             given = [x for x in self.leaves("soft").values() if x is not None]
             out = checkpoint(layer, *given, use_reentrant=False) if recompute else layer(*given)
             out.square().sum().backward()
             grads += [x.grad for x in given]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -239,27 +239,27 @@ class TestOnGPU:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
     def test_real_sizes(self, dtype: torch.dtype, size: int, gate: str) -> None:
         for length in (1000, 2048):
-            given = {
+            tensors = {
                 name: x.to(dtype).double() if x is not None and x.is_floating_point() and name != "log_utility" else x
                 for name, x in inputs((1, 4, 2, length, size), gate).items()
             }
-            expected = run(given, torch.float64, device="cuda", window=128, backend="reference")
-            eager = run(given, dtype, device="cuda", window=128, backend="reference")
-            found = run(given, dtype, device="cuda", window=128, backend="triton")
+            expected = run(tensors, torch.float64, device="cuda", window=128, backend="reference")
+            eager = run(tensors, dtype, device="cuda", window=128, backend="reference")
+            actual = run(tensors, dtype, device="cuda", window=128, backend="triton")
             for name, value in expected.items():
                 limit = 2e-5 if name == "out" else 1e-4
                 if dtype != torch.float32:
                     limit = 1e-2 if name == "dlog_utility" else 2 * relative_error(eager[name], value.cpu())
-                    rms = (found[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
+                    rms = (actual[name].double() - value).square().mean().sqrt() / value.square().mean().sqrt()
                     assert name == "dlog_utility" or rms <= 5e-3, name
-                assert relative_error(found[name], value.cpu()) <= limit, name
+                assert relative_error(actual[name], value.cpu()) <= limit, name
 
     @pytest.mark.parametrize("gate", ["soft", "hard"])
     def test_a_hundred_runs_repeat_bitwise(self, gate: str) -> None:
-        given = inputs((1, 8, 2, 4096, 128), gate)
-        first = run(given, torch.bfloat16, device="cuda", window=128, backend="triton")
+        tensors = inputs((1, 8, 2, 4096, 128), gate)
+        first = run(tensors, torch.bfloat16, device="cuda", window=128, backend="triton")
         for _ in range(99):
-            again = run(given, torch.bfloat16, device="cuda", window=128, backend="triton")
+            again = run(tensors, torch.bfloat16, device="cuda", window=128, backend="triton")
             assert all(torch.equal(first[name], again[name]) for name in first)
 
     def test_long_sequences_agree_with_causal_attention(self) -> None:
@@ -270,30 +270,30 @@ class TestOnGPU:
             {"log_utility": torch.zeros(1, 2, 32768, device="cuda")},
             {"keep": torch.ones(1, 2, 32768, device="cuda").bool()},
         ):
-            found = attention(q, k, v, window=128, **gates)
-            assert torch.allclose(found.float(), expected.float(), atol=2e-2)
+            actual = attention(q, k, v, window=128, **gates)
+            assert torch.allclose(actual.float(), expected.float(), atol=2e-2)
 
     @pytest.mark.parametrize("gate", ["soft", "hard"])
     def test_captured_in_a_cuda_graph(self, gate: str) -> None:
-        given = {
+        tensors = {
             name: x.to("cuda", torch.bfloat16) if x is not None and x.is_floating_point() else x
             for name, x in inputs((1, 4, 2, 512, 64), gate).items()
         }
-        given["keep"] = given["keep"].cuda() if given["keep"] is not None else None
-        given["window"] = torch.tensor([64, 1 << 20], device="cuda")
-        expected = attention(**given)  # type: ignore[arg-type]  # also compiles the kernels
+        tensors["keep"] = tensors["keep"].cuda() if tensors["keep"] is not None else None
+        tensors["window"] = torch.tensor([64, 1 << 20], device="cuda")
+        expected = attention(**tensors)  # type: ignore[arg-type]  # also compiles the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = attention(**given)  # type: ignore[arg-type]
+            out = attention(**tensors)  # type: ignore[arg-type]
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
 
     def test_inductor(self) -> None:
-        given = [x.cuda().float() for x in inputs((1, 4, 2, 256, 64), "soft").values() if x is not None]
+        tensors = [x.cuda().float() for x in inputs((1, 4, 2, 256, 64), "soft").values() if x is not None]
 
         def layer(q: Tensor, k: Tensor, v: Tensor, log_utility: Tensor) -> Tensor:
             return attention(q * 2, k, v, window=64, log_utility=log_utility).relu()
 
-        assert torch.allclose(torch.compile(layer, fullgraph=True)(*given), layer(*given), atol=1e-6)
+        assert torch.allclose(torch.compile(layer, fullgraph=True)(*tensors), layer(*tensors), atol=1e-6)

@@ -55,7 +55,7 @@ class TestAppend:
     @settings(deadline=None, max_examples=40)
     @given(operations, st.integers(1, 6), st.integers(1, 4), st.integers(0, 2**20))
     def test_equals_torch(self, operations: list[tuple[str, int]], window: int, page_size: int, seed: int) -> None:
-        found, expected = (
+        actual, expected = (
             PagedKVCache(2, 3, 4, window=window, page_size=page_size, dtype=torch.bfloat16, device=DEVICE)
             for _ in range(2)
         )
@@ -68,38 +68,38 @@ class TestAppend:
                 )
             if name == "prefill":
                 lengths = torch.tensor([number, number // 2], device=DEVICE)
-                for cache in (found, expected):
+                for cache in (actual, expected):
                     cache.prefill(k, -k, keep, lengths)
             elif name in ("append", "torch append"):
                 for i in range(number):
                     row = (k[:, :, i], -k[:, :, i], keep[:, :, i])
-                    found.append(*row, backend="triton" if name == "append" else "torch")
+                    actual.append(*row, backend="triton" if name == "append" else "torch")
                     expected.append(*row, backend="torch")
             elif name == "reserve":
-                found.reserve(number)
-            elif name == "decide" and number < min(window, int(found.seq_lens.min())):
-                for cache in (found, expected):
+                actual.reserve(number)
+            elif name == "decide" and number < min(window, int(actual.seq_lens.min())):
+                for cache in (actual, expected):
                     cache.decide(torch.tensor([[True, False, True]] * 2, device=DEVICE), number)
             elif name == "free":
-                found.free(number)
+                actual.free(number)
                 expected.free(number)
             elif name == "select":
                 rows = torch.tensor([number, 0], device=DEVICE)
-                found, expected = found.select(rows), expected.select(rows)
+                actual, expected = actual.select(rows), expected.select(rows)
             elif name == "reload":
                 other = PagedKVCache(2, 3, 4, window=window, page_size=page_size, dtype=torch.bfloat16, device=DEVICE)
-                other.load_state_dict(found.state_dict())
-                found = other
-            self.check_same(found, expected)
+                other.load_state_dict(actual.state_dict())
+                actual = other
+            self.check_same(actual, expected)
 
     def test_many_heads_and_strided_inputs(self) -> None:
-        found, expected = (PagedKVCache(2, 11, 250, window=2, page_size=2, device=DEVICE) for _ in range(2))
+        actual, expected = (PagedKVCache(2, 11, 250, window=2, page_size=2, device=DEVICE) for _ in range(2))
         k, v = normal(2, 4, 11, 250).transpose(1, 2), normal(250, 2, 11, 4, seed=1).permute(1, 2, 3, 0)
         keep = (normal(2, 4, 11) > 0).transpose(1, 2)
         for i in range(4):
-            found.append(k[:, :, i], v[:, :, i], keep[:, :, i], backend="triton")
+            actual.append(k[:, :, i], v[:, :, i], keep[:, :, i], backend="triton")
             expected.append(k[:, :, i], v[:, :, i], keep[:, :, i], backend="torch")
-        self.check_same(found, expected)
+        self.check_same(actual, expected)
 
     def test_looks_once_in_a_window_and_reserves_no_more_than_will_be_used(
         self, monkeypatch: pytest.MonkeyPatch
@@ -120,25 +120,25 @@ class TestAppend:
 
     def test_up_to_the_last_page(self) -> None:
         """The kernel's cache is full at the same token as torch's, and goes on once a sequence is gone."""
-        found, expected = (PagedKVCache(2, 2, 4, window=3, page_size=2, max_pages=9, device=DEVICE) for _ in range(2))
+        actual, expected = (PagedKVCache(2, 2, 4, window=3, page_size=2, max_pages=9, device=DEVICE) for _ in range(2))
         generator = torch.Generator().manual_seed(0)
         for _ in range(100):
             k = torch.randn(2, 2, 4, generator=generator).to(DEVICE)
             keep = (torch.rand(2, 2, generator=generator) < 0.7).to(DEVICE)
-            before = {name: x.clone() for name, x in found.state_dict().items()}
+            before = {name: x.clone() for name, x in actual.state_dict().items()}
             try:
                 expected.append(k, -k, keep, backend="torch")
             except CacheFullError:
                 break
-            found.append(k, -k, keep, backend="triton")
+            actual.append(k, -k, keep, backend="triton")
         with pytest.raises(CacheFullError, match="max_pages is 9"):
-            found.append(k, -k, keep, backend="triton")
-        assert all(torch.equal(before[name], x) for name, x in found.state_dict().items())
-        self.check_same(found, expected)
-        for cache, backend in ((found, "triton"), (expected, "torch")):
+            actual.append(k, -k, keep, backend="triton")
+        assert all(torch.equal(before[name], x) for name, x in actual.state_dict().items())
+        self.check_same(actual, expected)
+        for cache, backend in ((actual, "triton"), (expected, "torch")):
             cache.free(0)
             cache.append(k, -k, keep, backend=backend)
-        self.check_same(found, expected)
+        self.check_same(actual, expected)
 
     def test_a_reservation_lasts_for_its_tokens(self) -> None:
         """And is all that a CUDA graph has: every append of it finds its page, whatever the gates say."""
@@ -154,15 +154,15 @@ class TestAppend:
 
     @pytest.mark.parametrize("end", ["free", "decide"])
     def test_what_ends_a_reservation(self, end: str) -> None:
-        found, expected = (filled_cache([30, 2], 4, (0.0, 1.0), window=5, page_size=2) for _ in range(2))
-        found.reserve(17)
+        actual, expected = (filled_cache([30, 2], 4, (0.0, 1.0), window=5, page_size=2) for _ in range(2))
+        actual.reserve(17)
         k, keep = normal(2, 2, 4), torch.ones(2, 2, device=DEVICE).bool()
-        for cache in (found, expected):
+        for cache in (actual, expected):
             cache.free(1) if end == "free" else cache.decide(keep, 1)
         for _ in range(17):
-            found.append(k, -k, keep, backend="triton")
+            actual.append(k, -k, keep, backend="triton")
             expected.append(k, -k, keep, backend="torch")
-        self.check_same(found, expected)
+        self.check_same(actual, expected)
 
     def test_beyond_a_reservation_a_head_answers_nan_and_the_others_are_as_they_were(self) -> None:
         cache = filled_cache([6, 6], 4, (0.0, 1.0), window=3, page_size=2)

@@ -37,11 +37,11 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def check(q: Tensor, cache: PagedKVCache, limit: float = 2e-5, **options: float) -> Tensor:
-    found = decode_attention(q, cache, backend="triton", **options)
+    actual = decode_attention(q, cache, backend="triton", **options)
     expected = decode_attention(q.double(), cache, backend="reference", **options)
-    assert found.dtype == q.dtype
-    assert relative_error(found, expected.cpu()) <= limit
-    return found
+    assert actual.dtype == q.dtype
+    assert relative_error(actual, expected.cpu()) <= limit
+    return actual
 
 
 CASES = [  # G, D, page size, window, dtype
@@ -92,14 +92,14 @@ def test_one_very_long_head_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
     cache = filled_cache([1500, 30, 30], 8, (0.0, 0.02, 1.0), window=30)
     q = normal(3, 3, 8)
     with unwritten_is_nan():
-        found = decode_attention(q, cache, backend="triton")
+        result = decode_attention(q, cache, backend="triton")
     block = default("decode", 8, torch.float32).block_n
     owners = [math.ceil(30 / block) + math.ceil(n / block) for n in cache.lengths.flatten().tolist()]
     line = [owner for owner, tiles in enumerate(owners) for _ in range(tiles)]
     cuts = [len(line) * program // programs for program in range(programs + 1)]
     assert max(owners) > 4 * math.ceil(len(line) / programs)
     assert written["slots"] == {p + owner for p in range(programs) for owner in line[cuts[p] : cuts[p + 1]]}
-    assert torch.equal(found, check(q, cache))
+    assert torch.equal(result, check(q, cache))
 
 
 @pytest.mark.parametrize("programs", [1, 4])
@@ -109,10 +109,10 @@ def test_an_empty_sequence_gives_zeros(programs: int, monkeypatch: pytest.Monkey
     cache.free(1)
     q = normal(3, 3, 16)
     with unwritten_is_nan():
-        found = decode_attention(q, cache, backend="triton")
-    assert not found[1].any()
+        actual = decode_attention(q, cache, backend="triton")
+    assert not actual[1].any()
     expected = decode_attention(q, filled_cache([100, 30, 3], 16), backend="reference")
-    assert torch.allclose(found[::2], expected[::2], atol=1e-5)
+    assert torch.allclose(actual[::2], expected[::2], atol=1e-5)
 
 
 def test_scale_and_strided_queries() -> None:

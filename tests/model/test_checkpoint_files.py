@@ -59,27 +59,27 @@ class TestManifest:
 class TestIdentity:
     def test_only_what_decides_the_result_counts(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         """The manifest covers the log, whose tokens per second are those of the clock."""
-        found = []
+        result = []
         for name in ("one", "two", "bare"):
             folder = write(tmp_path / name, tiny_tokenizer)
             (folder / "train-log.csv").write_text(f"step,tokens_per_second\n1,{name}\n")
             change_config(folder, lambda config: config.update(transformers_version=str(len(config))))
             if name != "bare":
                 write_manifest(folder)
-            found.append(weights_identity(folder))
-        assert len(set(found)) == 1
+            result.append(weights_identity(folder))
+        assert len(set(result)) == 1
 
         change_config(folder, lambda config: config["spkv"]["gates"].update(tau=0.3))
-        found.append(weights_identity(folder))
+        result.append(weights_identity(folder))
         weights = bytearray((tmp_path / "two" / FILE).read_bytes())
         weights[-1] ^= 1
         (tmp_path / "two" / FILE).write_bytes(weights)
         write_manifest(tmp_path / "two")
-        found.append(weights_identity(tmp_path / "two"))
+        result.append(weights_identity(tmp_path / "two"))
         save_file({"x": torch.ones(1)}, tmp_path / "one" / "optimizer-state.safetensors")
         write_manifest(tmp_path / "one")
-        found.append(weights_identity(tmp_path / "one"))
-        assert len(set(found)) == 4
+        result.append(weights_identity(tmp_path / "one"))
+        assert len(set(result)) == 4
 
     def test_no_weights_have_none(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         with pytest.raises(UserError, match="config not found"):
@@ -123,13 +123,13 @@ def test_hostile_files_are_refused_or_change_nothing(
         (folder / name).write_text(json.dumps(mutant))
         try:
             model, _ = load(folder)
-            found = logits(model, tokens)
+            actual = logits(model, tokens)
         except UserError as error:
             refused += str(error).count("\n") <= 2
         else:
             accepted += 1
             plain = key in ("rope_theta", "window", "sinks", "tau", "dtype")
-            assert plain or torch.equal(found, expected), (key, container)
+            assert plain or torch.equal(actual, expected), (key, container)
     assert accepted + refused == 60
     assert refused >= 10
 

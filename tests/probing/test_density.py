@@ -85,8 +85,8 @@ def test_standard_errors_take_documents_as_clusters(model: PreTrainedModel, bloc
     mean = per_document.sum(-1) / (6 * 24)
     residual = per_document - 24 * mean[..., None]
     expected = np.sqrt((residual**2).sum(-1) * 6 / 5) / (6 * 24)
-    found = table.rows[table.rows["domain"] == "a"]["standard_error"].to_numpy().reshape(4, 2)
-    assert np.allclose(found, expected, atol=1e-6)
+    actual = table.rows[table.rows["domain"] == "a"]["standard_error"].to_numpy().reshape(4, 2)
+    assert np.allclose(actual, expected, atol=1e-6)
 
 
 def test_other_thresholds_need_no_second_pass(model: PreTrainedModel, blocks: TokenBlocks, tmp_path: Path) -> None:
@@ -130,12 +130,12 @@ def test_a_model_without_gates(blocks: TokenBlocks) -> None:
 class TestEvaluation:
     def test_nll_by_document(self, blocks: TokenBlocks) -> None:
         model = tiny_model()
-        found = document_nll(model, blocks, batch_size=4)
+        result = document_nll(model, blocks, batch_size=4)
         tokens = torch.from_numpy(blocks.tokens.astype(np.int64))
         with torch.no_grad():
             loss = model(input_ids=tokens, labels=tokens).loss
-        assert found.mean == pytest.approx(float(loss), rel=1e-5)
-        assert found.num_tokens.sum() == 9 * 31
+        assert result.mean == pytest.approx(float(loss), rel=1e-5)
+        assert result.num_tokens.sum() == 9 * 31
 
     def test_a_model_against_itself(self, blocks: TokenBlocks) -> None:
         nll = document_nll(tiny_model(), blocks)

@@ -82,9 +82,9 @@ def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraint
     masks, ones = all_masks(shape), np.ones(shape)
     allowed = meets(masks, constraints, ones if weights is None else weights, budget)
     problem = Problem(shape, constraints.named, budget, weights)
-    found = problem.optimum(density)
+    result = problem.optimum(density)
     if not allowed.any():
-        assert found is None
+        assert result is None
         culprits = problem.conflict()
 
         def possible(names: list[str]) -> bool:
@@ -96,17 +96,17 @@ def test_the_optimum_is_that_of_brute_force(search: tuple[np.ndarray, Constraint
         for name in culprits:  # any of them could be left out to leave a layout
             assert possible([other for other in culprits if other != name]), (culprits, name)
         return
-    assert found is not None
-    assert found.gap == 0.0
-    assert meets(found.mask[None], constraints, ones if weights is None else weights, budget)[0]
+    assert result is not None
+    assert result.gap == 0.0
+    assert meets(result.mask[None], constraints, ones if weights is None else weights, budget)[0]
     covered = ((masks[:, None] * density).sum((2, 3)) / density.sum((1, 2))).min(1)
-    reached = ((found.mask * density).sum((1, 2)) / density.sum((1, 2))).min()
+    reached = ((result.mask * density).sum((1, 2)) / density.sum((1, 2))).min()
     best = covered[allowed].max()
     assert reached == pytest.approx(best, abs=1e-9 if len(density) == 1 else 1.1e-5)
     if len(density) == 1 and weights is None:  # ties: more heads, then earlier ones
-        places = np.arange(found.mask.size, 0, -1)
-        as_good = masks[allowed & (covered > best - 1e-9)].reshape(-1, found.mask.size)
-        assert found.mask.ravel() @ places == (as_good @ places).max()
+        places = np.arange(result.mask.size, 0, -1)
+        as_good = masks[allowed & (covered > best - 1e-9)].reshape(-1, result.mask.size)
+        assert result.mask.ravel() @ places == (as_good @ places).max()
 
 
 @settings(max_examples=40, deadline=None)
@@ -126,9 +126,9 @@ def test_without_constraints_it_is_the_greedy_densest(seed: int, budget: int, ti
     generator = np.random.default_rng(seed)
     density = generator.choice([0.0, 0.2, 0.2, 1.0], (8, 3)) if tied else generator.random((8, 3))
     density[0, 0] += not density.any()
-    found = Problem((8, 3), {}, budget).optimum(density[None])
-    assert found is not None
-    np.testing.assert_array_equal(found.mask, densest(density, budget))
+    result = Problem((8, 3), {}, budget).optimum(density[None])
+    assert result is not None
+    np.testing.assert_array_equal(result.mask, densest(density, budget))
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,13 @@ def test_excluding_the_best_gives_the_next(constraints: Constraints) -> None:
     masks = all_masks((3, 3))
     allowed = masks[meets(masks, constraints, np.ones((3, 3)), 4) & (masks.sum((1, 2)) >= 3)]
     expected = sorted((allowed * gain).sum((1, 2)), reverse=True)
-    found: list[Mask] = []
+    actual: list[Mask] = []
     for value in expected[:15]:
-        best = Problem((3, 3), constraints.named, 4, excluded=found, at_least=3).optimum(gain[None])
+        best = Problem((3, 3), constraints.named, 4, excluded=actual, at_least=3).optimum(gain[None])
         assert best is not None
         assert gain[best.mask].sum() == value
-        assert not any((best.mask == mask).all() for mask in found)
-        found.append(best.mask)
+        assert not any((best.mask == mask).all() for mask in actual)
+        actual.append(best.mask)
     everything = Problem((3, 3), constraints.named, 4, excluded=list(allowed), at_least=3)
     assert everything.optimum(gain[None]) is None
 
@@ -169,11 +169,11 @@ def misjudged() -> tuple[Problem, np.ndarray]:
 
 def test_presolve_does_not_decide(misjudged: tuple[Problem, np.ndarray]) -> None:
     problem, density = misjudged
-    found = problem.optimum(density)
-    assert found is not None
-    covered = (found.mask * density).sum((1, 2)) / density.sum((1, 2))
+    result = problem.optimum(density)
+    assert result is not None
+    covered = (result.mask * density).sum((1, 2)) / density.sum((1, 2))
     assert covered.min() == pytest.approx(0.526066, abs=1e-5)
-    assert found.gap == 0.0
+    assert result.gap == 0.0
 
 
 def test_what_only_presolve_could_solve_is_not_called_the_best(
@@ -189,11 +189,11 @@ def test_what_only_presolve_could_solve_is_not_called_the_best(
         return run(*args, **options)
 
     monkeypatch.setattr(_Program, "_run", run_out_of_time)
-    found = problem.optimum(density)
-    assert found is not None
-    reached = ((found.mask * density).sum((1, 2)) / density.sum((1, 2))).min()
-    assert reached * (1 + found.gap) >= 0.526066 - 1e-5
-    assert found.gap > 0.0
+    result = problem.optimum(density)
+    assert result is not None
+    reached = ((result.mask * density).sum((1, 2)) / density.sum((1, 2))).min()
+    assert reached * (1 + result.gap) >= 0.526066 - 1e-5
+    assert result.gap > 0.0
 
 
 def test_a_robust_layout_gives_up_coverage_for_the_worst_domain() -> None:

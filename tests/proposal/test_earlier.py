@@ -52,9 +52,9 @@ class TestProposals:
         propose(place, 3)
         assert "replaced" not in capsys.readouterr().err
         propose(place, 3, "--seed", "7")
-        assert "replaced other layouts for 3 global heads" in (said := capsys.readouterr().err)
-        assert "random-0" in said
-        assert "densest" not in said
+        assert "replaced other layouts for 3 global heads" in (output := capsys.readouterr().err)
+        assert "random-0" in output
+        assert "densest" not in output
         propose(place, 3, "--window", "4")
         assert "densest, interleaved-first" in capsys.readouterr().err
 
@@ -102,5 +102,5 @@ def test_a_comparison_names_the_one_that_it_replaces(place: Workspace, capsys: p
     main(["compare", "mine", "other", *options])
     assert "replaced" not in capsys.readouterr().err
     main(["compare", "mine", "third", *options])
-    assert "replaced another comparison" in (said := capsys.readouterr().err)
-    assert "mine, other at 3 heads" in said
+    assert "replaced another comparison" in (output := capsys.readouterr().err)
+    assert "mine, other at 3 heads" in output

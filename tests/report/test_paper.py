@@ -44,15 +44,15 @@ def test_figures_of_the_paper_come_with_their_widths(workspace: Path) -> None:
         runs.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert runs[0] == runs[1]
     lines = runs[0].pop("figures.tex").decode().splitlines()
-    found = [re.fullmatch(r"\\includegraphics\[width=(0\.\d+)\\textwidth\]\{(.+)\}", line) for line in lines]
-    assert {match[2]: float(match[1]) for match in found if match} == {
+    result = [re.fullmatch(r"\\includegraphics\[width=(0\.\d+)\\textwidth\]\{(.+)\}", line) for line in lines]
+    assert {match[2]: float(match[1]) for match in result if match} == {
         "layouts.pdf": 0.5,
         "coverage-nll.pdf": 0.46,
         "density.pdf": 0.95,
         "density-evolution.pdf": 0.7,
         "tau-sweep.pdf": 0.48,
     }
-    assert {match[2] for match in found if match} == set(runs[0])
+    assert {match[2] for match in result if match} == set(runs[0])
     assert all(content.startswith(b"%PDF-") for content in runs[0].values())
 
 

@@ -170,7 +170,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], s
 
 def texts(html: str, pattern: str) -> list[str]:
     """Return the texts of the elements that match a pattern, without their tags."""
-    return [unescape(re.sub("<[^>]*>", "", found)).strip() for found in re.findall(pattern, html, re.DOTALL)]
+    return [unescape(re.sub("<[^>]*>", "", result)).strip() for result in re.findall(pattern, html, re.DOTALL)]
 
 
 @pytest.mark.parametrize("seed", slow_after(8, range(50)))
@@ -209,13 +209,13 @@ def check_standings(case: Case, paragraphs: list[str]) -> None:
     best = case.rivals[0]
     for standing, words in STANDINGS.items():
         expected = [case.rivals[index] for index in range(1, len(case.rivals)) if case.standing(index) == standing]
-        found = [
+        actual = [
             match for text in paragraphs if (match := re.match(rf"{words}, in percentage points: (.*?)\.( T|$)", text))
         ]
-        assert len(found) == bool(expected), standing
+        assert len(actual) == bool(expected), standing
         if not expected:
             continue
-        items = found[0][1].split(", ")
+        items = actual[0][1].split(", ")
         more = re.fullmatch(r"and (\d+) more", items[-1])
         assert len(items) - bool(more) + (int(more[1]) if more else 0) == len(expected)
         for item, (name, delta, _) in zip(items[: len(items) - bool(more)], expected, strict=False):
@@ -256,16 +256,16 @@ def check_tags(case: Case, body: str) -> None:
 
 def check_ranking(case: Case, paragraphs: list[str]) -> None:
     """Check coverage, and the pairs that it orders like their NLL."""
-    found = [match for text in paragraphs if (match := re.match(
+    result = [match for text in paragraphs if (match := re.match(
         r"(\S+) has the highest density coverage, ([\d.]+) %; coverage puts (\d+) of (\d+) pairs .*? NLL, "
         r"(?:and (?:all|(\d+) of the) (\d+) that are|but no pair is|of which no standard error)", text))]  # fmt: skip
     masks = {name: case.masks[name] for name in case.layouts}
     mode = pd.Series([mask.sum() for mask in masks.values()]).mode().max()
     rows = case.comparison[[name in masks and masks[name].sum() == mode for name in case.comparison["strategy"]]]
     if len(rows) < 2:
-        assert not found
+        assert not result
         return
-    (said,) = found
+    (said,) = result
     widest = rows.loc[rows["coverage_percent"].idxmax()]
     pairs = [(one, other) for (_, one), (_, other) in combinations(rows.iterrows(), 2)]
     agrees = [

@@ -45,13 +45,13 @@ def test_several_processes_measure_what_one_does(ground: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # random models neither copy nor are sums of their heads
         expected = measure_all(ground, one)
-    found = pickle.loads((several / "found.pickle").read_bytes())
-    assert found.keys() == expected.keys()
+    actual = pickle.loads((several / "found.pickle").read_bytes())
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
         if isinstance(values, pd.DataFrame):
-            pd.testing.assert_frame_equal(found[name], values, check_exact=False, rtol=1e-6, atol=1e-9, obj=name)
+            pd.testing.assert_frame_equal(actual[name], values, check_exact=False, rtol=1e-6, atol=1e-9, obj=name)
         else:
-            assert np.allclose(found[name], values, rtol=1e-6, atol=1e-9), name
+            assert np.allclose(actual[name], values, rtol=1e-6, atol=1e-9), name
     results = [{file.relative_to(place) for file in place.glob("[pr]*s/*/*.*")} for place in (one, several)]
     assert results[0] == results[1]
 
