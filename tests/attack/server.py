@@ -22,11 +22,28 @@ from typing import Any
 from attack import inject
 
 HEAVY = (
-    "torch", "transformers", "accelerate", "datasets", "pandas", "scipy.optimize", "matplotlib.pyplot", "optuna",
-    "sqlalchemy", "spkv_nas", "spkv_nas.cli", "spkv_nas.stages.train.stage", "spkv_nas.stages.search.stage",
-    "spkv_nas.stages.report.stage", "spkv_nas.stages.probe", "spkv_nas.stages.propose.stage",
-    "spkv_nas.stages.evaluate", "spkv_nas.stages.cost", "spkv_nas.stages.scaling", "spkv_nas.stages.layout", "spkv_nas.training.trainer",
-)  # fmt: skip
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "pandas",
+    "scipy.optimize",
+    "matplotlib.pyplot",
+    "optuna",
+    "sqlalchemy",
+    "spkv_nas",
+    "spkv_nas.cli",
+    "spkv_nas.stages.train.stage",
+    "spkv_nas.stages.search.stage",
+    "spkv_nas.stages.report.stage",
+    "spkv_nas.stages.probe",
+    "spkv_nas.stages.propose.stage",
+    "spkv_nas.stages.evaluate",
+    "spkv_nas.stages.cost",
+    "spkv_nas.stages.scaling",
+    "spkv_nas.stages.layout",
+    "spkv_nas.training.trainer",
+)
 
 
 def child(job: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import gated, logits, tiny_model
+from marks import slow_after
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -62,7 +63,7 @@ def refused_by_plain_transformers(*folders: Path) -> None:
         assert ("num_hidden_layers" if "LlamaFor" in line else "model type `spkv`") in line
 
 
-@pytest.mark.parametrize("make", [hybrid, gated])
+@pytest.mark.parametrize("make", slow_after(1, [hybrid, gated]))
 def test_save_pretrained_keeps_what_the_model_is(make: object, tokens: Tensor, tmp_path: Path) -> None:
     """It wrote the stock type, and the Auto class gave the dense model's logits without a word."""
     model = make()  # type: ignore[operator]
@@ -112,7 +113,9 @@ def test_an_old_checkpoint_loads(tokens: Tensor, tmp_path: Path, tiny_tokenizer:
     assert torch.equal(logits(load(tmp_path)[0], tokens), logits(model, tokens))
 
 
-@pytest.mark.parametrize("variant", [Variant.hybrid(Layout(("GL", "LL"), 8)), Variant.sp_kv()], ids=["hybrid", "gates"])
+@pytest.mark.parametrize(
+    "variant", slow_after(1, [Variant.hybrid(Layout(("GL", "LL"), 8)), Variant.sp_kv()]), ids=["hybrid", "gates"]
+)
 def test_what_training_leaves_is_refused_or_what_it_is(
     variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, tokens: Tensor
 ) -> None:
