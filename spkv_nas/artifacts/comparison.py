@@ -74,7 +74,7 @@ def check_layout_names(names: Iterable[str]) -> None:
     for name in names:
         if name in BASELINES:
             raise UserError(
-                f"a layout is called '{name}', the name of a baseline that it is compared with: give it another name "
+                f"the layout name '{name}' is reserved for a baseline of the comparison: rename the layout "
                 "(the key 'strategy')"
             )
 

@@ -27,5 +27,5 @@ def read_density_log(path: Path) -> pd.DataFrame:
     repeated = rows.duplicated(["step", "layer", "kv_head"])
     if repeated.any():
         line = rows.index[int(repeated.to_numpy().argmax())]
-        raise UserError(f"density log {path}, line {line}: a head is there twice at one step")
+        raise UserError(f"density log {path}, line {line}: a head occurs twice at one step")
     return rows.reset_index(drop=True)

@@ -104,12 +104,14 @@ class DocumentCounts:
         """
         if not is_file(path):
             return None
-        remedy = "probe again, or remove it: only intervals need it"
+        remedy = "probe again, or remove the file: only confidence intervals need it"
         arrays = read_arrays(path, _ARRAYS, remedy)
         names = tuple(str(name) for name in arrays["domains"])
         kept, tokens, domain = arrays["kept"], arrays["tokens"].astype(np.int64), arrays["domain"].astype(np.int64)
         if names != domains or kept.shape[1:] != grid or not (domain < len(names)).all():
-            raise UserError(f"{path} is not of the table beside it: other domains or another grid\n{remedy}")
+            raise UserError(
+                f"{path} does not belong to the table in its folder: other domains or another grid\n{remedy}"
+            )
         return cls(kept, tokens, domain, names, arrays["bins"], arrays["edges"])
 
     def write(self, path: Path) -> None:

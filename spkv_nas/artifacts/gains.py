@@ -57,7 +57,7 @@ class Gains:
             where = f", line {rows.index[int(outside.argmax())]}"
             raise UserError(f"gains {path}{where}: expected each head of {grid_words(grid)} once\n{_REMEDY}")
         if len(rows) != grid[0] * grid[1]:
-            raise UserError(f"gains {path}: {len(rows)} heads, where the table has {grid_words(grid)}\n{_REMEDY}")
+            raise UserError(f"gains {path}: {len(rows)} heads, but the table has {grid_words(grid)}\n{_REMEDY}")
         rows = rows.sort_values(["layer", "kv_head"])
         return cls(rows["gain"].to_numpy().reshape(grid), rows["standard_error"].to_numpy().reshape(grid))
 

@@ -20,21 +20,30 @@ class GateConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     window: int = Field(
-        128, ge=1, le=MOST_WINDOW, description="visible recent keys, the query's own included (paper: 128)"
+        128,
+        ge=1,
+        le=MOST_WINDOW,
+        description="local window: visible recent keys, including the query's own (paper: 128)",
     )
-    tau: float = Field(0.5, ge=0.0, le=1.0, description="keep a key when u >= tau")
-    predictor: Literal["mlp", "linear", "bidirectional"] = Field("mlp", description="2 layers, 1, or a look-ahead")
-    hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; None: half the model's")
+    tau: float = Field(0.5, ge=0.0, le=1.0, description="threshold: keep a key if its utility u >= tau")
+    predictor: Literal["mlp", "linear", "bidirectional"] = Field(
+        "mlp", description="mlp: two layers; linear: one; bidirectional: also sees future tokens"
+    )
+    hidden_size: int | None = Field(None, ge=1, description="width of the hidden layer; default: half of the model's")
     kernel_size: int = Field(65, ge=1, description="tokens that a bidirectional predictor sees (paper: 65)")
     bias: float = Field(
-        5.0, description="initial logit of every gate (paper: 5, so that u = 0.993; of priced gates: that of tau)"
+        5.0,
+        description="initial logit of every gate (paper: 5, so that u = 0.993; gates with a price start at the "
+        "logit of tau)",
     )
     init_scale: float = Field(1.0, ge=0.0, description="factor on the predictor's initial weights")
-    price: float = Field(0.0, description="of a key: the loss gains price * mean(u); the paper's lambda_aux is -price")
-    target_density: float | None = Field(
-        None, gt=0.0, lt=1.0, description="share of the keys that the price is to keep; it is moved until it does"
+    price: float = Field(
+        0.0, description="penalty per kept key: adds price * mean(u) to the loss; the paper's lambda_aux is -price"
     )
-    sinks: int = Field(0, ge=0, description="first tokens of a sequence that are always kept")
+    target_density: float | None = Field(
+        None, gt=0.0, lt=1.0, description="target share of kept keys; the price is adjusted until it is met"
+    )
+    sinks: int = Field(0, ge=0, description="number of first tokens of a sequence that are always kept")
     heads: list[str] | None = Field(
         None, description="one row per attention layer: S self-pruned, G global, L local; None: all S"
     )
@@ -60,11 +69,11 @@ class GateConfig(BaseModel):
             raise ValueError(f"kernel_size must be odd; found {self.kernel_size}")
         if self.predictor == "bidirectional" and self.kernel_size // 2 >= self.window:
             raise ValueError(
-                f"a kernel of {self.kernel_size} looks {self.kernel_size // 2} tokens ahead, which must be less than "
-                f"the window of {self.window}: a key is decided on before it leaves the window"
+                f"a kernel of {self.kernel_size} looks {self.kernel_size // 2} tokens ahead, but must look less than "
+                f"the window of {self.window}, because whether a key is kept is decided before it leaves the window"
             )
         if self.price and self.target_density is not None:
-            raise ValueError("give one of 'price' and 'target_density': the price that keeps that share is found")
+            raise ValueError("set only one of 'price' and 'target_density', which adjusts the price")
         letters = set("".join(self.heads or []))
         if not letters <= {GATED, GLOBAL, LOCAL}:
             raise ValueError(f"heads: expected the letters S, G and L; found {''.join(sorted(letters))}")

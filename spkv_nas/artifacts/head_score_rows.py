@@ -49,7 +49,7 @@ def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
     if duplicate.any():
         line = rows.index[int(duplicate.to_numpy().argmax())]
         raise UserError(
-            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} is there twice"
+            f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} occurs twice"
         )
     _check_complete(rows, where)
     return rows.reset_index(drop=True)
@@ -65,6 +65,6 @@ def _check_complete(rows: pd.DataFrame, where: str) -> None:
             grid = ((layer, head) for layer in range(layers) for head in range(heads))
             first = next(head_index for head_index in grid if head_index not in present)
             raise UserError(
-                f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', the first being "
+                f"{where}: {absent} of {layers * heads} heads are missing in domain '{domain}', starting with "
                 f"layer {first[0]}, KV head {first[1]}; the grid must be complete from 0"
             )

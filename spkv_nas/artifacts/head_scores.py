@@ -345,8 +345,8 @@ class HeadScores:
         """Return the histogram, or raise ``UserError`` without one."""
         if self.histogram is None:
             raise UserError(
-                f"density table '{self.name}' has no histogram of utilities, so its density is known at "
-                f"tau = {self.tau:g} alone\nprobe the model again to choose another tau"
+                f"density table '{self.name}' has no histogram of utilities, so its density is known only at "
+                f"tau = {self.tau:g}\nprobe the model again to choose another tau"
             )
         return self.histogram
 
@@ -371,8 +371,8 @@ def _read_documents(path: Path, table: HeadScores) -> DocumentCounts | None:
         density = np.stack([table.domain_density(domain) for domain in table.domains])
         if not np.allclose(counts.density(), density, rtol=0, atol=1e-5):
             raise UserError(
-                f"{path} does not add up to the densities of the table beside it\n"
-                "probe again, or remove it: only intervals need it"
+                f"{path} does not add up to the densities of the table in its folder\n"
+                "probe again, or remove the file: only confidence intervals need it"
             )
     return counts
 
@@ -387,6 +387,6 @@ def _read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
         line = rows.index[int(is_invalid.to_numpy().argmax())]
         raise UserError(
             f"positions {path}, line {line}: expected a head of {grid_words(grid)}, and a start before the end\n"
-            "probe again, or remove it: only a figure needs it"
+            "probe again, or remove the file: only a figure needs it"
         )
     return rows.reset_index(drop=True)

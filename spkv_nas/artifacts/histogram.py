@@ -93,11 +93,11 @@ class LogitHistogram:
         remedy = "probe again, or remove it: only --tau needs it"
         arrays = read_arrays(path, _ARRAYS, remedy)
         names, counts = tuple(str(name) for name in arrays["domains"]), arrays["counts"].astype(np.int64)
-        check_grid(f"the histogram {path}", (counts.shape[1], counts.shape[2]), "the table beside it", grid, remedy)
+        check_grid(f"the histogram {path}", (counts.shape[1], counts.shape[2]), "the table in its folder", grid, remedy)
         absent = sorted(set(domains) - set(names))
         if absent or len(set(names)) < len(names):
-            reason = f"it has no domain '{absent[0]}'" if absent else "a domain is there twice"
-            raise UserError(f"{path} is not of the table beside it: {reason}\n{remedy}")
+            reason = f"it has no domain '{absent[0]}'" if absent else "a domain occurs twice"
+            raise UserError(f"{path} does not belong to the table in its folder: {reason}\n{remedy}")
         return cls(arrays["edges"], counts, names)
 
     def write(self, path: Path) -> None:

@@ -71,14 +71,14 @@ class Layout:
             raise UserError("the grid 'heads' is empty; give one row per layer, one letter per KV head")
         for layer, row in enumerate(self.heads):
             if set(row) - {"G", "L"}:
-                raise UserError(f"layer {layer} is {row[:100]!r}; its letters must be G (global) or L (local)")
+                raise UserError(f"layer {layer} is {row[:100]!r}; allowed letters are G (global) and L (local)")
             if len(row) != self.num_kv_heads:
                 raise UserError(
                     f"layer {layer} is {row[:100]!r}, {len(row)} KV heads, but layer 0 has {self.num_kv_heads}; "
-                    "all rows must be equally long"
+                    "all rows must have the same length"
                 )
         if self.window < 1:
-            raise UserError(f"window is {self.window}; it counts the query's own key: at least 1")
+            raise UserError(f"window is {self.window}; it must be at least 1, because it includes the query's own key")
         if self.window > MOST_WINDOW:
             raise UserError(f"window is {str(self.window)[:40]}; it is at most {MOST_WINDOW}")
         check_name(self.strategy, "the strategy")
@@ -192,8 +192,8 @@ class Layout:
         # Warn if the file is truncated
         if "provenance" not in data and _GRID_COMMENT in text:
             warnings.warn(
-                f"{where} has lost its end: the last of what was written, its provenance, is not there\n"
-                "if that is meant, remove the comment behind 'heads', too",
+                f"{where} is truncated: its last section, provenance, is missing\n"
+                "if this is intended, also remove the comment after 'heads'",
                 stacklevel=2,
             )
         # Build the layout without hash and check
@@ -206,15 +206,15 @@ class Layout:
         recorded_hash = content.provenance.get("hash") or layout.hash
         if str(recorded_hash) != layout.hash:
             warnings.warn(
-                f"{where} was edited after it was written (hash {recorded_hash} then, {layout.hash} now): its strategy "
-                f"'{layout.strategy}' and its provenance are of the grid before\n"
-                "if the edit is meant, rename the strategy and remove the hash from the file, and the key 'check'",
+                f"{where} was edited after it was written (its hash was {recorded_hash}, now {layout.hash}): "
+                f"its strategy '{layout.strategy}' and provenance describe the previous grid\n"
+                "if the edit is intended, rename the strategy and remove the hash from the file, and the key 'check'",
                 stacklevel=2,
             )
         elif str(content.provenance.get("check") or layout.check) != layout.check:
             warnings.warn(
                 f"{where}: its strategy '{layout.strategy}' or its provenance was edited after it was written\n"
-                "if the edit is meant, remove the key 'check' from the file",
+                "if the edit is intended, remove the key 'check' from the file",
                 stacklevel=2,
             )
         return layout
@@ -291,13 +291,14 @@ class _LayoutFile(Section):
 
     format: str = Field(json_schema_extra={"const": FORMAT})
     window: int = Field(
-        description="visible recent keys of a local head, its own included", json_schema_extra={"minimum": 1}
+        description="window of local heads: visible recent keys, including the query's own",
+        json_schema_extra={"minimum": 1},
     )
     heads: list[str] = Field(
         description="one row per layer from layer 0, one letter per KV head: G global, L local",
         json_schema_extra={"minItems": 1, "items": {"type": "string", "pattern": "^[GL]+$"}},
     )
-    strategy: str = Field("custom", description="how the layout was made; its name in comparisons")
+    strategy: str = Field("custom", description="how the layout was chosen; its name in comparisons")
     provenance: dict[str, Any] = Field(
-        {}, description="where it comes from, the hash of window and heads, and a check of the rest"
+        {}, description="origin of the layout, hash of window and heads, and checksum of the other fields"
     )

@@ -66,15 +66,15 @@ class Proposal:
         """
         if stale := self._of_another_probe(table):
             warnings.warn(
-                f"{', '.join(stale)}: proposed from another probe of the name '{table.name}' than the one that is "
-                f"there now (hash {table.content_hash})\npropose again to choose by this one",
+                f"{', '.join(stale)}: proposed from an earlier probe named '{table.name}', not from the current "
+                f"one (hash {table.content_hash})\nrun propose again to use the current probe",
                 stacklevel=2,
             )
         if len(self.taus) > 1:
             warnings.warn(
-                f"the layouts were chosen at different thresholds, tau {', '.join(f'{tau:g}' for tau in self.taus)}: "
-                f"their coverage is counted at that of '{table.name}', tau {table.tau:g}\n"
-                "propose them anew at one threshold to compare their coverage",
+                f"the layouts were proposed at different thresholds, tau {', '.join(f'{tau:g}' for tau in self.taus)}: "
+                f"their coverage is computed at the threshold of '{table.name}', tau {table.tau:g}\n"
+                "propose them again at one threshold to compare their coverage",
                 stacklevel=2,
             )
         if self.tau is None or self.tau == rounded_tau(table.tau) or table.histogram is None:
@@ -103,12 +103,12 @@ class Proposal:
         entries = [(file, Layout.read(file)) for file in files]
         for name, (file, layout) in zip(_names(entries), entries, strict=True):
             if name in layouts:
-                raise UserError(f"two layouts are called '{name}': give them different names (the key 'strategy')")
+                raise UserError(f"two layouts are called '{name}': rename one of them (key 'strategy')")
             layouts[name], paths[name] = layout, file
             tau = layout.provenance.get("tau")
             if isinstance(tau, float | int) and not isinstance(tau, bool):
                 if not 0 <= tau <= 1:
-                    raise UserError(f"layout {file}: its provenance has a tau of {tau}; a threshold lies in [0, 1]")
+                    raise UserError(f"layout {file}: its provenance has a tau of {tau}; tau must lie in [0, 1]")
                 taus.add(float(tau))
         return cls(layouts, tuple(sorted(taus)), paths)
 
@@ -121,7 +121,7 @@ class Proposal:
         """
         files = sorted(folder.glob("*.yaml"))
         if not files:
-            raise UserError(f"no layouts in {folder}\npropose some first, or name layout files")
+            raise UserError(f"no layouts in {folder}\nrun propose first, or give layout files")
         return cls.read(files)
 
 

@@ -47,4 +47,6 @@ def check_options(signal: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None and signal not in _OPTIONS[name]:
             option = name.replace("_", "-")
-            raise UserError(f"--{option} is not for --signal {signal}; it goes with {', '.join(_OPTIONS[name])}")
+            raise UserError(
+                f"--{option} does not apply to --signal {signal}; it applies to {', '.join(_OPTIONS[name])}"
+            )

@@ -23,7 +23,8 @@ def warn_of_windows(windows: Mapping[str, int | None], *, remedy: str) -> None:
     if len(members) > 1:
         listed = "; ".join(f"{window} keys: {', '.join(members[window])}" for window in sorted(members))
         warnings.warn(
-            f"local windows of {len(members)} lengths are compared ({listed})\n"
-            f"a longer window loses less whichever heads are global, so the heads alone cannot be judged: {remedy}",
+            f"layouts with {len(members)} different local windows are compared ({listed})\n"
+            "a longer window lowers the loss whichever heads are global, so the choice of heads cannot be "
+            f"compared: {remedy}",
             stacklevel=3,
         )

@@ -25,7 +25,7 @@ def choose_device(device: str | None = None) -> str:
 
     check_device(device)
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: there is no CUDA device here")
+        raise UserError("--device cuda: no CUDA device is available")
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -41,11 +41,11 @@ def check_device(device: str | None, *, spreads: bool = False) -> None:
     """
     if device == AUTO and not spreads:
         raise UserError(
-            "--device auto is for probe, evaluate and score, which part a model over the GPUs to measure it\n"
-            "leave it out; training is parted by torchrun, and by sharding: fsdp in its recipe"
+            "--device auto is for probe, evaluate and score, which place a model's layers on all GPUs\n"
+            "leave it out; training uses several GPUs with torchrun, and sharding: fsdp in the recipe"
         )
     if device not in (None, AUTO) and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device):
-        raise UserError(f"--device '{device}' is unknown; there are cpu and cuda")
+        raise UserError(f"--device '{device}' is unknown; expected cpu or cuda")
 
 
 def measuring_device(device: str | None) -> str:
@@ -56,8 +56,8 @@ def measuring_device(device: str | None) -> str:
     """
     if device == AUTO and num_processes() > 1:
         raise UserError(
-            "--device auto has one process part a model over all GPUs, and torchrun starts one for each\n"
-            "leave out one of the two: torchrun is faster where a GPU has room for the model"
+            "--device auto places a model on all GPUs in one process, but torchrun starts a process per GPU\n"
+            "use one of the two: torchrun is faster if the model fits on one GPU"
         )
     return choose_device(None if device == AUTO else device)
 
@@ -86,7 +86,7 @@ def check_dtype(dtype: str | None) -> None:
         UserError: the name is not one of ``DTYPES``.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype '{dtype}' is unknown; there are {', '.join(DTYPES)}")
+        raise UserError(f"--dtype '{dtype}' is unknown; expected one of {', '.join(DTYPES)}")
 
 
 def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -100,7 +100,7 @@ def named_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(dtype, str):
         return dtype
     if dtype != "auto" and dtype not in DTYPES:
-        raise UserError(f"dtype '{dtype}' is unknown; there are auto, {', '.join(DTYPES)}")
+        raise UserError(f"dtype '{dtype}' is unknown; expected auto, {', '.join(DTYPES)}")
     return None if dtype == "auto" else getattr(torch, dtype)
 
 

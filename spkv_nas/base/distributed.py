@@ -140,8 +140,8 @@ def blocks_per_process(batch_size: int, together: int = 1) -> int:
     if batch_size % (processes * together):
         multiple_text = "" if together == 1 else f", {together} together"
         raise UserError(
-            f"a batch_size of {batch_size} blocks cannot be shared evenly by {processes} processes{multiple_text}\n"
-            f"batch sizes are those of all processes together: give a multiple of {processes * together}"
+            f"a batch_size of {batch_size} blocks cannot be divided evenly among {processes} processes{multiple_text}\n"
+            f"batch sizes count the blocks of all processes: use a multiple of {processes * together}"
         )
     return batch_size // processes
 

@@ -56,7 +56,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         temporary = None
     except OSError as error:
         raise UserError(
-            f"cannot write {path}: {error.strerror or error}\nmake room, or choose a writable folder with --workspace"
+            f"cannot write {path}: {error.strerror or error}\nfree disk space, or choose a writable folder with "
+            "--workspace"
         ) from error
     finally:
         if temporary is not None:
@@ -77,11 +78,11 @@ def read_text(path: Path, what: str, *, most: int = _MOST_BYTES) -> str:
     """
     try:
         if _would_wait(path):
-            raise UserError(f"cannot read {what} {path}: it is no ordinary file")
+            raise UserError(f"cannot read {what} {path}: it is not a regular file")
         with path.open("rb") as file:
             data = file.read(most + 1)
         if len(data) > most:
-            raise UserError(f"{what} {path} has more than {most >> 20} MiB, which no such file has")
+            raise UserError(f"{what} {path} has more than {most >> 20} MiB, more than any valid file of this kind")
         return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except FileNotFoundError as error:
         raise UserError(f"{what} not found: {path}") from error
@@ -169,7 +170,7 @@ def read_npz(path: Path, names: tuple[str, ...], remedy: str) -> dict[str, NDArr
         UserError: the file is damaged or lacks one of the arrays.
     """
     if not is_file(path):
-        raise UserError(f"{path} is not there, or no ordinary file\n{remedy}")
+        raise UserError(f"{path} does not exist or is not a regular file\n{remedy}")
     try:
         # Open the file here, because ``np.load`` does not close it on failure
         with path.open("rb") as file, warnings.catch_warnings():
@@ -195,7 +196,7 @@ def _check_unpacked(file: BinaryIO) -> None:
     file.seek(0)
     most, factor = _MOST_UNPACKED
     if unpacked > max(most, factor * size):
-        raise ValueError(f"its {size} bytes say that they hold {unpacked}")
+        raise ValueError(f"its {size} bytes claim to hold {unpacked}")
 
 
 def sha256_file(path: Path) -> str:
@@ -252,7 +253,7 @@ def _bounded(text: str, parse: Callable[[str], int] = int) -> int:
     """
     if len(text) <= _MOST_BITS + 2 and (number := parse(text)).bit_length() <= _MOST_BITS:
         return number
-    raise ValueError("a number of more than 100 digits, which no such file has")
+    raise ValueError("a number has more than 100 digits")
 
 
 def _refusal(reason: str, event: Any) -> yaml.YAMLError:
@@ -287,7 +288,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         UserError: the text is invalid.
     """
     if len(text) > _MOST_YAML:
-        raise UserError(f"{where} has more than {_MOST_YAML >> 20} Mi characters, which no such file has")
+        raise UserError(
+            f"{where} has more than {_MOST_YAML >> 20} Mi characters, more than any valid file of this kind"
+        )
     try:
         data = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:

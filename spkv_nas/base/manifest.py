@@ -18,7 +18,7 @@ from spkv_nas.base.hashes import file_hashes, hashing
 MANIFEST = "spkv-manifest.json"
 WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json")  # endings of weight files
 
-_REMEDY = "remove the folder and run the command again that made it, or copy it anew"
+_REMEDY = "remove the folder and run the command that wrote it again, or copy it again"
 
 
 def write_manifest(folder: Path, known_hashes: Mapping[str, str] | None = None) -> None:
@@ -87,7 +87,7 @@ def manifest_checked(folder: Path, names: Collection[str] | None = None, *, what
     hashes = read_manifest(folder, what) if (folder / MANIFEST).exists() else {}
     added = sorted(p.name for p in folder.iterdir() if _is_read(p.name) and p.name not in hashes) if hashes else []
     if added:
-        raise UserError(f"{what} {folder}: {added[0]} is not in its {MANIFEST}, so it was added\n{_REMEDY}")
+        raise UserError(f"{what} {folder}: {added[0]} is not listed in its {MANIFEST}: it was added later\n{_REMEDY}")
     expected = {name: value for name, value in hashes.items() if names is None or name in names}
     missing = [name for name in expected if not (folder / name).is_file()]
     if missing:

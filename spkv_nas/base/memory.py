@@ -62,8 +62,8 @@ def require(num_bytes: float, what: str, remedy: str, *, device: str = "cpu") ->
     free = available_bytes(device)
     if num_bytes > free:
         raise UserError(
-            f"{what}: that takes at least {format_bytes(round(num_bytes))} of memory, and {format_bytes(free)} are "
-            f"there\n{remedy}"
+            f"{what}: needs at least {format_bytes(round(num_bytes))} of memory, but only {format_bytes(free)} is "
+            f"available\n{remedy}"
         )
 
 
@@ -104,7 +104,9 @@ class AdaptiveBatchSize:
                     raise
             empty_cache()  # after the except block, whose error keeps tensors alive
             self.number = math.ceil(batch_size / 2)
-            warnings.warn(f"no memory for {batch_size} blocks at once: {self.number} from here on", stacklevel=2)
+            warnings.warn(
+                f"out of memory for {batch_size} blocks per pass: continuing with {self.number}", stacklevel=2
+            )
 
 
 def is_short_of_memory(error: Exception) -> bool:

@@ -52,13 +52,13 @@ def read_record(path: Path, what: str) -> dict[str, Any]:
     # Refuse damaged binary files, warn of edited tables
     if damaged_names:
         raise UserError(
-            f"{path.parent / damaged_names[0]} is damaged: it is not what {path.name} beside it was written with\n"
-            "remove it, or run the command again that made it"
+            f"{path.parent / damaged_names[0]} is damaged: it does not match {path.name}, which records its hash\n"
+            "remove it, or run the command that wrote it again"
         )
     if edited:
         warnings.warn(
-            f"{', '.join(str(path.parent / name) for name in edited)}: changed since it was written, by hand or by "
-            f"damage\nit is read as it stands; remove the key '{_KEY}' from {path} if the change is meant",
+            f"{', '.join(str(path.parent / name) for name in edited)}: edited or damaged after it was written\n"
+            f"it is used as it is; remove the key '{_KEY}' from {path} if the change is intended",
             stacklevel=2,
         )
     return content

@@ -135,7 +135,7 @@ def _read_cells(
     occurrences = Counter(header)
     invalid = [name for name in header if (occurrences[name] > 1 if name in names else not others)]
     if invalid:
-        raise UserError(f"{where}: unknown or repeated column '{invalid[0]}'; known are {', '.join(names)}")
+        raise UserError(f"{where}: unknown or repeated column '{invalid[0]}'; expected one of {', '.join(names)}")
     # Check the rows
     if not lines and not empty:
         raise UserError(f"{where}: there are no rows below the header")

@@ -41,7 +41,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-z]*)\s*", text.lower())
     number = float(match[1]) * _UNITS.get(match[2], 0) if match else 0.0
     if not 1 <= number < 2**63:
-        raise UserError(f"'{text}' is not a size in bytes; give for example 2GiB, 800MB or 2000000000")
+        raise UserError(f"'{text}' is not a size in bytes; use for example 2GiB, 800MB or 2000000000")
     return int(number)
 
 
@@ -84,9 +84,9 @@ def parse_context(text: str) -> int:
     try:
         tokens = factor * int(digits.removesuffix("k"))
     except ValueError as error:
-        raise UserError(f"context '{text}' is not a number of tokens; give for example 131072 or 128k") from error
+        raise UserError(f"context '{text}' is not a number of tokens; use for example 131072 or 128k") from error
     if tokens < 1:
-        raise UserError(f"a context has at least 1 token; found {tokens}")
+        raise UserError(f"a context must have at least 1 token; found {tokens}")
     if tokens > MOST_CONTEXT:
         raise UserError(f"context '{text}' is more than {MOST_CONTEXT:,} tokens; give for example 131072 or 128k")
     return tokens

@@ -40,7 +40,7 @@ class CacheCost:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1; found {getattr(self, name)}")
         if self.dtype not in ITEM_BYTES:
-            raise UserError(f"--kv-dtype '{self.dtype}' is unknown; known are {', '.join(ITEM_BYTES)}")
+            raise UserError(f"--kv-dtype '{self.dtype}' is unknown; expected one of {', '.join(ITEM_BYTES)}")
 
     @property
     def global_head(self) -> int:
@@ -67,9 +67,9 @@ class CacheCost:
         number = num_heads if spare >= extra * num_heads else max(0, spare) // max(1, extra)
         if number < 1:
             raise UserError(
-                f"{format_bytes(limit)} holds no global KV head: {num_heads} local ones take "
-                f"{format_bytes(self.total(0, num_heads))}, each global one {format_bytes(extra)} more\n"
-                "give more memory, a shorter --context, a smaller --batch or another --kv-dtype"
+                f"{format_bytes(limit)} is too small for a global KV head: {num_heads} local heads need "
+                f"{format_bytes(self.total(0, num_heads))}, a global head {format_bytes(extra)} more\n"
+                "use more memory, a shorter --context, a smaller --batch or another --kv-dtype"
             )
         return int(number)
 

@@ -83,9 +83,9 @@ class LayerCase:
                 value = shortened(str(getattr(self, name)), 40)
                 raise UserError(f"{name} must be at least 1 and at most {MOST_WINDOW}; found {value}")
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"{self.num_heads} query heads are no multiple of {self.num_kv_heads} KV heads")
+            raise UserError(f"{self.num_heads} query heads are not a multiple of {self.num_kv_heads} KV heads")
         if self.dtype not in DTYPES:
-            raise UserError(f"--dtype '{self.dtype}' is unknown; known are {', '.join(DTYPES)}")
+            raise UserError(f"--dtype '{self.dtype}' is unknown; expected one of {', '.join(DTYPES)}")
 
     @property
     def title(self) -> str:
@@ -185,7 +185,7 @@ class Calibration(AttentionTimes):
             UserError: the heads differ.
         """
         if _title(shape) != self.case.title:
-            raise UserError(f"the calibration is of {self.case.title}; the model has {_title(shape)}")
+            raise UserError(f"the calibration was measured for {self.case.title}; this model has {_title(shape)}")
 
     def check_window(self, window: int) -> None:
         """Check that local heads were measured with this window.
@@ -195,7 +195,8 @@ class Calibration(AttentionTimes):
         """
         if window != self.case.window:
             raise UserError(
-                f"the calibration is for a window of {self.case.window}, not {window}: calibrate with --window {window}"
+                f"the calibration was measured for window {self.case.window}, not {window}: calibrate with "
+                f"--window {window}"
             )
 
     def check_context(self, context: int, phase: Phase) -> None:
@@ -208,7 +209,7 @@ class Calibration(AttentionTimes):
             measured = self.contexts(phase)
             raise UserError(
                 f"the calibration measured {phase} at {measured[0]:,} to {measured[-1]:,} tokens, "
-                f"which says nothing of {context:,}: calibrate with --context {context}"
+                f"not at {context:,}: calibrate with --context {context}"
             )
 
     def layer_seconds(self, context: int, *, density: float = 1.0, window: int = 0, phase: Phase = "decode") -> float:
@@ -220,7 +221,7 @@ class Calibration(AttentionTimes):
             UserError: the density is outside [0, 1], or the window or context was not measured.
         """
         if not 0.0 <= density <= 1.0:
-            raise UserError(f"density is a share, in [0, 1]; found {density:g}")
+            raise UserError(f"density must lie in [0, 1]; found {density:g}")
         if density < 1.0:
             self.check_window(window)
         self.check_context(context, phase)
@@ -284,7 +285,7 @@ class Calibration(AttentionTimes):
         # Check that the table belongs to the record
         table = folder / "calibration.csv"
         if _sha256(read_text(table, "calibration")) != header.csv_sha256:
-            raise UserError(f"{where} does not describe the calibration.csv beside it: calibrate again")
+            raise UserError(f"{where} does not match calibration.csv in its folder: calibrate again")
         # Read the table
         try:
             case = LayerCase(**header.model_dump(include=set(LayerCase.__dataclass_fields__)))

@@ -54,9 +54,9 @@ def mean_visible_keys(context: int, *, density: float = 1.0, window: int = 0) ->
 def _check(context: int, density: float, window: int) -> None:
     """Check the arguments of ``visible_keys``."""
     if context < 1:
-        raise UserError(f"a context has at least 1 token; found {context}")
+        raise UserError(f"a context must have at least 1 token; found {context}")
     if not 0.0 <= density <= 1.0:
-        raise UserError(f"density is a share of tokens, in [0, 1]; found {density:g}")
+        raise UserError(f"density must lie in [0, 1]; found {density:g}")
     if window < 0:
         raise UserError(f"a window cannot be negative; found {window}")
 

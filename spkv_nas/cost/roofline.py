@@ -57,7 +57,7 @@ def find_hardware(name: str) -> Hardware:
         UserError: there is none of that name; lists all.
     """
     if name.lower() not in HARDWARE:
-        raise UserError(f"no hardware '{name}'; there are: {', '.join(HARDWARE)}")
+        raise UserError(f"unknown hardware '{name}'; expected one of {', '.join(HARDWARE)}")
     return HARDWARE[name.lower()]
 
 

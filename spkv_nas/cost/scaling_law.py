@@ -126,7 +126,9 @@ def fit(compute: ArrayLike, nll: ArrayLike) -> ScalingLaw:
     """
     flops, loss = np.asarray(compute, dtype=np.float64), np.asarray(nll, dtype=np.float64)
     if len(np.unique(flops)) < 3:
-        raise UserError(f"a law of three parameters needs runs at 3 or more computes; found {len(np.unique(flops))}")
+        raise UserError(
+            f"a law of three parameters needs runs at 3 or more amounts of compute; found {len(np.unique(flops))}"
+        )
     # Fit from the initial parameters
     reference = float(np.exp(np.log(flops).mean()))
     x = np.log(flops / reference)
@@ -205,7 +207,7 @@ def fit_runs(runs: pd.DataFrame) -> dict[str, ScalingLaw]:
         count = fitted["train_flops"].nunique()
         if count < MIN_RUNS:
             raise UserError(
-                f"{where}{count} different computes to fit; a law of three parameters needs at least {MIN_RUNS}"
+                f"{where}{count} different amounts of compute; a law of three parameters needs at least {MIN_RUNS}"
             )
         try:
             laws[str(variant)] = fit(fitted["train_flops"], fitted["nll"])

@@ -34,8 +34,8 @@ _MOST_DEVICES = 1024
 _RANK = 16  # of recommended adapters
 _AGAIN = "gradient_checkpointing: true"
 _GATHERED = 2  # layers whose weights FSDP2 gathers: the current one and the next
-_FIXED = "what no block changes takes more already: a device with more memory"
-_PARTED = f"{_FIXED}, or several with --device auto"
+_FIXED = "its fixed memory alone does not fit: use a device with more memory"
+_PARTED = f"{_FIXED}, or several devices with --device auto"
 
 
 @dataclass(frozen=True)
@@ -397,4 +397,4 @@ class Stages:
 
     def _batching(self, blocks: int, recomputes: bool = False) -> str:
         """Describe the micro-batch size for messages."""
-        return f"{blocks} x {self.block_size:,} tokens a pass" + (", layers computed again" if recomputes else "")
+        return f"{blocks} x {self.block_size:,} tokens per pass{', activation checkpointing' if recomputes else ''}"

@@ -57,7 +57,7 @@ class AttentionTimes(ABC):
         if layout.num_kv_heads != self.num_kv_heads:
             raise UserError(
                 f"layout '{layout.strategy}' has {layout.num_kv_heads} KV heads per layer, "
-                f"the times are for {self.num_kv_heads}"
+                f"the times were measured for {self.num_kv_heads}"
             )
         layers = Counter(row.count("G") for row in layout.heads)
         return sum(

@@ -55,8 +55,8 @@ def time_attention(case: LayerCase, contexts: Sequence[int], *, progress: Progre
                 timings += _time_prefill(case, context)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"{case.device} has no memory for a layer of {context:,} tokens x {case.batch}\n"
-            "give a shorter --context or a smaller --batch"
+            f"{case.device} is out of memory for a layer with {context:,} tokens x {case.batch}\n"
+            "use a shorter --context or a smaller --batch"
         ) from error
     report(total, total)
     return Calibration(case, device_name(case.device), torch.get_num_threads(), tuple(timings), environment())

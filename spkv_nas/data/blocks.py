@@ -173,7 +173,7 @@ class TokenBlocks:
         arrays = read_arrays(path, _ARRAYS, _REMEDY)
         infos = _parse_infos(str(arrays["documents"]))
         if infos is None or arrays["document"].max() >= len(infos):
-            raise UserError(f"{path} is damaged: its documents are not those of its tokens\n{_REMEDY}")
+            raise UserError(f"{path} is damaged: its documents do not match its tokens\n{_REMEDY}")
         return cls(
             arrays["tokens"].astype(np.int32, copy=False), arrays["document"].astype(np.int32, copy=False), infos
         )
@@ -261,7 +261,7 @@ def check_enough(num_documents: int, num_tokens: int, block_size: int, what: str
     if num_tokens < block_size:
         raise UserError(
             f"the {what} has {num_tokens} tokens, fewer than one block of {block_size}\n"
-            "give more text, or smaller blocks (--block-size; data.block_size in a recipe)"
+            "use more text, or smaller blocks (--block-size; data.block_size in a recipe)"
         )
 
 

@@ -16,22 +16,20 @@ ALL_TASKS: Literal["all-but-qa"] = "all-but-qa"
 class SourceConfig(Section):
     """Name a text source with options; exactly one of ``path`` and ``dataset``."""
 
-    path: str | None = Field(None, description="a file or folder, stdlib, or installed")
-    dataset: str | None = Field(None, description="a data set of the Hugging Face hub or cache")
-    name: str | None = Field(None, description="the data set's configuration")
-    split: str | None = Field(None, description="the data set's split; train by default")
-    text_field: str | None = Field(None, description="field or column that holds the text; by default text")
-    domain: str | None = Field(None, description="domain of all its documents")
-    domain_field: str | None = Field(
-        None, description="field or column that holds a document's domain; by default domain"
-    )
-    max_documents: int | None = Field(None, ge=1, le=MOST_WHOLE, description="take at most this many documents")
+    path: str | None = Field(None, description="file, folder, stdlib or installed")
+    dataset: str | None = Field(None, description="data set on the Hugging Face hub or in its cache")
+    name: str | None = Field(None, description="configuration of the data set")
+    split: str | None = Field(None, description="split of the data set; default: train")
+    text_field: str | None = Field(None, description="field or column with the text; default: text")
+    domain: str | None = Field(None, description="domain of all documents of this source")
+    domain_field: str | None = Field(None, description="field or column with the document's domain; default: domain")
+    max_documents: int | None = Field(None, ge=1, le=MOST_WHOLE, description="maximum number of documents")
 
     @model_validator(mode="after")
     def _one_origin(self) -> SourceConfig:
         """Require exactly one of ``path`` and ``dataset``."""
         if (self.path is None) == (self.dataset is None):
-            raise ValueError("a source has either 'path' or 'dataset'")
+            raise ValueError("a source needs either 'path' or 'dataset', not both")
         return self
 
 
@@ -40,15 +38,15 @@ class RulerMix(Section):
 
     share: float = Field(gt=0.0, le=1.0, description="share of the training blocks")
     tasks: Literal["all-but-qa"] | list[str] = Field(
-        ALL_TASKS, description="names of RULER's tasks; all-but-qa: all that need no file of questions"
+        ALL_TASKS, description="names of RULER's tasks; all-but-qa: all tasks without a question file"
     )
     loss: Literal["all", "answers"] = Field(
-        "all", description="tokens of a sample that count in the loss: all, or those of the answers"
+        "all", description="sample tokens that the loss includes: all, or only answers"
     )
     lengths: list[int] | None = Field(
         None,
         min_length=1,
-        description="sample lengths in tokens, one drawn at random for each block; by default a whole block",
+        description="sample lengths in tokens, one sampled at random per block; default: a whole block",
     )
     haystack: list[str] = Field([], description="files and folders of essays to hide needles in")
 
@@ -64,7 +62,7 @@ class MixConfig(Section):
 
 
 class DataConfig(Section):
-    """Choose the text, and how it is cut into blocks."""
+    """Choose the text, and how to cut it into blocks."""
 
     sources: list[str | SourceConfig] = Field(
         min_length=1, description="files, folders, stdlib, installed, or sections with path or dataset"
@@ -72,14 +70,17 @@ class DataConfig(Section):
     block_size: int = Field(BLOCK_SIZE, ge=2, le=MOST_BLOCK_SIZE, description="tokens per block")
     heldout: float = Field(0.05, gt=0.0, lt=1.0, description="share of documents held out, chosen by content hash")
     max_heldout_tokens: int = Field(
-        HELDOUT_TOKENS, ge=1, le=MOST_WHOLE, description="held-out tokens at most, spread over the documents"
+        HELDOUT_TOKENS,
+        ge=1,
+        le=MOST_WHOLE,
+        description="maximum number of held-out tokens, taken from all held-out documents",
     )
-    mix: MixConfig | None = Field(None, description="other samples in the training text")
+    mix: MixConfig | None = Field(None, description="synthetic samples to mix into the training text")
 
     @model_validator(mode="after")
     def _fitting_samples(self) -> DataConfig:
         """Require sample lengths that fit in a block."""
         lengths = [] if self.mix is None else self.mix.ruler.lengths or []
         if any(not 1 <= length <= self.block_size for length in lengths):
-            raise ValueError(f"mix.ruler.lengths: a sample has 1 to {self.block_size} tokens, those of a block")
+            raise ValueError(f"mix.ruler.lengths: lengths must be 1 to {self.block_size} tokens, the block size")
         return self

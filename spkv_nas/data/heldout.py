@@ -49,8 +49,8 @@ def heldout_share(config: DataConfig, base: Path, announce: Announce = silent) -
     num_chosen = _parted(sorted(hashed), num_held, block_characters)
     if num_chosen != num_held:
         announce(
-            f"data.heldout {config.heldout:g} would hold out {num_held} of {len(hashed)} documents: {num_chosen} are, "
-            "so that there is text to train on and text to measure on"
+            f"data.heldout {config.heldout:g} would hold out {num_held} of {len(hashed)} documents; "
+            f"{num_chosen} are held out, so that text is left both to train on and to evaluate on"
         )
     return (sorted(hashed)[num_chosen - 1][0] + 1) / 2**32
 
@@ -67,8 +67,8 @@ def _parted(hashed: list[tuple[int, int]], number: int, least: int) -> int:
         raise UserError("the text is empty: no document in any source")
     if len(hashed) == 1:
         raise UserError(
-            f"the text is one document of {hashed[0][1]} characters, too short to hold out a part of it\n"
-            "give more text, or smaller blocks (--block-size; data.block_size in a recipe): a piece of it has four"
+            f"the text is one document of {hashed[0][1]} characters, too short to hold out a part\n"
+            "use more text, or smaller blocks (--block-size; data.block_size in a recipe); each part needs four"
         )
     lengths = np.cumsum([length for _, length in hashed])
     lowest = max(_LEAST, int(np.searchsorted(lengths, least)) + 1)

@@ -55,9 +55,12 @@ def texts() -> Iterator[tuple[str, str, str]]:
     """
     packages, missing = _packages()
     if not packages:
-        raise UserError(f"source 'installed': no package is installed in the version that {constraints_file()} pins")
+        raise UserError(f"source 'installed': no installed package has the version pinned in {constraints_file()}")
     if missing:
-        warnings.warn(f"source 'installed' lacks packages that are not as pinned: {', '.join(missing)}", stacklevel=2)
+        warnings.warn(
+            f"source 'installed' skips packages whose installed version is not the pinned one: {', '.join(missing)}",
+            stacklevel=2,
+        )
     for package in packages:
         for file in _files(package):
             text = _text(_located(file))

@@ -297,7 +297,7 @@ def _text_file(file: Path, piece: int) -> Iterator[tuple[int | None, str]]:
             for number, text in enumerate(cut(_chunks(head, stream.read), piece)):
                 yield number, text
         except (UnicodeDecodeError, OSError) as error:
-            raise UserError(f"cannot read {file} after {number + 1} pieces of it: {first_line(error)}") from error
+            raise UserError(f"cannot read {file} after {number + 1} chunks: {first_line(error)}") from error
 
 
 def _chunks(start: str, read: Callable[[int], str]) -> Iterator[str]:
@@ -379,7 +379,7 @@ def _rows(rows: Iterator[Row], origin: str, domain: str, options: Mapping[str, A
         if not isinstance(row.get(text_field), str):
             raise UserError(
                 f"{location}: no text in field '{text_field}'; found fields {', '.join(row)}\n"
-                f"name the field 'text', or say in a recipe's data.sources: {{path: {origin}, text_field: FIELD}}"
+                f"name the field 'text', or set it in a recipe's data.sources: {{path: {origin}, text_field: FIELD}}"
             )
         row_domain = row.get(domain_field)
         yield Text(

@@ -319,7 +319,7 @@ def _resumable(writer: BlockWriter | None) -> Iterator[None]:
     except BrokenOffError as error:
         if writer is None:
             raise
-        raise UserError(f"{error}\nrun the command again: it goes on from there") from error
+        raise UserError(f"{error}\nrepeat the command: it resumes from there") from error
 
 
 class _Seen:

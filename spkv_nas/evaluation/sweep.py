@@ -66,7 +66,7 @@ def evaluate(
     gates = gate_config(model)
     if gates is None:
         if tau is not None:
-            raise UserError("this model has no gates, so a threshold means nothing to it: leave tau out")
+            raise UserError("this model has no gates, so tau has no effect: leave tau out")
         return Evaluation(document_nll(model, blocks, batch_size=batch_size, progress=progress))
     # Evaluate with hard gates, tracking density
     tau = gates.tau if tau is None else tau

@@ -29,7 +29,9 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
     """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise UserError(f"{type(model).__name__} cannot compute its layers again: leave gradient_checkpointing out")
+        raise UserError(
+            f"{type(model).__name__} does not support activation checkpointing: leave gradient_checkpointing out"
+        )
     before = [layer.training for layer in layers]
     for layer in layers:
         layer.gradient_checkpointing = True

@@ -56,7 +56,7 @@ def attach_gates(model: PreTrainedModel, config: GateConfig | None = None, *, se
     # Hook the layers
     config = config or GateConfig()
     if any(state.gate_window is not None for state in layer_states(model)):
-        raise UserError("this model has gates already: call detach(model) first")
+        raise UserError("this model already has gates: call detach(model) first")
     if any(state.windows is not None for state in layer_states(model)):
         detach(model)
     hook_layers(model)
@@ -136,7 +136,9 @@ def gate_rows(model: PreTrainedModel, config: GateConfig, num_kv_heads: list[int
     check_heads("the grid of the gates' heads", [len(row) for row in config.heads], num_kv_heads)
     wrong = [i for i in local if set(config.heads[i]) != {LOCAL}]
     if wrong:
-        raise UserError(f"layer {wrong[0]} is local by design: its row of the gates' heads must be all {LOCAL}")
+        raise UserError(
+            f"layer {wrong[0]} has a native sliding window: its row in the gates' heads must be all {LOCAL}"
+        )
     return [None if i in local else row for i, row in enumerate(config.heads)]
 
 
@@ -250,7 +252,7 @@ def dry_run(model: PreTrainedModel) -> list[AttentionCall]:
         raise UserError(
             f"{type(model).__name__}: {reached} of {expected} attention layers reached the attention function, in "
             f"{len(calls)} calls; SP-KV needs each layer exactly once\n"
-            "the class does not use the attention interface of transformers, so gates would have no effect"
+            "its class does not use the attention interface of transformers, so gates would have no effect"
         )
     return calls
 

@@ -220,7 +220,7 @@ def _pre_hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         extra["spkv_cache"] = _cache_layer(cache, layer)
     if predictor is not None and (settings.mode != "open" or LOCAL in predictor.row):
         if cache is not None and getattr(predictor, "mix", None) is not None:
-            raise UserError("a bidirectional predictor waits for tokens to come: generate with use_cache=False")
+            raise UserError("a bidirectional predictor needs future tokens: generate with use_cache=False")
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         logits = predictor(
             hidden_states, sinks=cache is None
@@ -237,7 +237,7 @@ def _cache_layer(cache: Any, layer: nn.Module) -> Any:
     index = getattr(layer, "layer_idx", None)
     if not isinstance(index, int) or index >= len(cache.layers) or not hasattr(cache.layers[index], "attend"):
         raise UserError(
-            f"SP-KV attention cannot use a {type(cache).__name__}, which would keep every key: generate with "
+            f"SP-KV attention cannot use a {type(cache).__name__}, which would store every key: generate with "
             "past_key_values=spkv_nas.SPKVCache(model), or with use_cache=False"
         )
     return cache.layers[index]
@@ -267,7 +267,7 @@ def _attention_function(
     # Attend over the cache
     if cache is not None:
         if gate is not None and gate.log_utility is not None:
-            raise UserError('gates of training keep every key: call set_gate_mode(model, "hard") to use a cache')
+            raise UserError('soft and sampled gates keep every key: call set_gate_mode(model, "hard") to use a cache')
         if state.gate_window is not None:
             state.check_gate_reach(cache.get_seq_length() + query.shape[2])
         keep = gate.keep if gate else None
@@ -314,7 +314,7 @@ def _refuse_unsupported(
         if kwargs.get(keyword) is not None:
             raise UserError(f"this model uses {feature} ('{keyword}'), which SP-KV attention does not compute")
     if attention_mask is not None and (attention_mask.ndim != 2 or kwargs.get("spkv_cache") is None):
-        feature = "padding" if attention_mask.ndim == 2 else "an attention mask of its own"
+        feature = "padding" if attention_mask.ndim == 2 else "a custom attention mask"
         raise UserError(f"this batch has {feature}, which SP-KV attention would ignore: give full blocks instead")
     if dropout:
         raise UserError(f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the config")
@@ -340,7 +340,7 @@ def _mask_function(
     """
     if not allow_is_causal_skip:
         raise UserError(
-            "this batch asks for a mask that is not causal (packed position ids?), which SP-KV attention would "
+            "this batch requires a mask that is not causal (packed position ids?), which SP-KV attention would "
             "ignore: leave position_ids out"
         )
     if attention_mask is None or attention_mask.is_meta:  # a meta tensor has no values

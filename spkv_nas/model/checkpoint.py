@@ -144,7 +144,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 def _unwritten(folder: Path, error: Exception) -> UserError:
     """Make the error for a checkpoint that cannot be written."""
-    return UserError(f"cannot write checkpoint {folder}: {first_line(error)}\nmake room, or choose another place")
+    return UserError(f"cannot write checkpoint {folder}: {first_line(error)}\nfree space, or choose another folder")
 
 
 def weights_identity(folder: Path) -> str:
@@ -332,8 +332,8 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     source = str(resolve(path_or_id))
     if Path(source).is_dir() and not any(Path(source, name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(
-            f"model {source} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is in it\n"
-            "copy the tokenizer files of the model that it was made from into this folder"
+            f"model {source} has no tokenizer: it contains none of {', '.join(_TOKENIZER_FILES)}\n"
+            "copy the tokenizer files of the original model into this folder"
         )
     with _as_user_error(f"tokenizer {source}"):
         name, commit = pinned(source)
@@ -365,7 +365,7 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return the transformers decoder class for a config. Raises ``UserError`` if there is none."""
     kind = stock_class(config)
     if kind not in AutoModelForCausalLM._model_mapping:
-        raise UserError(f"models of type '{config.model_type}' are no decoders that generate text")
+        raise UserError(f"models of type '{config.model_type}' are not text-generating decoders")
     model_class: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[kind]
     return model_class
 
@@ -396,4 +396,4 @@ def read_shape(path_or_id: str | Path) -> Shape:
 def check_dense(size: ModelSize, source: str) -> None:
     """Raise ``UserError`` for a mixture of experts, of which a token uses only some of the parameters."""
     if size.is_mixture:
-        raise UserError(f"model {source} is a mixture of experts; cost is known for dense decoders")
+        raise UserError(f"model {source} is a mixture of experts; costs can be computed only for dense decoders")

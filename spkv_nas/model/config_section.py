@@ -139,5 +139,5 @@ def _checked(config: PreTrainedConfig) -> _Saved | None:
     section = validate(_Saved, config.spkv, subject)
     gates = config.spkv.get("gates")
     if gates is not None and not {"window", "tau"} <= gates.keys():
-        raise UserError(f"{subject}: the gates' window and tau must both be said")
+        raise UserError(f"{subject}: the gates' window and tau are both required")
     return section

@@ -28,7 +28,7 @@ from spkv_nas.base.errors import UserError
 OWN_TYPE = "spkv"
 _PREFIX = "SPKV"  # of class names
 _LAYERS, _TEXT = "num_hidden_layers", "text_config"
-_DAMAGED = "the config is damaged: copy it anew"
+_DAMAGED = "the config is damaged: copy it again"
 _HINT = "said in the section spkv, because a stock class would run this model dense: load it with spkv_nas.load"
 
 
@@ -161,14 +161,13 @@ def _stock_form(content: dict[str, Any]) -> tuple[dict[str, Any], type[PreTraine
     kind, num_layers = section.pop("stock_type", OWN_TYPE), section.pop(_LAYERS, None)
     if kind == OWN_TYPE or kind not in CONFIG_MAPPING or num_layers is None:
         raise UserError(
-            "section 'spkv' of the model's config does not say the type and the number of layers of the original\n"
-            f"{_DAMAGED}"
+            f"section 'spkv' of the model's config lacks the original model type and number of layers\n{_DAMAGED}"
         )
     # Restore the content
     architectures = [str(name).removeprefix(_PREFIX) for name in content.get("architectures") or []]
     text = content.get(_TEXT) or {"model_type": kind}
     if not isinstance(text, dict) or text.get("model_type") not in CONFIG_MAPPING:
-        raise UserError(f"the model's config does not say what it is made of in '{_TEXT}'\n{_DAMAGED}")
+        raise UserError(f"the model's config lacks the text model's section '{_TEXT}'\n{_DAMAGED}")
     stock = {**_with_layers(content, _layers_key(text["model_type"]), num_layers), "model_type": kind}
     check_counts(stock, "the model")  # now that they are under their usual keys
     return {**stock, "architectures": architectures, OWN_TYPE: section}, CONFIG_MAPPING[kind]

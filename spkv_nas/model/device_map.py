@@ -44,7 +44,8 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
     offloaded = sum(parameter.nbytes for parameter in model.parameters() if parameter.is_meta)
     if offloaded:
         warnings.warn(
-            f"{format_bytes(offloaded)} of the weights have no room on the GPUs, and visit one in every pass: slow",
+            f"{format_bytes(offloaded)} of the weights do not fit on the GPUs and are copied to one in every "
+            "pass, which is slow",
             stacklevel=2,
         )
     return dispatched
@@ -54,8 +55,8 @@ def check_placed(model: nn.Module) -> None:
     """Raise ``UserError`` if weights are offloaded to main memory, because no gradients can pass through them."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError(
-            "nothing can learn through weights that have no room on the GPUs\n"
-            "take more or larger GPUs, or --dtype bfloat16"
+            "cannot backpropagate through weights that are offloaded to CPU memory because the GPUs are full\n"
+            "use more or larger GPUs, or --dtype bfloat16"
         )
 
 

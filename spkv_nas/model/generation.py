@@ -101,7 +101,7 @@ def generate(
     # Check the arguments and encode the prompt
     gates = gate_config(model)
     if gates is None and tau is not None:
-        raise UserError("this model has no gates, so a threshold means nothing to it: leave tau out")
+        raise UserError("this model has no gates, so tau has no effect: leave tau out")
     inputs = _encode(model, tokenizer, prompt)
     num_prompt_tokens = inputs["input_ids"].shape[1]
     # Generate with hard gates
@@ -136,7 +136,7 @@ def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: 
     """Encode a prompt on the model's device. Raises ``UserError`` if it is empty or has unknown tokens."""
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs["input_ids"].shape[1] == 0:
-        raise UserError("the prompt is empty: give some text to continue")
+        raise UserError("the prompt is empty: give text to continue")
     check_tokens(model, int(inputs["input_ids"].max()))
     return inputs
 

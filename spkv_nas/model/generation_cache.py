@@ -115,7 +115,7 @@ class SPKVCacheLayer(CacheLayerMixin):
         if len(q) != self.paged.batch_size:
             raise UserError(f"the cache holds {self.paged.batch_size} sequences, this batch has {len(q)}")
         if (k.shape[1], k.shape[3]) != (self.paged.num_kv_heads, self.paged.head_dim):
-            raise UserError("the cache is of a model with other KV heads: use it with the model that it was made for")
+            raise UserError("the cache was made for a model with other KV heads: use it with that model")
         k, v = k.to(self.paged.ring_k.dtype), v.to(self.paged.ring_v.dtype)
         # Decide which keys to keep: [B, Hkv, T]
         if keep is None:
@@ -169,8 +169,8 @@ class SPKVCacheLayer(CacheLayerMixin):
     def crop(self, *_: Any) -> None:
         """Raise ``UserError``: pruned tokens cannot be restored to the window."""
         raise UserError(
-            "an SP-KV cache cannot be cut back, because pruned tokens are gone: assisted and speculative decoding "
-            "need a cache of full attention"
+            "an SP-KV cache cannot be cropped, because pruned tokens are deleted: assisted and speculative decoding "
+            "need a full-attention cache"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -274,7 +274,7 @@ class SPKVCache(Cache):
                 sizes = file.metadata() or {}
                 digest = sizes.pop(_DIGEST, None)
                 if sizes.pop("format", None) != _FORMAT or len(sizes) != len(cache.layers):
-                    raise UserError(f"cache {path} belongs to another model, or is no cache of spkv-nas")
+                    raise UserError(f"cache {path} belongs to another model, or is not a cache of spkv-nas")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if digest is not None and digest != _digest(sizes, tensors):
                 raise UserError(f"cache {path} is damaged: it differs from its recorded SHA-256")
@@ -284,10 +284,10 @@ class SPKVCache(Cache):
                 state = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
                 values = dict(zip(_SIZES, map(int, sizes[str(index)].split()), strict=True))
                 if values["window"] != layer.window:
-                    raise UserError(f"cache {path}: layer {index} has another window than the model")
+                    raise UserError(f"cache {path}: layer {index} has a different window than the model")
                 layer._restore(values, state)
             if len({(layer.tokens, str(layer.paged and layer.paged.seq_lens)) for layer in cache.layers}) > 1:
-                raise UserError(f"cache {path} is damaged: its layers have not seen the same tokens")
+                raise UserError(f"cache {path} is damaged: its layers hold different numbers of tokens")
         except UserError:
             raise
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:

@@ -279,7 +279,7 @@ def _keeps_some(model: PreTrainedModel, loss: Any = ForCausalLMLoss) -> bool:
 def _warn(model: PreTrainedModel) -> None:
     """Warn that all logits of a pass are computed at once."""
     warnings.warn(
-        f"{type(model).__name__} makes its logits in a way of its own: those of all tokens of a pass are made at once, "
-        "which takes much memory",
+        f"{type(model).__name__} computes logits in an unsupported way: those of all tokens of a pass are "
+        "computed at once, which needs much memory",
         stacklevel=4,
     )

@@ -95,7 +95,7 @@ def check_tokens(model: PreTrainedModel, largest: int) -> None:
     if rows is not None and largest >= rows:
         raise UserError(
             f"the tokenizer has a token {largest}, but the model knows {rows} (0 to {rows - 1}) only\n"
-            "the tokenizer is another model's: take both from one folder"
+            "the tokenizer belongs to another model: use the model's tokenizer"
         )
 
 
@@ -168,8 +168,8 @@ def check_size(
     except (OverflowError, TypeError, RuntimeError) as error:
         if "verflow" not in str(error):
             raise
-        raise UserError(f"{what}: the sizes in its config are beyond any memory\ncorrect the config") from error
+        raise UserError(f"{what}: the sizes in its config exceed any machine's memory\ncorrect the config") from error
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     size = num_parameters * bytes_per_parameter + sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
-    require(size, f"{what}: {num_parameters:,} parameters", "give a smaller model or config")
+    require(size, f"{what}: {num_parameters:,} parameters", "use a smaller model or config")
     return num_parameters

@@ -43,7 +43,7 @@ def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, An
     current = getattr(text, "rope_parameters", None)
     if not current:
         raise UserError(
-            f"models of type '{text.model_type}' have no rotary positions (RoPE), and so no more than they know\n"
+            f"models of type '{text.model_type}' have no rotary position embeddings (RoPE) to extend\n"
             "leave branch.extend out"
         )
     positions = text.max_position_embeddings
@@ -55,7 +55,7 @@ def extended_config(config: PreTrainedConfig, length: int, rope: Mapping[str, An
     try:
         text.validate_rope()
     except (KeyError, ValueError, TypeError) as error:
-        raise UserError(f"branch.extend.rope: '{text.model_type}' does not have it: {first_line(error)}") from error
+        raise UserError(f"branch.extend.rope: '{text.model_type}' does not support it: {first_line(error)}") from error
     return text
 
 

@@ -43,9 +43,9 @@ def check_checkpoint(path_or_id: str | Path) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise UserError(f"cannot load model {path_or_id}: it is a file, where a checkpoint is a folder")
+        raise UserError(f"cannot load model {path_or_id}: it is a file; a checkpoint is a folder")
     if not (folder / _CONFIG).is_file():
-        raise UserError(f"cannot load model {path_or_id}: there is no {_CONFIG} in that folder")
+        raise UserError(f"cannot load model {path_or_id}: the folder has no {_CONFIG}")
     read_json(folder / _CONFIG, "config")
 
 
@@ -65,7 +65,7 @@ def _local(path_or_id: str | Path) -> Path | None:
         return path
     source = str(path_or_id)
     if _ID.fullmatch(split_revision(source)[0]) is None:
-        raise UserError(f"cannot load model {source}: there is no such folder")
+        raise UserError(f"cannot load model {source}: the folder does not exist")
     try:
         config_folder(source)
     except OSError as error:
@@ -86,7 +86,7 @@ def at_revision(source: str, revision: str | None) -> str:
     if revision is None:
         return source
     if Path(source).exists() or split_revision(source)[1] is not None:
-        raise UserError(f"model {source} is not an id without a revision, so it has no revision '{revision}'")
+        raise UserError(f"model {source} must be a hub ID without a revision to take the revision '{revision}'")
     return f"{source}@{revision}"
 
 

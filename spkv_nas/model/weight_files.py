@@ -37,7 +37,7 @@ def check_files(folder: Path, explicit: str | None = None) -> list[Path]:
     """
     if (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"model {folder} is an adapter of another model: merge the two and give the folder of the result"
+            f"model {folder} is a LoRA adapter: merge it into its base model and give the folder of the result"
         )
     if explicit is not None and not is_index(explicit):
         return [_checked_file(folder, explicit, f"the config of model {folder}")]
@@ -55,9 +55,9 @@ def index_names(index: Path) -> list[str]:
     content = read_json(index, "index of weights")
     shards, metadata = content.get("weight_map"), content.get("metadata")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-        raise UserError(f"{source}: 'weight_map' must say for every tensor the file that it is in")
+        raise UserError(f"{source}: 'weight_map' must map every tensor to its file")
     if not isinstance(metadata, dict):
-        raise UserError(f"{source}: 'metadata' must be keys and values, which transformers reads")
+        raise UserError(f"{source}: 'metadata' must be a mapping of keys to values")
     names = sorted(set(shards.values()))
     for name in names:
         _check_plain(name, source)
@@ -72,14 +72,14 @@ def is_index(name: object) -> bool:
 def _check_plain(name: object, source: str) -> None:
     """Raise ``UserError`` unless a name is that of a safetensors file without a folder."""
     if not isinstance(name, str) or _SHARD.fullmatch(name) is None:
-        raise UserError(f"{source} names {str(name)[:100]!r}, which is not a .safetensors file beside it")
+        raise UserError(f"{source} names {str(name)[:100]!r}, which is not a .safetensors file in the same folder")
 
 
 def _checked_file(folder: Path, name: str, source: str) -> Path:
     """Return the path of a weight file in ``folder``. Raises ``UserError`` if it is missing or not allowed."""
     _check_plain(name, source)
     if not (folder / name).is_file():
-        raise UserError(f"{source} names {name}, which is not there: the checkpoint is not complete")
+        raise UserError(f"{source} names {name}, which does not exist: the checkpoint is incomplete")
     return folder / name
 
 

@@ -38,8 +38,8 @@ def check_room(files: list[Path], num_parameters: int, what: str) -> None:
     if num_parameters > max(size, _LARGE):
         raise UserError(
             f"{what}: its config describes {num_parameters:,} parameters, for which its weights of "
-            f"{format_bytes(size)} are too small\nthe weights are not complete, or the config is another model's: "
-            "copy both anew"
+            f"{format_bytes(size)} are too small\nthe weights are incomplete, or the config belongs to another model: "
+            "copy both again"
         )
 
 
@@ -65,7 +65,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
     if missing:
         raise UserError(
             f"{what} lacks {len(missing)} of its {num_tensors} tensors: {_names(missing)}\n"
-            "the folder is not complete, or its config is another model's: copy it anew"
+            "the folder is incomplete, or its config belongs to another model: copy it again"
         )
     # Wrong shapes
     wrong = sorted(info["mismatched_keys"])
@@ -73,7 +73,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], what: str) -> 
         name, stored, expected = wrong[0]
         raise UserError(
             f"{what}: {len(wrong)} tensors have other shapes than its config says, such as {name}: {list(stored)} in "
-            f"the file, {list(expected)} in the config\nthe weights and the config are not of one model: copy both anew"
+            f"the file, {list(expected)} in the config\nthe weights and the config belong to different models: "
+            "copy both again"
         )
     if info["error_msgs"]:
         raise UserError(f"cannot load {what}: {str(info['error_msgs'][0]).splitlines()[0]}")
@@ -94,13 +95,13 @@ def _check_unexpected(model: PreTrainedModel, names: list[str], what: str) -> No
     layer_names = [name for name in names if name.removeprefix(prefix).startswith(stacks) and not _MASKS.search(name)]
     if layer_names:
         raise UserError(
-            f"{what}: {len(layer_names)} tensors of its layers have no place in the model that its config describes: "
-            f"{_names(layer_names)}\nits config is damaged or another model's: copy both anew"
+            f"{what}: {len(layer_names)} tensors do not exist in the layers that its config describes: "
+            f"{_names(layer_names)}\nits config is damaged or belongs to another model: copy both again"
         )
     unused = [name for name in names if not _MASKS.search(name)]
     if unused:
         warnings.warn(
-            f"{what}: {len(unused)} tensors are not used, because a decoder for text has no place for them: "
+            f"{what}: {len(unused)} tensors are not used, because a text decoder has no such parameters: "
             f"{_names(unused)}",
             stacklevel=5,
         )
@@ -112,7 +113,7 @@ def check_finite(model: nn.Module, what: str) -> None:
     if wrong:
         raise UserError(
             f"{what}: {len(wrong)} tensors hold numbers that are not finite (NaN or infinity), such as {wrong[0]}\n"
-            "the weights are damaged or diverged in training, or exceed the range of this dtype"
+            "the weights are damaged, diverged during training, or exceed the range of this dtype"
         )
 
 

@@ -129,7 +129,7 @@ def measure_signal(
     check_options(signal, **options)
     window = default_window(model, blocks.block_size) if window is None else window
     if window < 1:
-        raise UserError(f"the window is {window}; it counts the query's own key: at least 1")
+        raise UserError(f"the window is {window}; it must be at least 1, because it includes the query's own key")
     if blocks.num_blocks == 0:
         raise UserError(f"there is no text to measure {signal} on")
     set_options = {option: value for option, value in options.items() if value is not None}

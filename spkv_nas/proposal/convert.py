@@ -56,7 +56,7 @@ def convert(
     options = {"budget": budget, "sparsity": sparsity, "threshold": threshold}
     chosen = {name: value for name, value in options.items() if value is not None}
     if window is not None and window < 1:
-        raise UserError(f"--window is {window}; it counts the query's own key: at least 1")
+        raise UserError(f"--window is {window}; it must be at least 1, because it includes the query's own key")
     # Read the source
     layout = Layout.read(source) if _is_layout(source) else None
     if layout is None:

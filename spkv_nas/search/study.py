@@ -56,7 +56,7 @@ class Study:
     ) -> None:
         """Create a study without trials; ``optimize`` runs it."""
         if sampler not in SAMPLERS:
-            raise UserError(f"sampler '{sampler}' is unknown; there are {', '.join(SAMPLERS)}")
+            raise UserError(f"sampler '{sampler}' is unknown; expected one of {', '.join(SAMPLERS)}")
         self._space, self._score, self._cost = space, score, cost
         self._kind, self._seed = sampler, seed
         self._sampler = Sampler(space, sampler, seed, list(starts.values()))

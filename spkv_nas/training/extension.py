@@ -21,29 +21,30 @@ _YARN_KEYS = ("original_max_position_embeddings", "attention_factor", "beta_fast
 class RopeConfig(Section):
     """Change rotary positions, by the names of transformers' ``rope_parameters``; other parameters stay the model's."""
 
-    rope_theta: float | None = Field(None, gt=1.0, le=MOST_THETA, description="base of the frequencies")
+    rope_theta: float | None = Field(None, gt=1.0, le=MOST_THETA, description="base of the rotary frequencies")
     rope_type: Literal["default", "linear", "yarn"] | None = Field(
-        None, description="scaling: linear for all frequencies, yarn for the slow ones"
+        None, description="scaling: linear (all frequencies) or yarn (low frequencies)"
     )
     factor: float | None = Field(
         None,
         ge=1.0,
-        description="scaling factor of linear and yarn; by default the longer block over the model's positions",
+        description="scaling factor of linear and yarn; by default the longer block size divided by the model's "
+        "positions",
     )
     original_max_position_embeddings: int | None = Field(
-        None, ge=1, le=MOST_WHOLE, description="original context of yarn; by default the model's positions"
+        None, ge=1, le=MOST_WHOLE, description="original context length of yarn; default: the model's positions"
     )
-    attention_factor: float | None = Field(None, gt=0.0, description="factor of yarn on cos and sin")
-    beta_fast: float | None = Field(None, gt=0.0, description="fast boundary of yarn; 32 by default")
-    beta_slow: float | None = Field(None, gt=0.0, description="slow boundary of yarn; 1 by default")
+    attention_factor: float | None = Field(None, gt=0.0, description="yarn's factor on cos and sin")
+    beta_fast: float | None = Field(None, gt=0.0, description="upper frequency boundary of yarn; default: 32")
+    beta_slow: float | None = Field(None, gt=0.0, description="lower frequency boundary of yarn; default: 1")
 
     @model_validator(mode="after")
     def _of_the_type(self) -> RopeConfig:
         parameters = self.parameters
         if self.rope_type != "yarn" and (yarn_keys := [key for key in _YARN_KEYS if key in parameters]):
-            raise ValueError(f"'{yarn_keys[0]}' belongs to rope_type: yarn")
+            raise ValueError(f"'{yarn_keys[0]}' requires rope_type: yarn")
         if self.rope_type not in ("linear", "yarn") and self.factor is not None:
-            raise ValueError("'factor' belongs to rope_type: linear or yarn")
+            raise ValueError("'factor' requires rope_type: linear or yarn")
         return self
 
     @property
@@ -55,11 +56,11 @@ class RopeConfig(Section):
 class ExtendConfig(Section):
     """Train on longer blocks from a step of the branch on, with rotary positions for them."""
 
-    at: float = Field(0.5, ge=0.0, lt=1.0, description="share of the branch's steps that come before")
+    at: float = Field(0.5, ge=0.0, lt=1.0, description="fraction of the branch's steps before the switch")
     block_size: int = Field(
         ge=2, le=MOST_BLOCK_SIZE, description="tokens per longer block, a multiple of data.block_size"
     )
-    rope: RopeConfig = Field(RopeConfig(), description="rotary positions from then on")
+    rope: RopeConfig = Field(RopeConfig(), description="RoPE settings after the switch")
 
 
 @dataclass(frozen=True)

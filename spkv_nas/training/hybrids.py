@@ -156,7 +156,7 @@ def _distinct(layouts: dict[str, Layout], reporter: Reporter) -> dict[str, tuple
     names = distinct(layouts)
     for first, *duplicates in names.values():
         if duplicates:
-            reporter.announce(f"{', '.join(duplicates)}: the same layout as {first}, trained and counted once")
+            reporter.announce(f"{', '.join(duplicates)}: same layout as {first}, trained and counted once")
     return names
 
 

@@ -44,9 +44,9 @@ def train_in_fitting_passes(recipe: Recipe, begin: Callable[[Recipe], SPKVTraine
             if size == least or not is_short_of_memory(error):
                 raise
             if num_processes() > 1:  # the other ranks are waiting for this one
-                raise UserError(f"no memory for {size} blocks at once: give a smaller micro_batch_size") from error
+                raise UserError(f"out of memory for {size} blocks per pass: set a smaller micro_batch_size") from error
         del trainer
         empty_cache()
         fewer = max(size // 2, least)
-        warnings.warn(f"no memory for {size} blocks at once: at most {fewer} from here on", stacklevel=2)
+        warnings.warn(f"out of memory for {size} blocks per pass: continuing with at most {fewer}", stacklevel=2)
         recipe = recipe.model_copy(update={"micro_batch_size": fewer})

@@ -37,17 +37,15 @@ _LATER = {"compile": False, "lora": None, "optimizer": DEFAULT_OPTIMIZER}
 class ModelConfig(Section):
     """Either ``path`` (a Hugging Face decoder) or ``config`` (a Hugging Face config for a new one)."""
 
-    path: str | None = Field(
-        None, description="Hugging Face decoder that is the dense checkpoint: folder, id, ID@REVISION"
-    )
+    path: str | None = Field(None, description="dense checkpoint, a Hugging Face decoder: folder, ID, or ID@REVISION")
     config: dict[str, Any] | None = Field(
-        None, description="Hugging Face config of a new model, with model_type; 'dense' says how it is trained"
+        None, description="Hugging Face config of a new model, with model_type; section 'dense' configures its training"
     )
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.path is None) == (self.config is None):
-            raise ValueError("give either 'path' or 'config'")
+            raise ValueError("set either 'path' or 'config', not both")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("'config' needs 'model_type', for example llama")
         return self
@@ -64,7 +62,7 @@ class TokenizerConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerConfig:
         if (self.path is None) == (self.vocab_size is None):
-            raise ValueError("give either 'path' or 'vocab_size'")
+            raise ValueError("set either 'path' or 'vocab_size', not both")
         return self
 
 
@@ -72,7 +70,7 @@ class DenseConfig(Section):
     """Train a new dense model: the stable phase, at a constant learning rate."""
 
     steps: int = Field(3000, ge=1, le=MOST_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, of all processes together")
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, summed over all processes")
     learning_rate: float = Field(2e-3, gt=0.0, description="constant learning rate after warm-up")
     warmup_steps: int = Field(100, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
@@ -83,20 +81,24 @@ class BranchConfig(Section):
     """Continue training in the same way for every variant: the decay phase."""
 
     steps: int = Field(1000, ge=1, le=MOST_STEPS, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, of all processes together")
-    learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate, from which it decays by a cosine")
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per step, summed over all processes")
+    learning_rate: float = Field(2e-3, gt=0.0, description="peak learning rate, followed by cosine decay")
     warmup_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of linear warm-up")
-    final_learning_rate: float = Field(0.01, ge=0.0, le=1.0, description="last learning rate, as a share of the peak")
+    final_learning_rate: float = Field(
+        0.01, ge=0.0, le=1.0, description="final learning rate as a fraction of the peak"
+    )
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of AdamW")
     max_grad_norm: float = Field(1.0, gt=0.0, description="norm to which gradients are clipped")
-    extend: ExtendConfig | None = Field(None, description="longer blocks, and RoPE for them, from a step on")
+    extend: ExtendConfig | None = Field(
+        None, description="switch to longer blocks, with RoPE changed to fit, during the branch"
+    )
 
 
 class LoraConfig(Section):
     """Train low-rank adapters of linear layers, and the gates' predictors, while the weights are frozen."""
 
     rank: int = Field(16, ge=1, le=MOST_RANK, description="rank of the adapters")
-    alpha: float = Field(32.0, gt=0.0, description="adapters are multiplied by alpha / rank")
+    alpha: float = Field(32.0, gt=0.0, description="scale of the adapters: they are multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout of an adapter's input")
     targets: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="names of linear layers, such as q_proj; all-linear: all of the decoder's layers"
@@ -104,25 +106,33 @@ class LoraConfig(Section):
 
 
 class GatesConfig(GateConfig):
-    """Set up the gates of the SP-KV reference, and how they learn (paper: multiplier 5, soft for 75 %, then hard)."""
+    """Set up the gates of the SP-KV reference, and their training (paper: multiplier 5, soft for 75 %, then hard)."""
 
     layers: list[int] | None = Field(
-        None, min_length=1, description="only these layers have gates, the others are global"
+        None, min_length=1, description="layers with gates; heads of all other layers are global"
     )
     training: Literal["continued", "from-scratch", "frozen-model"] = Field(
         "continued",
         description="continued: from the dense checkpoint; from-scratch: dense phase and branch in one run; "
-        "frozen-model: only the predictors learn, their gates soft to the end",
+        "frozen-model: train only the predictors, with soft gates throughout",
     )
-    mode: Literal["soft", "sampled"] = Field("soft", description="sampled: Bernoulli gates, gradient straight through")
-    p_min: float = Field(0.0, ge=0.0, le=0.5, description="probabilities of sampled gates lie in [p_min, 1 - p_min]")
+    mode: Literal["soft", "sampled"] = Field(
+        "soft", description="soft, or sampled: Bernoulli gates with straight-through gradients"
+    )
+    p_min: float = Field(
+        0.0, ge=0.0, le=0.5, description="clamp the probabilities of sampled gates to [p_min, 1 - p_min]"
+    )
     learning_rate_multiplier: float = Field(
-        5.0, gt=0.0, description="the predictors' learning rate as a multiple of the branch's (paper: 5)"
+        5.0, gt=0.0, description="learning rate of the predictors, as a multiple of the branch's (paper: 5)"
     )
     weight_decay: float = Field(0.1, ge=0.0, description="weight decay of the predictors")
-    soft_fraction: float = Field(0.75, ge=0.0, le=1.0, description="share of the branch before gates are hard")
-    anneal_steps: int = Field(0, ge=0, le=MOST_STEPS, description="steps of a linear ramp from soft gates to hard ones")
-    start_from: str | None = Field(None, description="a checkpoint whose predictors to start from")
+    soft_fraction: float = Field(
+        0.75, ge=0.0, le=1.0, description="fraction of the branch's steps with soft gates, before they become hard"
+    )
+    anneal_steps: int = Field(
+        0, ge=0, le=MOST_STEPS, description="steps of a linear transition from soft to hard gates"
+    )
+    start_from: str | None = Field(None, description="checkpoint to initialise the predictors from")
 
     @model_validator(mode="before")
     @classmethod
@@ -136,9 +146,9 @@ class GatesConfig(GateConfig):
     @model_validator(mode="after")
     def _one_grid(self) -> GatesConfig:
         if self.heads is not None and self.layers is not None:
-            raise ValueError("give one of 'heads', 'layers' and 'layout': each says which heads have gates")
+            raise ValueError("set only one of 'heads', 'layers' and 'layout': each selects the heads with gates")
         if self.p_min and self.mode != "sampled":
-            raise ValueError("p_min belongs to mode: sampled")
+            raise ValueError("p_min requires mode: sampled")
         return self
 
     def of_model(self, grid: tuple[int, int]) -> GateConfig:
@@ -152,18 +162,18 @@ class GatesConfig(GateConfig):
             heads = [(GATED if layer in self.layers else GLOBAL) * grid[1] for layer in range(grid[0])]
             outside = [layer for layer in self.layers if not 0 <= layer < grid[0]]
             if outside:
-                raise UserError(f"gates.layers: there is no layer {outside[0]}; the model has {grid[0]} layers")
+                raise UserError(f"gates.layers: layer {outside[0]} does not exist; the model has {grid[0]} layers")
         return GateConfig(**{**self.model_dump(include=set(GateConfig.model_fields)), "heads": heads})
 
 
 class EvaluationConfig(Section):
     """Measure held-out NLL, after training and while an SP-KV branch trains."""
 
-    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per forward pass of an evaluation")
+    batch_size: int = Field(8, ge=1, le=MOST_BATCH, description="blocks per forward pass in evaluation")
     every: int | None = Field(
-        None, ge=1, le=MOST_STEPS, description="also while an SP-KV branch trains, every so many steps"
+        None, ge=1, le=MOST_STEPS, description="also evaluate every N steps while an SP-KV branch trains"
     )
-    max_tokens: int = Field(65536, ge=1, le=MOST_WHOLE, description="held-out tokens of an evaluation while training")
+    max_tokens: int = Field(65536, ge=1, le=MOST_WHOLE, description="held-out tokens for evaluations during training")
 
 
 class Recipe(Section):
@@ -178,31 +188,33 @@ class Recipe(Section):
         max_length=MOST_CHARACTERS,
         description="name of the results in probes/, layouts/, reports/ and runs/",
     )
-    seed: int = Field(0, ge=0, le=MOST_SEED, description="seed of new weights, new predictors and the data order")
-    model: ModelConfig = Field(description="the model, or the name of a level of the scaling ladder, such as micro-0")
-    tokenizer: TokenizerConfig | None = Field(None, description="the tokenizer; by default the model's")
-    data: DataConfig = Field(description="the text, and how it is cut into blocks")
-    dense: DenseConfig | None = Field(None, description="training of a new dense model")
-    branch: BranchConfig = Field(BranchConfig(), description="continued training that every variant goes through")
-    gates: GatesConfig = Field(GatesConfig(), description="the gates of the SP-KV reference, and how they learn")
-    lora: LoraConfig | None = Field(None, description="train low-rank adapters, which are merged at the end")
-    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="measurements of held-out NLL")
-    checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS, description="steps between two checkpoints of a run")
+    seed: int = Field(0, ge=0, le=MOST_SEED, description="random seed of new weights, predictors and the data order")
+    model: ModelConfig = Field(description="model, or a level of the scaling ladder, such as micro-0")
+    tokenizer: TokenizerConfig | None = Field(None, description="tokenizer; default: the model's")
+    data: DataConfig = Field(description="text, and how to cut it into blocks")
+    dense: DenseConfig | None = Field(None, description="pre-training of a new dense model")
+    branch: BranchConfig = Field(BranchConfig(), description="continued training, the same for every variant")
+    gates: GatesConfig = Field(GatesConfig(), description="gates of the SP-KV reference, and their training")
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters (LoRA), merged into the weights at the end"
+    )
+    evaluation: EvaluationConfig = Field(EvaluationConfig(), description="evaluation of held-out NLL")
+    checkpoint_every: int = Field(200, ge=1, le=MOST_STEPS, description="steps between checkpoints of a run")
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
-        [], description="experiment trackers that training logs to; TensorBoard's files are in the run's folder"
+        [], description="experiment trackers to log to; TensorBoard files are in the run's folder"
     )
     micro_batch_size: int | None = Field(None, ge=1, le=MOST_BATCH, description="blocks per forward and backward pass")
     gradient_checkpointing: bool = Field(
-        False, description="recompute activations inside layers in the backward pass: less memory, more time"
+        False, description="recompute activations in the backward pass: less memory, more time"
     )
     compile: bool = Field(False, description="compile decoder layers with torch.compile")
     optimizer: OptimizerName = Field(
         DEFAULT_OPTIMIZER,
-        description="an AdamW by the trainer's name; those with 8 bits or pages need bitsandbytes",
+        description="AdamW variant, by the trainer's name; 8-bit and paged ones need bitsandbytes",
     )
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="dtype of matrix products in training; auto: bfloat16 where the device has instructions for it",
+        description="dtype of matrix products in training; auto: bfloat16 if the device supports it natively",
     )
     sharding: Literal["none", "fsdp", "fsdp-offload"] = Field(
         "none",

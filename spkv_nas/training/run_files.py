@@ -66,7 +66,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             continue
         _warn_of(damaged, f"going on from {checkpoint.name}")
         return checkpoint
-    _warn_of(damaged, "no other one is there: starting over")
+    _warn_of(damaged, "there is no other checkpoint: starting over")
     return None
 
 
@@ -80,7 +80,7 @@ def _unverified(newest_first: list[Path]) -> Path | None:
     for checkpoint in newest_first:
         with suppress(UserError):
             read_json(checkpoint / "trainer_state.json", "trainer's state")
-            warnings.warn(f"{checkpoint} has no manifest to check it with; going on from it", stacklevel=3)
+            warnings.warn(f"{checkpoint} has no manifest, so it cannot be checked; resuming from it", stacklevel=3)
             write_manifest(checkpoint)
             return checkpoint
     return None
@@ -158,8 +158,8 @@ def check_text(folder: Path, text: str, tokenizer: Path | None = None, *, key: s
     elif recorded != text:
         also = f" and {tokenizer.name} beside it" if tokenizer is not None and tokenizer.is_dir() else ""
         raise UserError(
-            f"the text has changed since {folder} was begun: a file was edited, added or removed\n"
-            f"give the recipe another name, or restore the text; to start over, remove that folder{also}"
+            f"the text has changed since the run in {folder} started: a file was edited, added or removed\n"
+            f"rename the recipe, or restore the text; to start over, remove that folder{also}"
         )
 
 
@@ -174,7 +174,7 @@ def writing(checkpoint: Path) -> Iterator[None]:
         shutil.rmtree(checkpoint, ignore_errors=True)
         raise UserError(
             f"cannot write {checkpoint}: {first_line(error)}\n"
-            "make room: the same command goes on from the checkpoint before it"
+            "free disk space, then repeat the command: it resumes from the previous checkpoint"
         ) from error
 
 
@@ -241,7 +241,7 @@ def load_learned(model: nn.Module, checkpoint: Path) -> bool:
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved = _read_tensors(file)
     if {name: p.shape for name, p in trainable.items()} != {name: value.shape for name, value in saved.items()}:
-        raise UserError(f"{file} is of another model: remove that folder, and the run starts over")
+        raise UserError(f"{file} belongs to another model: remove its folder to start the run over")
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(saved[name])
@@ -288,7 +288,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, pat
     saved: Mapping[str, Tensor] = {} if path is None else _read_tensors(path)
     of_torch = isinstance(getattr(optimizer, "optimizer", optimizer), torch.optim.AdamW)
     if saved and of_torch != any(key.endswith("::exp_avg") for key in saved):
-        warnings.warn(f"{path} is of another optimizer than the recipe's, which starts without it", stacklevel=2)
+        warnings.warn(
+            f"{path} belongs to another optimizer than the recipe's, which starts from a fresh state", stacklevel=2
+        )
         saved = {}
     # Fill the state of each trainable parameter
     for name, parameter in model.named_parameters():

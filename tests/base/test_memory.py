@@ -57,7 +57,9 @@ def test_no_groups_at_all(tmp_path: Path) -> None:
 def test_what_is_there() -> None:
     assert 0 < available_bytes() < 1 << 62
     require(1, "a byte", "")
-    with pytest.raises(UserError, match=r"^a table: that takes at least .* TiB of memory, and .* are there\nsell it$"):
+    with pytest.raises(
+        UserError, match=r"^a table: needs at least .* TiB of memory, but only .* is available\nsell it$"
+    ):
         require(1e18, "a table", "sell it")
 
 
@@ -69,10 +71,10 @@ class TestConfigs:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"hidden_size": 1 << 20}, "the model: .* parameters: that takes at least .* TiB"),
+            ({"hidden_size": 1 << 20}, "the model: .* parameters: needs at least .* TiB"),
             ({"num_hidden_layers": 1001}, "more than 1,000"),
             ({"num_local_experts": 10**9, "model_type": "mixtral"}, "more than 100,000"),
-            ({"hidden_size": 10**25}, "beyond any memory"),
+            ({"hidden_size": 10**25}, "exceed any machine's memory"),
         ],
     )
     def test_what_does_not(self, options: dict[str, object], message: str) -> None:
@@ -130,7 +132,7 @@ class TestPasses:
         monkeypatch.setattr("spkv_nas.evaluation.micro_batch._BEYOND", 10**6)
         size = ("--model", folder, "--data", text, "--device", "cpu", "--block-size")
         message = fails(capsys, "evaluate", *size, "1000000")
-        assert "hidden states and logits of 1 x 1000000 tokens: that takes at least 756.14 MiB" in message
+        assert "hidden states and logits of 1 x 1000000 tokens: needs at least 756.14 MiB" in message
         assert "give a smaller --block-size" in message
 
     @pytest.mark.parametrize("command", ["evaluate", "probe"])
@@ -172,5 +174,5 @@ class TestPasses:
         self, tmp_path: Path, text: Path, tiny_tokenizer: PreTrainedTokenizerBase
     ) -> None:
         save(tiny_model(vocab_size=50), tiny_tokenizer, tmp_path / "small")
-        with pytest.raises(UserError, match="the tokenizer is another model's"):
+        with pytest.raises(UserError, match="the tokenizer belongs to another model"):
             Subject.of(self.options(tmp_path / "small", text, 64), "", "measure").load()

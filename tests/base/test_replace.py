@@ -129,7 +129,7 @@ class TestRecords:
         write(tmp_path, "old")
         file = tmp_path / name
         file.write_text(file.read_text().replace("old", "mine", 1))
-        with pytest.warns(UserWarning, match=f"{name}: changed since it was written"):
+        with pytest.warns(UserWarning, match=f"{name}: edited or damaged after it was written"):
             read_record(tmp_path / "table.yaml", "record")
 
     def test_a_binary_file_that_changed_is_damaged(self, tmp_path: Path) -> None:

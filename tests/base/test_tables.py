@@ -124,7 +124,7 @@ def test_a_right_cell_is_taken(tmp_path: Path, column: Column, cell: str, value:
         ("\n\n", "mine.csv: the file is empty"),
         ("layer,share\n", "mine.csv: there are no rows below the header"),
         ("layer,Share\n0,1\n", "column 'share' is missing; a table has layer, share, this one layer, Share"),
-        ("layer,share,shape\n0,1,2\n", "unknown or repeated column 'shape'; known are layer, share, name, error"),
+        ("layer,share,shape\n0,1,2\n", "unknown or repeated column 'shape'; expected one of layer, share, name, error"),
         ("layer,share,share\n0,1,1\n", "unknown or repeated column 'share'"),
         ("layer,share\n0,1\n1\n", "mine.csv, line 3: 1 values for 2 columns"),
         ("layer,share\n0,1,2\n", "mine.csv, line 2: 3 values for 2 columns"),

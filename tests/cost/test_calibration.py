@@ -67,13 +67,16 @@ class TestInterpolation:
     @pytest.mark.parametrize(
         ("call", "message"),
         [
-            (lambda c: c.layer_seconds(99), "measured decode at 100 to 400 tokens, which says nothing of 99"),
+            (lambda c: c.layer_seconds(99), "measured decode at 100 to 400 tokens, not at 99"),
             (lambda c: c.layer_seconds(401), "--context 401"),
             (lambda c: c.layer_seconds(101, phase="prefill"), "measured prefill at 100 to 100 tokens"),
             (lambda c: c.layer_seconds(100, density=1.5), r"in \[0, 1\]; found 1.5"),
-            (lambda c: c.layer_seconds(100, density=0.5, window=8), "for a window of 4, not 8"),
-            (lambda c: c.layout_seconds(Layout(("GLL",), 4), 100), "has 3 KV heads per layer, the times are for 2"),
-            (lambda c: c.check_shape(Shape(3, 6, 2, 8, 1)), "the model has 6 query heads, 2 KV heads of size 8"),
+            (lambda c: c.layer_seconds(100, density=0.5, window=8), "for window 4, not 8"),
+            (
+                lambda c: c.layout_seconds(Layout(("GLL",), 4), 100),
+                "has 3 KV heads per layer, the times were measured for 2",
+            ),
+            (lambda c: c.check_shape(Shape(3, 6, 2, 8, 1)), "this model has 6 query heads, 2 KV heads of size 8"),
         ],
     )
     def test_what_was_not_measured(self, call: Callable[[Calibration], object], message: str) -> None:
@@ -124,8 +127,8 @@ class TestFiles:
             ({"window": 0}, "window must be at least 1 and at most 2147483647; found 0"),
             ({"speed": 3}, "unknown key 'speed'"),
             ({"dtype": "int3"}, "'int3' is unknown"),
-            ({"num_heads": 3}, "3 query heads are no multiple of 2 KV heads"),
-            ({"csv_sha256": "0"}, "does not describe the calibration.csv beside it"),
+            ({"num_heads": 3}, "3 query heads are not a multiple of 2 KV heads"),
+            ({"csv_sha256": "0"}, "does not match calibration.csv in its folder"),
             ({"table": "a,b\n1,2\n"}, "column 'phase' is missing"),
             ({"table": "phase,context,num_global,seconds_per_token\ntrain,1,0,1\n"}, "must be decode or prefill"),
             ({"table": "phase,context,num_global,seconds_per_token\ndecode,1,0,x\n"}, "must be a number in [0"),
@@ -317,8 +320,8 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("options", "remark"),
         [
-            (["--context=401"], "at 100 to 400 tokens, which says nothing of 401"),
-            (["--context=100", "--density=0.5", "--window=8"], "for a window of 4, not 8"),
+            (["--context=401"], "at 100 to 400 tokens, not at 401"),
+            (["--context=100", "--density=0.5", "--window=8"], "for window 4, not 8"),
         ],
     )
     def test_a_calibration_that_does_not_fit_is_not_used(
@@ -353,7 +356,10 @@ class TestCommands:
             (["calibrate", "micro-0", "--model", "x"], "not both"),
             (["calibrate", "micro-0", "--context", "many"], "context 'many' is not a number"),
             (["calibrate", "micro-0", "--context", "0"], "at least 1 token; found 0"),
-            (["calibrate", "micro-0", "--dtype", "int3"], "'int3' is unknown; there are float32, bfloat16, float16"),
+            (
+                ["calibrate", "micro-0", "--dtype", "int3"],
+                "'int3' is unknown; expected one of float32, bfloat16, float16",
+            ),
             (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
             (["calibrate", "micro-0", "--train-step", "--context", "1k"], "leave --context out"),
             (["calibrate", "--model", "x", "--train-step"], "give a level"),
@@ -371,4 +377,4 @@ class TestCommands:
     def test_a_calibration_of_another_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_calibration().write(tmp_path / "reports" / "mine")
         message = fails(capsys, "cost", "micro-3", "--calibration=mine", "-w", tmp_path)
-        assert "of 4 query heads, 2 KV heads of size 8; the model has 8 query heads" in message
+        assert "of 4 query heads, 2 KV heads of size 8; this model has 8 query heads" in message

@@ -162,7 +162,10 @@ class TestScalingCommand:
                 {"train_flops": None, "nll": None, "loss": [1.0]},
                 "column 'train_flops' is missing",
             ),
-            ({"held_out": [0, 0, 0, 1, 1]}, "3 different computes to fit; a law of three parameters needs at least 4"),
+            (
+                {"held_out": [0, 0, 0, 1, 1]},
+                "3 different amounts of compute; a law of three parameters needs at least 4",
+            ),
             ({"train_flops": [1e18, 1e18, 1e19, 1e19, 1e20]}, "3 different computes"),
             ({"variant": ["a", "a", "a", "a", "b"]}, "variant 'b': 1 different computes"),
             ({"nll": [3.0, 2.7, float("nan"), 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found ''"),

@@ -32,7 +32,7 @@ from spkv_nas.training.recipe import LoraConfig
 from spkv_nas.training.step_cost import _Kept
 
 GATES = GateConfig(window=4, target_density=0.25)
-FIXED = "what no block changes takes more already: a device with more memory"
+FIXED = "its fixed memory alone does not fit: use a device with more memory"
 FULL_BLOCKS = {"block_size": 512, "batch_size": 8}
 
 
@@ -180,7 +180,7 @@ class TestStages:
         assert sharded.train("", Training(160, 32, 4, sharded=True), gated=True).fits
         small = replace(stages, site=Site("", 19e9))
         assert small.measure("", 1 << 20).fits
-        assert small.learn_gates("", 1, 2048, 0.5).remedy == f"{FIXED}, or several with --device auto"
+        assert small.learn_gates("", 1, 2048, 0.5).remedy == f"{FIXED}, or several devices with --device auto"
         long = replace(stages, block_size=1 << 17, site=Site("", 32e9))
         assert long.measure("", 1 << 20).remedy == "--block-size 65536"
         assert not replace(small, item=4).measure("", 1 << 20).fits
@@ -190,9 +190,9 @@ class TestStages:
         assert small.export("").fits is None
 
     def test_batches_become_smaller_before_they_do_not_fit(self, stages: Stages) -> None:
-        assert stages.measure("", 1 << 20).batching == "8 x 512 tokens a pass"
+        assert stages.measure("", 1 << 20).batching == "8 x 512 tokens per pass"
         long = replace(stages, block_size=1 << 16, site=Site("", 32e9))
-        assert long.measure("", 1 << 20).batching == "1 x 65,536 tokens a pass"
+        assert long.measure("", 1 << 20).batching == "1 x 65,536 tokens per pass"
         assert long.measure("", 1 << 20).fits
 
 

@@ -70,7 +70,7 @@ class TestLongDocuments:
     def test_what_is_no_text_after_a_while_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(readers, "MOST_CHARACTERS", 5000)
         (tmp_path / "long.txt").write_bytes(prose(2000).encode() + b"\xff" + prose(2000).encode())
-        with pytest.raises(UserError, match=r"cannot read .*long\.txt after \d+ pieces of it: .*utf-8"):
+        with pytest.raises(UserError, match=r"cannot read .*long\.txt after \d+ chunks: .*utf-8"):
             list(documents(["long.txt"], tmp_path, piece=1000))
 
 

@@ -134,7 +134,8 @@ class TestVersions:
         with pytest.warns(UserWarning, match="lacks packages") as caught:
             found = texts()
         assert [str(warning.message) for warning in caught] == [
-            "source 'installed' lacks packages that are not as pinned: beta (2.1, not 2.0), gamma (absent)"
+            "source 'installed' skips packages whose installed version is not the pinned one: beta (2.1, not "
+            "2.0), gamma (absent)"
         ]
         assert {name for name in found if name.endswith(".py")} == {"alpha/a.py", "delta/d.py"}
 
@@ -146,7 +147,7 @@ class TestVersions:
 
     def test_none_is_an_error(self, site: Site) -> None:
         site.pin("absent==1.0")
-        with pytest.raises(UserError, match="source 'installed': no package is installed"):
+        with pytest.raises(UserError, match="source 'installed': no installed package has"):
             texts()
 
 

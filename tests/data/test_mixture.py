@@ -225,7 +225,7 @@ class TestTraining:
         [
             ({"share": 0.0}, "data.mix.ruler.share"),
             ({"share": 0.1, "tasks": ["qa_1"]}, "'qa_1' is none of niah_single_1, "),
-            ({"share": 0.1, "lengths": [401]}, "a sample has 1 to 400 tokens"),
+            ({"share": 0.1, "lengths": [401]}, "lengths must be 1 to 400 tokens"),
         ],
         ids=str,
     )

@@ -260,8 +260,8 @@ def test_words_are_those_that_ruler_takes() -> None:
 @pytest.mark.parametrize(
     ("task", "length", "message"),
     [
-        ("niah", 512, "has no task 'niah'"),
-        ("qa_1", 512, "give --qa FILE.json in the form of SQuAD"),
+        ("niah", 512, "unknown RULER task 'niah'"),
+        ("qa_1", 512, "give --qa FILE.json in SQuAD format"),
         ("cwe", 128, "cwe needs at least"),
         ("fwe", 100, "100 are too few"),
     ],

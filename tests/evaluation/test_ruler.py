@@ -236,7 +236,7 @@ class TestCommand:
         [
             (["--ruler", "512,x"], "'x'"),
             (["--ruler", "512", "--ruler-tasks", "vt,other"], "no task 'other'"),
-            (["--ruler", "512", "--ruler-tasks", "qa_2"], "give --qa FILE.json in the form of HotpotQA"),
+            (["--ruler", "512", "--ruler-tasks", "qa_2"], "give --qa FILE.json in HotpotQA format"),
             (["--ruler", "512", "--tau-sweep", "0.1..0.9"], "leave --tau-sweep out"),
             (["--ruler", "512", "--block-size", "64"], "leave --block-size out"),
             (["--ruler", "512", "--tau", "2"], "--tau must lie in [0, 1]"),

@@ -198,7 +198,7 @@ class TestAnswers:
             return found
 
         monkeypatch.setattr(CheckpointLM, work, short)
-        with pytest.warns(UserWarning, match="no memory for"):
+        with pytest.warns(UserWarning, match="out of memory for"):
             (found,) = ask(gated(), tiny_tokenizer, folder, names, tmp_path / "short")
         assert (found.values, found.density) == (whole.values, whole.density)
 

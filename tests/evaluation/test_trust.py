@@ -120,13 +120,13 @@ class TestFiles:
         replace(make_table(LEFT), gains=gains()).write(tmp_path)
         file = tmp_path / "gains.csv"
         file.write_text(file.read_text().replace("0.04", "0.05"))
-        with pytest.warns(UserWarning, match=r"gains\.csv: changed since it was written"):
+        with pytest.warns(UserWarning, match=r"gains\.csv: edited or damaged after it was written"):
             assert HeadScores.read(tmp_path).gains is not None
 
     @pytest.mark.parametrize(
         ("lines", "message"),
         [
-            (["0,0,.1,"], "1 heads, where the table has 1 layers x 2 KV heads"),
+            (["0,0,.1,"], "1 heads, but the table has 1 layers x 2 KV heads"),
             (["0,0,.1,", "0,0,.1,"], "line 3: expected each head of 1 layers x 2 KV heads once"),
             (["0,0,.1,", "1,0,.1,"], "line 3: expected each head"),
             (["0,0,nan,", "0,1,.1,"], "line 2: column 'gain' must be a number"),
@@ -285,7 +285,7 @@ class TestCommand:
         main(["probe", *options])
         assert "trusted was not measured: blocks of 6 tokens have nothing outside" in capsys.readouterr().err
         assert HeadScores.read(tmp_path / "w" / "probes" / "mine").gains is None
-        message = "--gain-tokens is not for --signal duo; it goes with density"
+        message = "--gain-tokens does not apply to --signal duo; it applies to density"
         assert message in fails(capsys, "probe", *options, "--signal", "duo", "--gain-tokens", "64")
 
     def test_propose_stays_quick_to_import(self) -> None:

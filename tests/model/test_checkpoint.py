@@ -38,7 +38,7 @@ class TestWeights:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (without(""), r"lacks 55 of its 55 tensors: .*\.\.\.\nthe folder is not complete"),
+            (without(""), r"lacks 55 of its 55 tensors: .*\.\.\.\nthe folder is incomplete"),
             (without(f"{Q}.weight"), rf"lacks 1 of its 55 tensors: {Q}\.weight"),
             (without("utility_predictor"), r"lacks 16 of its 55 tensors: model\.layers\.0\.self_attn\.utility"),
             (lambda w: w.update({f"{Q}.weight": torch.ones(3, 32)}), r"\[3, 32\] in the file, \[32, 32\]"),
@@ -46,8 +46,8 @@ class TestWeights:
                 lambda w: w.update({"model.layers.3.self_attn.utility_predictor.down.weight": torch.ones(5, 16)}),
                 r"utility_predictor\.down\.weight: \[5, 16\] in the file, \[2, 16\]",
             ),
-            (lambda w: w.update({f"{Q}.bias": torch.ones(32)}), rf"1 tensors of its layers have no place .*{Q}\.bias"),
-            (lambda w: w.update({"layers.9.x": torch.ones(2)}), r"1 tensors of its layers have no place"),
+            (lambda w: w.update({f"{Q}.bias": torch.ones(32)}), rf"1 tensors do not exist in the layers .*{Q}\.bias"),
+            (lambda w: w.update({"layers.9.x": torch.ones(2)}), r"1 tensors do not exist in the layers"),
             (lambda w: w[f"{Q}.weight"][0].fill_(torch.nan), rf"1 tensors hold numbers .* such as {Q}\.weight"),
             (lambda w: w["model.norm.weight"][:1].fill_(torch.inf), "NaN or infinity"),
         ],
@@ -108,7 +108,7 @@ class TestWeights:
     ) -> None:
         write(tmp_path, tiny_tokenizer)
         (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
-        with pytest.raises(UserError, match="is an adapter"):
+        with pytest.raises(UserError, match="is a LoRA adapter"):
             load(tmp_path)
 
     def test_files_of_the_hub_cache_are_links(
@@ -138,12 +138,18 @@ class TestShards:
     @pytest.mark.parametrize(
         ("index", "message"),
         [
-            ({"metadata": {}, "weight_map": {"a": "../other/model.safetensors"}}, "not a .safetensors file beside it"),
-            ({"metadata": {}, "weight_map": {"a": "/other/model.safetensors"}}, "not a .safetensors file beside it"),
-            ({"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}}, "not a .safetensors file beside it"),
+            (
+                {"metadata": {}, "weight_map": {"a": "../other/model.safetensors"}},
+                "not a .safetensors file in the same folder",
+            ),
+            (
+                {"metadata": {}, "weight_map": {"a": "/other/model.safetensors"}},
+                "not a .safetensors file in the same folder",
+            ),
+            ({"metadata": {}, "weight_map": {"a": "pytorch_model.bin"}}, "not a .safetensors file in the same folder"),
             ({"metadata": {}, "weight_map": {"a": "x.safetensors"}}, "x.safetensors, which is not there"),
-            ({"metadata": {}, "weight_map": {"a": 3}}, "'weight_map' must say for every tensor"),
-            ({"metadata": {}, "weight_map": []}, "'weight_map' must say for every tensor"),
+            ({"metadata": {}, "weight_map": {"a": 3}}, "'weight_map' must map every tensor"),
+            ({"metadata": {}, "weight_map": []}, "'weight_map' must map every tensor"),
             ({"weight_map": {"a": "x.safetensors"}}, "'metadata' must be"),
             ([], "expected keys and values, found list"),
         ],
@@ -173,7 +179,7 @@ class TestSection:
             (lambda s: s["gates"].update(window=10**30), "window"),
             (lambda s: s["gates"].update(window="6"), r"gates\.window"),
             (lambda s: s["gates"].update(tau=float("nan")), r"gates\.tau"),
-            (lambda s: s["gates"].pop("tau"), "window and tau must both be said"),
+            (lambda s: s["gates"].pop("tau"), "window and tau are both required"),
             (lambda s: s["gates"].update(heads=["SG"] * 3), "the grid of the gates' heads is for 3 layers"),
             (lambda s: s["gates"].update(hidden_size=10**12), "of memory"),
             (lambda s: s["layers"].pop("model.layers.3.self_attn"), "have no place|leaves out attention layer 3"),
@@ -200,7 +206,7 @@ class TestSection:
     def test_gates_without_it(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write(tmp_path, tiny_tokenizer, stock_type=True)
         change_config(tmp_path, lambda config: config.pop("spkv"))
-        with pytest.raises(UserError, match="16 tensors of its layers have no place"):
+        with pytest.raises(UserError, match="16 tensors do not exist in the layers"):
             load(tmp_path)
 
     def test_a_layer_of_a_hybrid_is_left_out(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
@@ -217,8 +223,8 @@ class TestSizes:
             ("num_hidden_layers", 1_000_000, "more than 1,000"),
             ("num_hidden_layers", 2, "there is no layer"),
             ("num_hidden_layers", 5, "lacks"),
-            ("vocab_size", 10**12, r"parameters: that takes at least .* TiB of memory"),
-            ("vocab_size", 10**30, "beyond any memory"),
+            ("vocab_size", 10**12, r"parameters: needs at least .* TiB of memory"),
+            ("vocab_size", 10**30, "exceed any machine's memory"),
             ("num_key_value_heads", 10**6, r"for which its weights of .* are too small"),
             ("intermediate_size", 10**12, "of memory"),
         ],
@@ -234,7 +240,7 @@ class TestSizes:
     def test_a_stock_model_is_not_cut_short(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
         write(tmp_path, tiny_tokenizer, "stock")
         change_config(tmp_path, lambda config: config.update(num_hidden_layers=2))
-        with pytest.raises(UserError, match=r"18 tensors of its layers have no place .*: model\.layers\.2\."):
+        with pytest.raises(UserError, match=r"18 tensors do not exist in the layers .*: model\.layers\.2\."):
             load(tmp_path)
 
     def test_shapes_of_a_million_layers(self, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -63,10 +63,10 @@ def test_signals(signal: str, blocks: TokenBlocks, tmp_path: Path) -> None:
 
 def test_nothing_learns_through_weights_that_are_on_no_device(blocks: TokenBlocks, tmp_path: Path) -> None:
     model = parted(tiny_model(), tmp_path / "model")
-    with pytest.raises(UserError, match="nothing can learn through weights"):
+    with pytest.raises(UserError, match="cannot backpropagate through weights"):
         learn_gates(model, blocks, GateConfig(window=4, target_density=0.3))
     for signal in ("duo", "head-gates"):
-        with pytest.raises(UserError, match="nothing can learn through weights"):
+        with pytest.raises(UserError, match="cannot backpropagate through weights"):
             measure_signal(signal, model, blocks, window=6)
 
 
@@ -93,7 +93,7 @@ def test_layers_are_parted_by_memory(free: int, expected: set[int | str], monkey
 class TestRefusals:
     def test_with_torchrun(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(UserError, match="--device auto has one process part a model over all GPUs, and torchrun"):
+        with pytest.raises(UserError, match="--device auto places a model on all GPUs in one process, but torchrun"):
             measuring_device(AUTO)
 
     def test_of_what_trains_or_generates(self, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ class TestPredictor:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"kernel_size": 13}, "looks 6 tokens ahead, which must be less than the window of 6"),
+            ({"kernel_size": 13}, "looks 6 tokens ahead, but must look less than the window of 6"),
             ({"kernel_size": 4}, "kernel_size must be odd"),
         ],
     )

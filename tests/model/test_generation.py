@@ -209,7 +209,7 @@ class TestRefused:
         model = tiny_model()
         attach_gates(model, GateConfig(window=6, predictor="bidirectional", kernel_size=5))
         set_gate_mode(model, "hard")
-        with pytest.raises(UserError, match="waits for tokens to come"):
+        with pytest.raises(UserError, match="needs future tokens"):
             generate(model, *prompts(), past_key_values=SPKVCache(model))
 
     def test_a_model_without_gates_or_layout(self) -> None:
@@ -229,7 +229,7 @@ class TestRefused:
         model = model_with("gates")
         cache = SPKVCache(model)
         generate(model, *prompts(), past_key_values=cache)
-        with pytest.raises(UserError, match="cannot be cut back"):
+        with pytest.raises(UserError, match="cannot be cropped"):
             cache.crop(-2)
 
     def test_no_cache_with_a_cache(self) -> None:

@@ -190,7 +190,7 @@ def test_other_models_make_all_logits_and_say_so(kind: type, tokens: Tensor, mon
     model = kind(tiny_model().config).eval()
     expected, trained = reference(model, tokens), model(input_ids=tokens, labels=tokens).loss
     monkeypatch.setattr(memory, "CHUNK_BYTES", CHUNK * 4 * VOCABULARY)
-    with pytest.warns(UserWarning, match=f"{kind.__name__} makes its logits in a way of its own: .* at once"):
+    with pytest.warns(UserWarning, match=f"{kind.__name__} computes logits in an unsupported way: .* at once"):
         assert torch.equal(token_nll(model, tokens), expected)
     theirs = gradients(model, trained)
     with loss_in_chunks(model):

@@ -134,5 +134,5 @@ class TestRecipe:
         assert GatesConfig.model_validate({"density_weight": -0.5}).price == 0.5
 
     def test_one_of_both(self) -> None:
-        with pytest.raises(ValueError, match="give one of 'price' and 'target_density'"):
+        with pytest.raises(ValueError, match="set only one of 'price' and 'target_density'"):
             GatesConfig.model_validate({"price": 0.5, "target_density": 0.3})

@@ -116,7 +116,7 @@ def test_what_is_not_there(source: str, repository: Repository) -> None:
 def test_an_index_names_files_of_the_repository_alone(repository: Repository) -> None:
     index = (repository.folder / "snapshots" / NEW / INDEX).resolve()
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../../x.safetensors"}}))
-    with pytest.raises(UserError, match=r"not a \.safetensors file beside it"):
+    with pytest.raises(UserError, match=r"not a \.safetensors file in the same folder"):
         load(repository.name)
 
 

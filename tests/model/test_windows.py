@@ -79,7 +79,7 @@ class TestMixedWindows:
         return files
 
     def test_names_windows_and_files(self, layouts: list[Path]) -> None:
-        with pytest.warns(UserWarning, match="2 lengths are compared") as caught:
+        with pytest.warns(UserWarning, match="layouts with 2 different local windows") as caught:
             Proposal.read(layouts).warn_of_windows()
         text = str(caught[0].message)
         assert f"8 keys: narrow ({layouts[0]}); 16 keys: wide ({layouts[1]})" in text
@@ -97,7 +97,7 @@ class TestMixedWindows:
         for extra in (["--dry-run"], []):
             main([*hybrids, *extra])
             printed = capsys.readouterr().err
-            assert re.search(r"lengths are compared \(8 keys: narrow .*, sp-kv.*; 16 keys: wide", printed)
+            assert re.search(r"local windows are compared \(8 keys: narrow .*, sp-kv.*; 16 keys: wide", printed)
         record = read_record(tmp_path / "w/reports/tiny/comparison.yaml", "comparison")
         assert record["windows"] == {"sp-kv": 8, "narrow": 8, "wide": 16}
         dense = next((tmp_path / "w/runs/tiny").glob("dense-*/final"))

@@ -184,7 +184,7 @@ def test_what_is_refused(blocks: TokenBlocks) -> None:
         opening(model, blocks, WINDOW, max_heads=1)
     with pytest.raises(UserError, match="--granularity layer measures none"):
         opening(model, blocks, WINDOW, granularity="layer", max_heads=2)
-    with pytest.raises(UserError, match="--granularity is not for --signal duo; it goes with opening, closing"):
+    with pytest.raises(UserError, match="--granularity does not apply to --signal duo; it applies to opening, closing"):
         measure_signal("duo", model, blocks, window=WINDOW, granularity="layer")
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
@@ -256,8 +256,8 @@ class TestCommand:
         assert table.values == pytest.approx(opening(model, chosen, 8).values, abs=1e-6)
 
     def test_bad_input(self, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--steps is not for --signal opening" in fails(capsys, "probe", *options, "--steps", "3")
+        assert "--steps does not apply to --signal opening" in fails(capsys, "probe", *options, "--steps", "3")
         options[options.index("opening")] = "retrieval"
-        message = "--granularity is not for --signal retrieval; it goes with opening, closing"
+        message = "--granularity does not apply to --signal retrieval; it applies to opening, closing"
         assert message in fails(capsys, "probe", *options, "--granularity", "layer")
         assert not list((tmp_path / "w").rglob("*.csv"))

@@ -131,7 +131,7 @@ def test_dead_heads_are_alike_and_seeds_repeat(blocks: TokenBlocks) -> None:
 
 
 def test_little_memory_changes_nothing(blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that pass one by one, their layers computed again, give the same gates."""
+    """Blocks that pass one by one, their with activation checkpointing, give the same gates."""
     model = strong_attention_model(dead=True)
     options: dict[str, Any] = {"budget": 3, "steps": 5, "step_tokens": 4 * LENGTH}
     whole = head_gates(model, blocks, WINDOW, **options)

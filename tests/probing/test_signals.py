@@ -285,7 +285,9 @@ class TestMeasure:
                 measure_signal(signal, model, blocks, window=128)
         with pytest.raises(UserError, match="at least one step"):
             measure_signal("duo", model, blocks, window=6, steps=0)
-        with pytest.raises(UserError, match="--steps is not for --signal retrieval; it goes with density, head-gates"):
+        with pytest.raises(
+            UserError, match="--steps does not apply to --signal retrieval; it applies to density, head-gates"
+        ):
             check_options("retrieval", steps=3)
         assert not attention_layers(model)
 
@@ -325,13 +327,13 @@ class TestCommand:
                 ["--signal", "entropy"],
                 "unknown signal 'entropy'; expected one of density, head-gates, opening",
             ),
-            (["--signal", "duo", "--tau", "0.5"], "--tau is not for --signal duo; it goes with density"),
-            (["--signal", "density", "--granularity", "layer"], "--granularity is not for --signal density"),
-            (["--signal", "attention-mass", "--steps", "3"], "it goes with density, head-gates, duo"),
+            (["--signal", "duo", "--tau", "0.5"], "--tau does not apply to --signal duo; it applies to density"),
+            (["--signal", "density", "--granularity", "layer"], "--granularity does not apply to --signal density"),
+            (["--signal", "attention-mass", "--steps", "3"], "it applies to density, head-gates, duo"),
             (["--signal", "attention-mass", "--window", "64"], "nothing outside a window of 64 keys"),
             (["--signal", "retrieval", "--window", "60"], "cannot hold a needle"),
             (["--signal", "duo", "--window", "8", "--steps", "0"], "greater than or equal to 1"),
-            (["--signal", "density"], "too short to hold out a part of it"),
+            (["--signal", "density"], "too short to hold out a part"),
         ],
     )
     def test_bad_input(

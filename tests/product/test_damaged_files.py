@@ -69,7 +69,7 @@ class TestText:
 
     def test_a_named_pipe_does_not_hang(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe.yaml")
-        with pytest.raises(UserError, match="it is no ordinary file"):
+        with pytest.raises(UserError, match="it is not a regular file"):
             read_text(tmp_path / "pipe.yaml", "recipe")
 
     def test_what_was_found_is_shown_in_part(self) -> None:
@@ -135,7 +135,7 @@ class TestArrays:
 
     def test_a_file_made_to_fill_the_memory(self, tmp_path: Path) -> None:
         write_npz(tmp_path / "x.npz", {**SOUND, "tokens": np.zeros((2, (1 << 30) // 2 + 1), np.int8)})
-        with pytest.raises(UserError, match="bytes say that they hold"):
+        with pytest.raises(UserError, match="bytes claim to hold"):
             read_arrays(tmp_path / "x.npz", SPECS, "make it again")
 
     def test_a_histogram_of_another_grid(self, tmp_path: Path) -> None:
@@ -144,7 +144,9 @@ class TestArrays:
         assert table.histogram is not None
         other = replace(table.histogram, counts=table.histogram.counts[:, :3])
         replace(table, histogram=other, documents=None).write(tmp_path)
-        with pytest.raises(UserError, match=r"histogram\.npz is for 3 layers x 2 KV heads, the table beside it has 4"):
+        with pytest.raises(
+            UserError, match=r"histogram\.npz is for 3 layers x 2 KV heads, the table in its folder has 4"
+        ):
             HeadScores.read(tmp_path)
 
 
@@ -202,7 +204,7 @@ class TestRecords:
         assert read_record(tmp_path / "comparison.yaml", "comparison") == {"probe": "p", "text": "sha256: no"}
         text = (tmp_path / name).read_text()
         (tmp_path / name).write_text(text.replace("probe: p", "probe: q").replace("2.004", "1.004"))
-        with pytest.warns(UserWarning, match=f"{name}: changed since it was written"):
+        with pytest.warns(UserWarning, match=f"{name}: edited or damaged after it was written"):
             read_record(tmp_path / "comparison.yaml", "comparison")
 
     def test_a_binary_file_is_damaged(self, tmp_path: Path) -> None:
@@ -242,7 +244,9 @@ class TestRecords:
         with warnings.catch_warnings():
             warnings.simplefilter("default")  # as on the command line
             main(["report", "--probe", "p", "--workspace", str(tmp_path)])
-        assert f"{name}: changed since it was written" in " ".join(capsys.readouterr().err.split()).replace(" /", "/")
+        assert f"{name}: edited or damaged after it was written" in " ".join(capsys.readouterr().err.split()).replace(
+            " /", "/"
+        )
 
 
 def test_a_figure_without_a_number_has_an_axis() -> None:

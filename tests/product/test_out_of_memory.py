@@ -76,7 +76,7 @@ class TestTogether:
             return number
 
         together = AdaptiveBatchSize(7)
-        with pytest.warns(UserWarning, match=r"no memory for \d blocks at once") as warned:
+        with pytest.warns(UserWarning, match=r"out of memory for \d blocks per pass") as warned:
             assert together.run(work, 9) == 2
         assert len(warned) == 2
         assert (together.run(work, 9), together.run(work, 1)) == (2, 1)
@@ -91,7 +91,7 @@ class TestTogether:
             AdaptiveBatchSize(1 if error is ERROR else 4).run(work, 4)
 
 
-@pytest.mark.filterwarnings("ignore:no memory for", "ignore:the model predicts", "ignore:what")
+@pytest.mark.filterwarnings("ignore:out of memory for", "ignore:the model predicts", "ignore:what")
 class TestMeasuring:
     """Each measure is the same as where there is memory; the third of four layers fails, so that two have run."""
 
@@ -150,7 +150,7 @@ class TestMeasuring:
             assert np.allclose(one.total, other.total, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:no memory for")
+@pytest.mark.filterwarnings("ignore:out of memory for")
 @pytest.mark.parametrize("fails_at", slow_after(1, [1, 6]), ids=["first step", "after a checkpoint"])
 def test_steps_of_training_have_the_same_tokens(
     fails_at: int, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,11 +184,11 @@ def test_one_of_several_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
             raise ERROR
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="no memory for 4 blocks at once: give a smaller micro_batch_size"):
+    with pytest.raises(UserError, match="out of memory for 4 blocks per pass: set a smaller micro_batch_size"):
         train_in_fitting_passes(recipe, lambda _: Short())  # type: ignore[arg-type, return-value]
 
 
-@pytest.mark.filterwarnings("ignore:no memory for")
+@pytest.mark.filterwarnings("ignore:out of memory for")
 @pytest.mark.parametrize("fitting", slow_after(1, [0, 1]), ids=["first pass", "second pass"])
 def test_gates_learn_alike(fitting: int, blocks: TokenBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where some passes of a step have left their gradients."""

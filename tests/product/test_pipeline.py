@@ -267,7 +267,7 @@ class TestBadInput:
         """Training asked for CUDA went on without a word on the CPU."""
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
         message = fails(capsys, "train", recipe_file, "--workspace", workspace, "--device", "cuda")
-        assert "there is no CUDA device here" in message
+        assert "no CUDA device is available" in message
         assert not (workspace / "runs").exists()
 
     def test_a_layout_with_the_name_of_a_reference(
@@ -279,7 +279,7 @@ class TestBadInput:
         Layout(("LG", "GL"), 8, "sp-kv").write(tmp_path / "sp-kv.yaml")
         place = ["--probe", table, "--recipe", recipe_file, "--workspace", workspace]
         message = fails(capsys, "train-hybrid", tmp_path / "sp-kv.yaml", *place)
-        assert "a layout is called 'sp-kv', the name of a baseline" in message
+        assert "the layout name 'sp-kv' is reserved for a baseline" in message
         assert not (workspace / "runs").exists()
 
     def test_a_workspace_that_cannot_be_written(

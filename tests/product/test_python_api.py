@@ -66,9 +66,9 @@ class TestLoad:
     def test_mistakes(self, dense: Path) -> None:
         with pytest.raises(UserError, match="dtype 'float99' is unknown"):
             spkv_nas.load(dense, dtype="float99")
-        with pytest.raises(UserError, match="has no revision 'v1'"):
+        with pytest.raises(UserError, match="to take the revision 'v1'"):
             spkv_nas.load(dense, revision="v1")
-        with pytest.raises(UserError, match="has no revision 'v2'"):
+        with pytest.raises(UserError, match="to take the revision 'v2'"):
             spkv_nas.load("org/name@v1", revision="v2")
 
 

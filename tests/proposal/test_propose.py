@@ -262,7 +262,9 @@ class TestProposal:
         proposal = Proposal.read(write_layouts(tmp_path, {**propose(table.at_tau(0.7), 2), "mine": mine}))
         assert proposal.taus == (0.7, 0.8)
         assert proposal.tau is None
-        with pytest.warns(UserWarning, match=r"tau 0\.7, 0\.8: their coverage is counted at that of 'p', tau 0\.5"):
+        with pytest.warns(
+            UserWarning, match=r"tau 0\.7, 0\.8: their coverage is computed at the threshold of 'p', tau 0\.5"
+        ):
             assert proposal.table(table) is table
 
     def test_layouts_of_an_earlier_probe_are_warned_of(self, tmp_path: Path) -> None:
@@ -291,9 +293,9 @@ class TestProposal:
         assert list(Proposal.read_folder(tmp_path / "a").layouts) == ["mine", "y"]
         files = [tmp_path / "a" / "x.yaml", tmp_path / "a" / "y.yaml", tmp_path / "b" / "x.yaml"]
         assert list(Proposal.read(files).layouts) == ["mine", "y", "x"]
-        with pytest.raises(UserError, match="two layouts are called 'b-x': give them different names"):
+        with pytest.raises(UserError, match="two layouts are called 'b-x': rename one of them"):
             Proposal.read([*files, tmp_path / "b" / "x.yaml"])
-        with pytest.raises(UserError, match=r"no layouts in .*none\npropose some first"):
+        with pytest.raises(UserError, match=r"no layouts in .*none\nrun propose first"):
             Proposal.read_folder(tmp_path / "none")
 
     def test_layouts_of_one_name_are_called_by_their_folders(self, tmp_path: Path) -> None:

@@ -81,13 +81,13 @@ class TestMemory:
             limit = self.cost.total(number, 640)
             assert self.cost.largest_budget(limit, 640) == number
             assert self.cost.largest_budget(limit + self.cost.global_head // 2, 640) == number
-        with pytest.raises(UserError, match="holds no global KV head"):
+        with pytest.raises(UserError, match="is too small for a global KV head"):
             self.cost.largest_budget(self.cost.total(1, 640) - 1, 640)
 
     def test_a_context_within_the_window(self) -> None:
         short = CacheCost(context=64, batch=1, window=128, head_dim=8, dtype="float32")
         assert short.largest_budget(short.total(0, 10), 10) == 10
-        with pytest.raises(UserError, match="holds no global"):
+        with pytest.raises(UserError, match="is too small for a global"):
             short.largest_budget(10, 10)
 
     @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ class TestCommand:
             (["--kv-bytes=2GiB"], "needs --context"),
             (["--kv-bytes=2GiB", "--context=1000"], "does not say the model's head_dim: give --head-dim"),
             (["--kv-bytes=2GiB", "--budget=4"], "not both"),
-            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--kv-dtype=int8"], "holds no global KV head"),
+            (["--kv-bytes=9", "--context=9", "--head-dim=8", "--kv-dtype=int8"], "is too small for a global KV head"),
             (["--kv-bytes=9GiB", "--context=9", "--head-dim=8", "--kv-dtype=int3"], "known are float32"),
             (["--kv-bytes=9GiB", "--context=0", "--head-dim=8", "--kv-dtype=int8"], "at least 1 token; found 0"),
             (["--budget=4", "--context=many"], "context 'many' is not a number of tokens"),

@@ -124,7 +124,7 @@ class TestDocumentCounts:
         text = (tmp_path / "density.csv").read_text()
         (tmp_path / "density.csv").write_text(text.replace("0,0,0.", "0,0,0.0", 1))
         with (
-            pytest.warns(UserWarning, match=r"density\.csv: changed since it was written"),
+            pytest.warns(UserWarning, match=r"density\.csv: edited or damaged after it was written"),
             pytest.raises(UserError, match=r"documents\.npz does not add up"),
         ):
             HeadScores.read(tmp_path)
@@ -135,7 +135,7 @@ class TestDocumentCounts:
             HeadScores.read(tmp_path)
         record = tmp_path / "probe.yaml"
         record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))  # as of an older version
-        with pytest.raises(UserError, match=r"documents\.npz is not of the table beside it"):
+        with pytest.raises(UserError, match=r"documents\.npz does not belong to the table in its folder"):
             HeadScores.read(tmp_path)
         (tmp_path / "documents.npz").write_text("junk")
         with pytest.raises(UserError, match=r"documents\.npz is damaged"):

@@ -119,7 +119,7 @@ class TestRefused:
             ([""], "the prompt is empty"),
             (["--file", "nowhere.txt"], "nowhere.txt"),
             ([PROMPT, "--tau", "1.5"], "--tau must lie in [0, 1]; found 1.5"),
-            ([PROMPT, "--tau", "0.5"], "no gates, so a threshold means nothing"),
+            ([PROMPT, "--tau", "0.5"], "no gates, so tau has no effect"),
         ],
     )
     def test_bad_input(

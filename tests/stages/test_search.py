@@ -168,7 +168,10 @@ class TestCommand:
         [
             (["--budget", "99"], "the model has 10"),
             (["--control", "sobol"], "--control 'sobol' is unknown"),
-            (["--sampler", "tpe,sobol"], "--sampler 'sobol' is unknown; there are surrogate, density, tpe, random"),
+            (
+                ["--sampler", "tpe,sobol"],
+                "--sampler 'sobol' is unknown; expected one of surrogate, density, tpe, random",
+            ),
             (["--budget", "3", "--signals", "rival.csv"], "--signals: 'rival' is for 2 layers x 2 KV heads"),
             (["--budget", "3", "--objective", "nll,watts"], "--objective 'nll,watts' is unknown"),
             (["--budget", "3", "--objective", "nll,time"], "needs --context"),

@@ -113,11 +113,11 @@ def test_a_batch_that_cannot_be_shared(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert blocks_per_process(4) == 2
     recipe_file.write_text(RECIPE.replace("steps: 8, batch_size: 4", "steps: 8, batch_size: 3"))
-    assert "a batch_size of 3 blocks cannot be shared evenly by 2 processes" in fails(capsys, "train", recipe_file)
+    assert "a batch_size of 3 blocks cannot be divided evenly among 2 processes" in fails(capsys, "train", recipe_file)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("spkv_nas.cli.app.OTHERS_WAIT", 0.0)  # of this one torchrun has not disposed, so it speaks
     monkeypatch.setattr("spkv_nas.cli.app.err.quiet", True)
-    assert "cannot be shared" in fails(capsys, "train", recipe_file)
+    assert "cannot be divided" in fails(capsys, "train", recipe_file)
 
 
 def test_other_commands_are_for_one_process(

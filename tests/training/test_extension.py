@@ -287,14 +287,14 @@ class TestPositions:
         assert model.config.rope_parameters["full_attention"]["rope_theta"] == 40000.0
 
     def test_a_kind_that_a_family_does_not_have_is_refused(self) -> None:
-        with pytest.raises(UserError, match=r"branch.extend.rope: 'phi3' does not have it: .*got yarn"):
+        with pytest.raises(UserError, match=r"branch.extend.rope: 'phi3' does not support it: .*got yarn"):
             extend_positions(tiny_model("phi3"), 256, {"rope_type": "yarn"})
 
     def test_a_model_without_is_refused_before_it_trains(self, recipe: Recipe, corpus: Corpus, tmp_path: Path) -> None:
         model = tiny_model("gpt2", vocab_size=280, n_positions=128, n_embd=32, n_layer=2, n_head=2)
         model.save_pretrained(tmp_path / "gpt2")
         corpus.tokenizer.save_pretrained(tmp_path / "gpt2")
-        with pytest.raises(UserError, match="models of type 'gpt2' have no rotary positions"):
+        with pytest.raises(UserError, match="models of type 'gpt2' have no rotary position embeddings"):
             train_branch(
                 extended(recipe), corpus, tmp_path / "gpt2", tmp_path / "run", Variant.full_attention(), device="cpu"
             )
@@ -310,8 +310,8 @@ class TestMistakes:
             ({"at": 1.0, "block_size": 64}, {}, "branch.extend.at"),
             ({"block_size": 64, "rope": {"rope_thetta": 1e4}}, {}, "did you mean 'rope_theta'"),
             ({"block_size": 64, "rope": {"rope_type": "llama3"}}, {}, "rope_type.*'default', 'linear' or 'yarn'"),
-            ({"block_size": 64, "rope": {"beta_fast": 8.0}}, {}, "'beta_fast' belongs to rope_type: yarn"),
-            ({"block_size": 64, "rope": {"factor": 8.0}}, {}, "'factor' belongs to rope_type"),
+            ({"block_size": 64, "rope": {"beta_fast": 8.0}}, {}, "'beta_fast' requires rope_type: yarn"),
+            ({"block_size": 64, "rope": {"factor": 8.0}}, {}, "'factor' requires rope_type"),
         ],
         ids=str,
     )  # fmt: skip
@@ -326,7 +326,9 @@ class TestMistakes:
     ) -> None:
         monkeypatch.setattr("spkv_nas.base.distributed.num_processes", lambda: 2)
         longer = extended(recipe, {"block_size": 128})
-        with pytest.raises(UserError, match=r"4 blocks cannot be shared evenly by 2 processes, 4 together(.|\n)*of 8$"):
+        with pytest.raises(
+            UserError, match=r"4 blocks cannot be divided evenly among 2 processes, 4 together(.|\n)*of 8$"
+        ):
             training_arguments(longer, longer.branch, tmp_path, device="cpu")
         arguments = training_arguments(extended(recipe), extended(recipe).branch, tmp_path, device="cpu")
         assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 1)

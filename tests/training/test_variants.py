@@ -179,14 +179,14 @@ class TestRecipe:
     def test_gates_of_some_layers(self, tmp_path: Path) -> None:
         gates = self.read(tmp_path, "gates: {layers: [1]}\n").gates
         assert gates.of_model((2, 2)).heads == ["GG", "SS"]
-        with pytest.raises(UserError, match="there is no layer 2"):
+        with pytest.raises(UserError, match="layer 2 does not exist"):
             self.read(tmp_path, "gates: {layers: [2]}\n").gates.of_model((2, 2))
 
     @pytest.mark.parametrize(
         ("gates", "message"),
         [
-            ("{layers: [0], heads: [SS, GG]}", "each says which heads have gates"),
-            ("{p_min: 0.1}", "p_min belongs to mode: sampled"),
+            ("{layers: [0], heads: [SS, GG]}", "each selects the heads with gates"),
+            ("{p_min: 0.1}", "p_min requires mode: sampled"),
             ("{predictor: bidirectional, window: 8}", "looks 32 tokens ahead"),
             ("{target_density: 2}", "target_density"),
             ("{mode: hard}", "mode"),

@@ -30,7 +30,7 @@ class DocumentQuestions:
     def generate(self, request: Request, material: Material) -> Sample:
         """Generate a sample from the question at its index in a random order, or another if that one does not fit."""
         if request.task not in material.questions:
-            raise UserError(f"RULER's {request.task} needs documents: give --qa FILE.json in the form of {self.form}")
+            raise UserError(f"RULER's task {request.task} needs documents: give --qa FILE.json in {self.form} format")
         questions = material.questions[request.task]
         order = _order(len(questions.questions), request.seed)
         replacements = (request.rng.randrange(len(order)) for _ in range(_TRIES - 1))

@@ -59,7 +59,8 @@ class Essays:
                 break
         if len(all_sentences) < _LEAST:
             raise UserError(
-                f"{asked_by} {', '.join(files)}: {len(all_sentences)} sentences; needles want {_LEAST} at least"
+                f"{asked_by} {', '.join(files)}: {len(all_sentences)} sentences; at least {_LEAST} are needed "
+                "to hide needles"
             )
         return cls(tuple(all_sentences))
 

@@ -35,6 +35,8 @@ class Material:
         for file in questions:
             file_questions = Questions.read(Path(file))
             if file_questions.task in questions_by_task:
-                raise UserError(f"--qa {file}: another file of this form was given; {file_questions.task} takes one")
+                raise UserError(
+                    f"--qa {file}: {file_questions.task} takes one file, and another of its format was given"
+                )
             questions_by_task[file_questions.task] = file_questions
         return cls(Essays.read(haystack) if haystack else None, questions_by_task)

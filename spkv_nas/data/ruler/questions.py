@@ -52,7 +52,8 @@ class Questions:
             if isinstance(error, UserError):
                 raise
             raise UserError(
-                f"--qa {file}: neither SQuAD's form (an object with 'data') nor HotpotQA's (a list with 'context')"
+                f"--qa {file}: neither in SQuAD format (an object with 'data') nor HotpotQA format (a list with "
+                "'context')"
             ) from error
         if not questions.questions:
             raise UserError(f"--qa {file}: no question has an answer")

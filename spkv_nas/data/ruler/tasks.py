@@ -59,7 +59,7 @@ def check_task(task: str) -> None:
         UserError: if it does not.
     """
     if task not in TASKS:
-        raise UserError(f"RULER has no task '{task}'; it has {', '.join(TASKS)}")
+        raise UserError(f"unknown RULER task '{task}'; expected one of {', '.join(TASKS)}")
 
 
 def accepts_any(task: str) -> bool:

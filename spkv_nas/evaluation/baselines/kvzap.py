@@ -172,7 +172,7 @@ def fit_kvzap(
         raise UserError(f"kvzap needs blocks of more than {len(prompt) + 2} tokens; these have {blocks.block_size}")
     chosen = blocks.spread(-(-FIT_TOKENS // context))
     if chosen.num_blocks < 2:
-        raise UserError("kvzap needs at least two blocks of training text: give more text, or smaller blocks")
+        raise UserError("kvzap needs at least two blocks of training text: use more text, or smaller blocks")
     starts = range(0, chosen.num_blocks, batch_size)
     batches = (block_tokens(chosen, start, batch_size, model.device)[:, :context] for start in starts)
     texts = (torch.cat([batch, prompt.to(batch.device).expand(len(batch), -1), batch], 1) for batch in batches)

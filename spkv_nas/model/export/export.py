@@ -126,8 +126,8 @@ def _chosen(requested: Layout | None, saved: Layout | None, checkpoint: StrPath)
     if requested is None:
         if saved is None:
             raise UserError(
-                f"checkpoint {checkpoint} has no layout of its own to export\n"
-                "give a layout file, as propose writes them, or a checkpoint that train-hybrid retrained with one"
+                f"checkpoint {checkpoint} has no layout to export\n"
+                "give a layout file of propose, or a checkpoint of train-hybrid"
             )
         return saved
     if saved is not None and saved.content_hash != requested.content_hash:

@@ -84,10 +84,10 @@ def stock_config(config: PreTrainedConfig, layout: Layout) -> PreTrainedConfig:
     # Check that the layout can be expressed
     if not layout.is_layerwise:
         mixed = [i for i, row in enumerate(layout.heads) if len(set(row)) > 1]
-        raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot say")
+        raise TargetError(f"layers {_numbers(mixed)} mix global and local heads, which layer_types cannot express")
     kind = config.model_type
     if kind not in (*_NATIVE, *_SUCCESSOR):
-        raise TargetError(f"no stock architecture with layer_types is known for model type '{kind}'")
+        raise TargetError(f"no transformers architecture with layer_types is known for model type '{kind}'")
     # Build the config
     target = AutoConfig.for_model(_SUCCESSOR.get(kind, kind))
     target_keys = target.to_dict().keys() if kind in _SUCCESSOR else config.to_dict().keys()

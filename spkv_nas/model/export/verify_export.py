@@ -134,7 +134,7 @@ def plain_answers(hybrids: dict[Path, ReferenceLogits]) -> list[SubprocessResult
     except OSError as error:
         raise UserError(
             f"the export could not be compared with plain transformers, so nothing was written: {first_line(error)}\n"
-            f"make room in {tempfile.gettempdir()}, or choose another place with TMPDIR"
+            f"free disk space in {tempfile.gettempdir()}, or set TMPDIR to another folder"
         ) from error
 
 
@@ -183,11 +183,12 @@ def _run_program(arguments: list[str], folder: Path, seconds: float) -> None:
     except subprocess.TimeoutExpired as error:
         raise UserError(
             f"the export was not compared with plain transformers within {seconds:.0f} s, so nothing was written\n"
-            "try again when the machine has less to do"
+            "try again when the machine is less busy"
         ) from error
     if process.returncode != 0:
         message = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise UserError(
             f"the export could not be compared with plain transformers, so nothing was written: its process ended with "
-            f"{process.returncode} ({message})\nit needs memory for a layer in float32, and room for temporary files"
+            f"{process.returncode} ({message})\nit needs memory for one layer in float32, and disk space for "
+            "temporary files"
         )

@@ -115,7 +115,7 @@ def _kinds(option: str, names: str) -> list[str]:
     """Split comma-separated samplers. Raises ``UserError`` for an unknown one."""
     kinds = [name.strip() for name in names.split(",")]
     if unknown_names := [kind for kind in kinds if kind not in SAMPLERS]:
-        raise UserError(f"{option} '{unknown_names[0]}' is unknown; there are {', '.join(SAMPLERS)}")
+        raise UserError(f"{option} '{unknown_names[0]}' is unknown; expected one of {', '.join(SAMPLERS)}")
     return kinds
 
 
@@ -149,7 +149,7 @@ def _check_given(
     check_layout_names([*user_starts, *others])
     for key, layout in [*user_starts.items(), *others.items()]:
         if key in starts or (key in user_starts and key in others):
-            raise UserError(f"two layouts are called '{key}': give them different names (the key 'strategy')")
+            raise UserError(f"two layouts are called '{key}': rename one of them (key 'strategy')")
         coverage(space.table, layout)  # raises for another grid
         if layout.window != space.window:
             raise UserError(

@@ -76,7 +76,7 @@ def test_weights_that_were_trained_for_another_layout(tmp_path: Path, tiny_token
 @pytest.mark.parametrize("kind", ["dense", "gates"])
 def test_a_checkpoint_without_a_layout(kind: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> None:
     save(tiny_model(vocab_size=300) if kind == "dense" else gated(), tiny_tokenizer, tmp_path / kind)
-    with pytest.raises(UserError, match="has no layout of its own to export\ngive a layout"):
+    with pytest.raises(UserError, match="has no layout to export\ngive a layout"):
         export(None, tmp_path / kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -111,7 +111,7 @@ class TestFreshProcess:
                 "verify_export.tempfile",
                 "tempdir",
                 "/nowhere",
-                "nothing was written: .*No such file.*\nmake room in /nowhere",
+                "nothing was written: .*No such file.*\nfree disk space in /nowhere",
             ),
         ],
         ids=["slow", "dead", "no-room"],
@@ -244,12 +244,12 @@ class TestOwnType:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda c: c.pop("spkv"), "does not say the type and the number of layers"),
-            (lambda c: c.update(spkv=[]), "does not say the type and the number of layers"),
-            (lambda c: c["spkv"].pop("stock_type"), "does not say the type and the number of layers"),
-            (lambda c: c["spkv"].update(stock_type="spkv"), "does not say the type and the number of layers"),
+            (lambda c: c.pop("spkv"), "lacks the original model type and number of layers"),
+            (lambda c: c.update(spkv=[]), "lacks the original model type and number of layers"),
+            (lambda c: c["spkv"].pop("stock_type"), "lacks the original model type and number of layers"),
+            (lambda c: c["spkv"].update(stock_type="spkv"), "lacks the original model type and number of layers"),
             (lambda c: c["spkv"].update(stock_type=["llama"]), "cannot load"),
-            (lambda c: c["spkv"].update(stock_type="t5"), "no decoders that generate text"),
+            (lambda c: c["spkv"].update(stock_type="t5"), "not text-generating decoders"),
             (lambda c: c["spkv"].update(num_hidden_layers=10**9), "more than 1,000"),
             (lambda c: c["spkv"].update(num_hidden_layers="4"), "num_hidden_layers"),
             (lambda c: c["spkv"]["layout"].update(window=0), r"layout\.window"),
