@@ -159,8 +159,8 @@ def measure(stage: str, folder: Path, size: str, length: int) -> None:
 
 def predicted(stage: str, folder: Path, size: str, length: int) -> float:
     """Return the bytes that the plan predicts for a stage."""
-    from spkv_nas.stages.forecast import plan
-    from spkv_nas.stages.options import PlanOptions
+    from spkv_nas.stages.plan.command import PlanOptions
+    from spkv_nas.stages.plan.stage import plan
 
     options = PlanOptions(model=str(folder / size / "dense"), block_size=length, tokens=BATCH * length, context="1")
     if stage in TRAINING:

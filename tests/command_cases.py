@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import pipeline
-from spkv_nas.cli.app import COMMANDS
+from spkv_nas.cli import pipeline, reproduce
+from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
 from spkv_nas.cli.options import command
 from spkv_nas.stages.commands import PROGRAM
 from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ShowLayoutsOptions
@@ -21,13 +21,17 @@ from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ShowLayo
 def parsed(line: str) -> Any:
     """Return the options dataclass that a command line passes to its stage, parsed by the product's command line."""
     seen: list[Any] = []
-    app, layouts = typer.Typer(), typer.Typer()
+    app, layouts, experiments = typer.Typer(cls=TwoWordGroup), typer.Typer(), typer.Typer()
     for function in (*COMMANDS, pipeline.demo):
         kind = next(value for name, value in get_type_hints(function).items() if name != "return")
-        command(app)(_recorder(function.__name__, kind, seen))
+        command(app, NAMES.get(function))(_recorder(function.__name__, kind, seen))
+    for function in reproduce.COMMANDS:
+        kind = next(value for name, value in get_type_hints(function).items() if name != "return")
+        command(experiments)(_recorder(function.__name__, kind, seen))
     for name, kind in (("show", ShowLayoutsOptions), ("diff", DiffOptions), ("convert", ConvertOptions)):
         command(layouts)(_recorder(name, kind, seen))
     app.add_typer(layouts, name="layout")
+    app.add_typer(experiments, name="reproduce")
     program, *arguments = shlex.split(line)
     assert program == PROGRAM
     with patch("spkv_nas.stages.checks.check"):  # the files that the line names need not be there

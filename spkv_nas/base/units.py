@@ -90,3 +90,11 @@ def parse_context(text: str) -> int:
     if tokens > MOST_CONTEXT:
         raise UserError(f"context '{text}' is more than {MOST_CONTEXT:,} tokens; give for example 131072 or 128k")
     return tokens
+
+
+def format_microseconds(seconds: float | None) -> str:
+    """Format seconds as microseconds; a dash for None."""
+    if seconds is None:
+        return "-"
+    value = 1e6 * seconds
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

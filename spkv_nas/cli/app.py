@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from spkv_nas.base.console import PACKAGE, err, fail, out, warn
 from spkv_nas.base.distributed import is_lost_process, leave, num_processes, process_index
@@ -22,13 +23,15 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import cost, evaluate, layout, pipeline
-from spkv_nas.cli import train as reproduction
+from spkv_nas.cli import evaluate, layout, pipeline, reproduce
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
+from spkv_nas.stages.calibrate.command import calibrate
 from spkv_nas.stages.compare.command import compare
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
+from spkv_nas.stages.plan.attention.command import attention
+from spkv_nas.stages.plan.command import plan
 from spkv_nas.stages.propose.command import propose
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
@@ -39,8 +42,19 @@ from spkv_nas.stages.train_hybrid.command import train_hybrid
 DISTRIBUTED = ("train", "train-hybrid", "probe", "evaluate", "score")
 OTHERS_WAIT = 5.0  # seconds before other ranks report an error: rank 0 prints shared ones, then torchrun ends them
 
+
+class TwoWordGroup(TyperGroup):
+    """Group whose commands may have names of two words, such as "plan attention" beside "plan"."""
+
+    def resolve_command(self, context: Any, arguments: list[str]) -> Any:
+        """Take the first two words for a command's name if there is such a command, else the first one."""
+        name = " ".join(arguments[:2])
+        return super().resolve_command(context, [name, *arguments[2:]] if name in self.commands else arguments)
+
+
 app = typer.Typer(
     name="spkv-nas",
+    cls=TwoWordGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -62,19 +76,18 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     evaluate.score,
     evaluate.baselines,
     generate,
-    reproduction.palindrome,
-    cost.plan,
-    cost.scaling,
-    cost.cost,
-    cost.calibrate,
+    plan,
+    attention,
+    calibrate,
     train,
-    reproduction.ablate,
     layout.export,
     layout.schema,
 )
+NAMES: dict[Callable[..., Any], str] = {attention: "plan attention"}  # of commands not called as their functions
 for _function in COMMANDS:
-    command(app)(_function)
+    command(app, NAMES.get(_function))(_function)
 app.add_typer(layout.app)
+app.add_typer(reproduce.app)
 command(app)(pipeline.demo)
 
 

@@ -6,7 +6,6 @@ likewise results without a function here, whose fields it prints.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,7 @@ from spkv_nas.stages.printing import identification
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
     from spkv_nas.artifacts.layout import Layout
-    from spkv_nas.stages.cost import CalibrationResult, CostResult
     from spkv_nas.stages.evaluate import EvaluationResult, Pair
-    from spkv_nas.stages.forecast import Forecast
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
 
 Document = dict[str, Any]
@@ -62,21 +59,6 @@ def _pair(pair: Pair) -> Document:
     }
 
 
-def forecast(result: Forecast) -> Document:
-    """Return memory, tokens, FLOPs and time of every stage."""
-    return {
-        **{field.name: getattr(result, field.name) for field in fields(result)},
-        "stages": [
-            {
-                **{field.name: getattr(stage, field.name) for field in fields(stage)},
-                "bytes": stage.memory.total,
-                "fits": stage.fits,
-            }
-            for stage in result.stages
-        ],
-    }
-
-
 def layouts(shown: list[ShownLayout]) -> Document:
     """Return the layouts' heads and coverage."""
     return {
@@ -92,31 +74,6 @@ def difference(compared: ComparedLayouts) -> Document:
         "num_heads": compared.difference.num_heads,
         "jaccard": compared.difference.jaccard,
         "marks": compared.difference.marks,
-    }
-
-
-def cost(result: CostResult) -> Document:
-    """Return KV bytes, FLOPs and times of full attention, of the layouts and of a density."""
-    return {
-        "name": result.name,
-        "shape": result.shape,
-        "context": result.context,
-        "costs": result.costs,
-        "times": result.times.source,
-        "figure": result.figure,
-    }
-
-
-def calibration(result: CalibrationResult) -> Document:
-    """Return the measured times by number of global heads."""
-    measured = result.calibration
-    return {
-        "name": result.name,
-        "case": measured.case,
-        "source": measured.source,
-        "times": measured.timings,
-        "is_disturbed": measured.is_disturbed,
-        "folder": result.folder,
     }
 
 

@@ -51,7 +51,7 @@ class Voice:
 
 
 def command(
-    app: typer.Typer,
+    app: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[[Options, Reporter], Results | None]], Callable[..., None]]:
     """Return a decorator that adds a function to ``app`` as a command.
 
@@ -60,6 +60,7 @@ def command(
 
     Args:
         app: the app to extend.
+        name: the command's name; by default the function's, with dashes.
     """
 
     def register(function: Callable[[Options, Reporter], Results | None]) -> Callable[..., None]:
@@ -67,7 +68,6 @@ def command(
         hints = get_type_hints(function)
         returns = hints.pop("return", None)
         options_class: type[Options] = next(iter(hints.values()))
-        name = function.__name__.replace("_", "-")
 
         def run(invocation: typer.Context, **values: Any) -> None:
             from spkv_nas.stages.checks import check  # pandas takes too long for --help
@@ -81,7 +81,8 @@ def command(
             options = options_class(**values)
             check(options)
             # Run the command and print its result
-            with working(name, quiet=quiet, verbose=verbose, takes_long=isinstance(options, OnDevice)) as reporter:
+            title, takes_long = _title(invocation), isinstance(options, OnDevice)
+            with working(title, quiet=quiet, verbose=verbose, takes_long=takes_long) as reporter:
                 if isinstance(options, Trains) and options.dry_run:
                     results: Results | None = show_plan.dry_run(options, reporter)
                 else:
@@ -95,10 +96,17 @@ def command(
         parameters = [_context(), *_parameters(options_class), *(_common(*item) for item in common.items())]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command()(run)
+        app.command(name or function.__name__.replace("_", "-"))(run)
         return run
 
     return register
+
+
+def _title(context: Any) -> str:
+    """Return a command's name with those of its groups, such as "layout show"."""
+    if context.parent is None:
+        return ""
+    return f"{_title(context.parent)} {context.info_name}".strip()
 
 
 def _context() -> inspect.Parameter:

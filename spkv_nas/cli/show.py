@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from spkv_nas.stages.evaluate import ScoreResult
     from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
     from spkv_nas.stages.layout_options import DiffOptions
-    from spkv_nas.stages.train.stage import AblationResult, PalindromeResult
 _STYLES = {"G": "bold green", "L": "dim", ".": "dim", "+": "bold green", "-": "bold red"}
 
 
@@ -73,29 +72,6 @@ def baselines(result: BaselinesResult) -> None:
     out.print(grid)
     about_errors(result.num_documents, result.effective_documents)
     say_where("figure", result.folder / "baselines.png")
-
-
-def palindrome(result: PalindromeResult) -> None:
-    """Print the palindrome comparison."""
-    grid = Table("attention", "NLL", "hard NLL", "mean utility", "density %", "seconds", title="nats per output token")
-    for row in result.rows.itertuples():
-        has_gates = row.hard_nll == row.hard_nll  # not NaN
-        gate_cells = (f"{row.hard_nll:.4f}", f"{row.mean_utility:.3f}") if has_gates else ("-", "-")
-        grid.add_row(row.variant, f"{row.nll:.4f}", *gate_cells, f"{100 * row.density:.1f}", f"{row.seconds:.0f}")
-    out.print(grid)
-    say_where("figure", result.folder / "palindrome.png")
-
-
-def ablations(result: AblationResult) -> None:
-    """Print the variants of one recipe against the first."""
-    title = f"{escape(result.name)}: Δ counts from the first row, trained like the others"
-    grid = Table("", "density %", "Δ density %", "NLL", "ΔNLL %", title=title)
-    for row in result.rows.itertuples():
-        nll_change = change(row.delta_nll_percent, row.delta_nll_standard_error) if row.Index else "-"
-        density_change = f"{row.delta_density_percent:+.1f}" if row.Index else "-"
-        grid.add_row(escape(row.name), f"{row.density_percent:.1f}", density_change, f"{row.nll:.4f}", nll_change)
-    out.print(grid)
-    say_where("table", result.folder / "ablations.csv")
 
 
 def grids(shown: list[ShownLayout]) -> None:

@@ -22,9 +22,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
 from spkv_nas.base.replace import check_new
 from spkv_nas.base.units import parse_context
-from spkv_nas.cost.formulas import visible_keys
 from spkv_nas.cost.ladder import find_level
-from spkv_nas.cost.roofline import find_hardware
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.readers import open_source
 from spkv_nas.data.ruler.tasks import check_task
@@ -36,7 +34,6 @@ from spkv_nas.stages import layout_options, options
 from spkv_nas.stages.eval_modes import check_mode
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.subject import Subject
-from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.recipe import Recipe
 
 _WRITING = (options.SubjectOptions, options.Trains)
@@ -178,41 +175,13 @@ def _baselines(opts: options.BaselinesOptions) -> None:
     Subject.of_command(opts).check()
 
 
-def _plan(opts: options.PlanOptions) -> None:
-    """Check ``plan``: either recipe or model, and the options that go with it."""
-    if (opts.recipe is None) == (opts.model is None):
-        raise UserError("give a recipe, or --model: a folder, an id or a config file")
-    _check_sizes(opts.context, opts.hardware)
-    if opts.recipe is None:
-        check_config(str(opts.model))
-        check_text(opts.data or ())
-    elif opts.data or opts.block_size is not None or opts.steps is not None:
-        raise UserError("a recipe says its text, blocks and steps: leave --data, --block-size and --steps out")
-    else:
-        check_recipe(opts.recipe, needs_text=opts.tokens is None)
-
-
-def _ablate(opts: options.AblateOptions) -> None:
-    """Check ``ablate``: the files of every row's recipe."""
-    plan = AblationPlan.read(opts.file or EMBEDDED / "ablations.yaml", opts.dtype)
-    for recipe in plan.recipes.values():
-        check_files(recipe, plan.base)
-
-
 def _demo(opts: options.DemoOptions) -> None:
     """Check the precision and the folder to write to."""
     Recipe.read(EMBEDDED / "demo.yaml").with_precision(opts.dtype)
     opts.folders.check_writable()
 
 
-def _check_sizes(context: str | None, hardware: str | None) -> int:
-    """Check hardware and context; return the context in tokens, 1 where none is given."""
-    if hardware is not None:
-        find_hardware(hardware)
-    return 1 if context is None else parse_context(context)
-
-
-def _check_model_size(level: str | None, model: str | None) -> None:
+def check_model_size(level: str | None, model: str | None) -> None:
     """Check that a level of the ladder, or else a model's config, exists."""
     if level is not None and model is not None:
         raise UserError("give a level of the ladder or --model, not both")
@@ -220,38 +189,6 @@ def _check_model_size(level: str | None, model: str | None) -> None:
         find_level(level)
     elif model is not None:
         check_config(model)
-
-
-def _cost(opts: options.CostOptions) -> None:
-    """Check ``cost``: model, context, hardware, density and layouts."""
-    _check_model_size(opts.level, opts.model)
-    tokens = _check_sizes(opts.context, opts.hardware)
-    if opts.density is not None:
-        visible_keys(tokens, density=opts.density, window=opts.window)
-    for file in opts.layout or ():
-        Layout.read(file)
-    if opts.calibration is not None and opts.hardware is not None:
-        raise UserError("give --calibration or --hardware, not both")
-
-
-def _calibrate(opts: options.CalibrateOptions) -> None:
-    """Check ``calibrate``; with ``train_step`` most options do not apply."""
-    opts.folders.check_writable()
-    parse_context(opts.context)
-    check_dtype(opts.dtype)
-    if not opts.train_step:
-        return _check_model_size(opts.level, opts.model)
-    for name in ("context", "batch", "window", "dtype", "name"):
-        if not _is_default(opts, name):
-            raise UserError(f"--train-step has its own batch and length, and writes nothing: leave --{name} out")
-    if opts.model is not None:
-        raise UserError("--train-step times a level of the ladder, or on the CPU the embedded models: give a level")
-    return _check_model_size(opts.level, None)
-
-
-def _is_default(opts: object, name: str) -> bool:
-    """Return whether an option has its default."""
-    return bool(getattr(opts, name) == type(opts).__dataclass_fields__[name].default)  # type: ignore[attr-defined]
 
 
 def _export(opts: layout_options.ExportOptions) -> None:
@@ -278,10 +215,6 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.EvaluateOptions: _evaluate,
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
-    options.PlanOptions: _plan,
-    options.AblateOptions: _ablate,
     options.DemoOptions: _demo,
-    options.CostOptions: _cost,
-    options.CalibrateOptions: _calibrate,
     layout_options.ExportOptions: _export,
 }

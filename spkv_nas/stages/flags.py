@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.artifacts.baselines import METHODS, PROTOCOLS
-from spkv_nas.artifacts.defaults import LADDER_DENSITY
 from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.flag import Flag
@@ -237,30 +236,9 @@ Level = Annotated[
     ),
 ]  # fmt: skip
 Density = Annotated[float | None, Flag("Share of keys that SP-KV keeps beyond the window.")]
-ElementSize = Annotated[int, Flag("Bytes per number in the cache (2: bfloat16).", low=1, high=1024)]
 CalibrationName = Annotated[str | None, Flag("Take times from this calibration of the workspace.", metavar="NAME")]
 Hardware = Annotated[
     str | None, Flag("Take times from the roofline of h200, h100 or a100.", values=("h200", "h100", "a100"))
-]
-Devices = Annotated[
-    int, Flag("Devices that training is parted over, as the recipe's sharding says.", low=1, high=_MOST_DEVICES)
-]
-Utilisation = Annotated[float, Flag("Share of a GPU's peak FLOP/s that passes reach.", low=0.001, high=1.0)]
-Tokens = Annotated[int | None, Flag("Held-out tokens to measure on.", low=1, high=MOST_WHOLE)]
-Figure = Annotated[
-    bool, Flag(f"Also draw FLOPs against model size over the ladder (density {LADDER_DENSITY:g}).", ("--figure",))
-]
-TrainStep = Annotated[
-    bool,
-    Flag("Time whole training steps instead, with gates and as a hybrid, against full attention.", ("--train-step",)),
-]
-Runs = Annotated[
-    Path | None,
-    Flag(
-        "CSV with a row per run: train_flops (training compute), nll (nats per token); if there, name, variant (a "
-        "ladder of its own, such as dense or sp-kv) and held_out (1: predicted, not fitted).",
-        argument=True,
-    ),
 ]
 
 # Training
@@ -268,7 +246,6 @@ DryRun = Annotated[
     bool, Flag("Say what would be trained, and its tokens, time and memory; write nothing.", ("--dry-run",))
 ]
 BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1, high=2**20)]
-AblationsFile = Annotated[Path | None, Flag("Ablations (YAML): name, recipe, rows.", argument=True)]
 
 # Layout formats
 Source = Annotated[

@@ -1,7 +1,6 @@
-"""Estimate the cost of the workflow's stages from the model's config alone; nothing is loaded or written (``plan``).
+"""Estimate the cost of the workflow's stages from the model's config alone; nothing is loaded or written.
 
-Each stage is counted as its command would run by default; without a recipe, training is counted as by the recipe that
-``init`` would write. Text is counted where it is available.
+Command ``plan`` counts each stage as its command would run by default; ``probe --dry-run`` counts the probe's own.
 """
 
 from __future__ import annotations
@@ -21,36 +20,26 @@ from spkv_nas.artifacts.defaults import (
 )
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
-from spkv_nas.base.device import choose_device, choose_dtype, dtype_name, training_precision
+from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_WHOLE
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.units import ITEM_BYTES
-from spkv_nas.cost.roofline import find_hardware
-from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages, Training
+from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
-from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
 from spkv_nas.probing import head_gates
 from spkv_nas.probing.frozen import ROOM
 from spkv_nas.probing.gains import num_passes
 from spkv_nas.probing.priced import STEP_TOKENS
-from spkv_nas.proposal.budget import parse_budget
-from spkv_nas.stages.checks import check
-from spkv_nas.stages.contexts import beyond_positions, choose_context
-from spkv_nas.stages.names import model_name
-from spkv_nas.stages.options import PlanOptions, ProbeOptions
+from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.probe import chosen_signal
 from spkv_nas.stages.subject import Subject
-from spkv_nas.training.first_recipe import Draft
-from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
-from spkv_nas.training.run_plan import Planner
-from spkv_nas.training.step_cost import EFFICIENCY, how_trained, matmul_speed
-from spkv_nas.training.text_size import TextSize, count_text
+from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
+from spkv_nas.training.text_size import count_text
 
-_ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
 _OF_LAYOUTS = 0.25  # share of layers whose hidden states a search of 64 layouts keeps at once: 6 of 21
 
 
@@ -75,46 +64,6 @@ class Forecast:
     remarks: tuple[str, ...]
 
 
-def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
-    """Estimate the cost of the full workflow on a recipe or a model.
-
-    Raises:
-        UserError: neither or both are given, the model cannot be read or is a mixture of experts, or options conflict.
-    """
-    quiet_transformers(reporter)
-    check(options)
-    # Count the stages
-    inputs = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
-    stages = inputs.stages
-    training_stages = [
-        run_stages.train(name, schedule, gated=gated) for name, run_stages, schedule, gated in inputs.trained
-    ]
-    measuring_stages = list(_measured(stages, inputs.tokens))
-    workflow = (
-        [*inputs.first, *measuring_stages, *training_stages]
-        if options.recipe is None
-        else [*training_stages, *measuring_stages]
-    )
-    # State the assumptions
-    context = choose_context(options.context, stages.size.positions)
-    if (remark := beyond_positions(context, stages.size.positions)) is not None:
-        reporter.caution(remark)
-    remarks = (
-        _about_memory(stages.site),
-        f"text: {inputs.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
-        *inputs.remarks,
-        _about_time(options),
-    )
-    return Forecast(
-        inputs.name,
-        stages.size,
-        stages.num_predictor_parameters,
-        stages.site,
-        (*workflow, *_served(stages, options)),
-        remarks,
-    )
-
-
 def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     """Estimate the cost of ``probe`` without a recipe, on this machine.
 
@@ -129,9 +78,9 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         data, base = DataConfig(sources=[*options.data], block_size=options.block_size or BLOCK_SIZE), Path()
     # Describe the model and this machine
     size, gates, memory = read_size(subject.source), read_gates(subject.source), available_bytes(device)
-    item_bytes = _item(subject.source, Site(device, memory), options.dtype)
+    num_bytes = item_bytes(subject.source, Site(device, memory), options.dtype)
     reporter.announce("measuring the speed of a matrix product")
-    speed = EFFICIENCY * matmul_speed(device, bfloat16=item_bytes == BFLOAT16)
+    speed = EFFICIENCY * matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
     # Count the text
     learns = gates is None and options.signal == signals.DENSITY
     num_tokens = MOST_WHOLE  # above every --max-tokens
@@ -146,11 +95,11 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         Site(device, memory, speed, is_cpu=device == "cpu"),
         data.block_size,
         BATCH_SIZE,
-        item_bytes,
+        num_bytes,
     )
-    stage_costs = [*(_gates(stages, options.steps) if learns else ()), *_probed(stages, options, num_tokens)]
+    stage_costs = [*(gate_training(stages, options.steps) if learns else ()), *_probed(stages, options, num_tokens)]
     remarks = (
-        _about_memory(stages.site),
+        about_memory(stages.site),
         f"time: by FLOPs, at half the speed of a matrix product, {speed:.2g} FLOP/s as measured here",
     )
     return Forecast(
@@ -158,87 +107,8 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     )
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Inputs of an estimate.
-
-    Attributes:
-        name: name of the model or the recipe.
-        stages: cost model of the measuring stages.
-        tokens: held-out tokens to measure on.
-        first: stages before any measurement.
-        trained: (name, stages at the training block size, schedule, whether it has gates) of each training.
-        remarks: assumptions behind the numbers.
-    """
-
-    name: str
-    stages: Stages
-    tokens: int
-    first: tuple[StageCost, ...]
-    trained: tuple[tuple[str, Stages, Training, bool], ...]
-    remarks: tuple[str, ...] = ()
-
-
-_REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
-
-
-def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
-    """Collect the inputs for a model without a recipe, trained by the recipe that ``init`` would draft."""
-    source = str(options.model)
-    size, gates, length = read_size(source), read_gates(source), options.block_size or BLOCK_SIZE
-    check_dense(size, source)
-    site = _site(options)
-    config = gates or GateConfig(window=suitable_window(length))
-    stages = Stages(size, config, site, length, BATCH_SIZE, _item(source, site, options.dtype))
-    # Count the text
-    data = DataConfig(sources=[*(options.data or ("stdlib",))])
-    tokens, text = options.tokens or data.max_heldout_tokens, _ENOUGH
-    if options.data:
-        reporter.announce("counting the tokens of the text")
-        text = count_text(options.data, Path(), load_tokenizer(source))
-        tokens = options.tokens or text.heldout(data)
-    # Draft the recipe
-    draft = Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
-    draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
-    recipe = draft.recipe(Path())
-    schedule = _training(recipe, recipe.branch, size, site)
-    training_stages = replace(stages, block_size=draft.block_size)
-    first = tuple(_gates(stages, options.steps)) if gates is None else ()
-    trained = ((_REFERENCE, training_stages, schedule, True), (_HYBRID, training_stages, schedule, False))
-    return _Inputs(model_name(source), stages, tokens, first, trained, (draft.remark(),))
-
-
-def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
-    """Collect the inputs for a recipe."""
-    # Read the recipe and its model
-    recipe, site = Recipe.read(file), _site(options)
-    planner = Planner(
-        recipe,
-        file.parent,
-        options.folders.run_dir(recipe.name),
-        announce=reporter.announce,
-        text=None if options.tokens is None else TextSize(1, options.tokens),
-    )
-    size = planner.size
-    check_dense(size, f"of recipe {file}")
-    stages = Stages(
-        size,
-        recipe.gates.of_model(size.heads.grid),
-        site,
-        recipe.data.block_size,
-        BATCH_SIZE,
-        ITEM_BYTES[options.dtype or "float32"],  # the dtype that training saves
-    )
-    # List its trainings
-    branch, gated = (_training(recipe, recipe.branch, size, site, gated=gated) for gated in (False, True))
-    trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
-    if recipe.dense is not None:
-        trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, size, site), False))
-    tokens = options.tokens or planner.text.heldout(recipe.data)
-    return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
-
-
-def _gates(stages: Stages, steps: int | None) -> Iterator[StageCost]:
+def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
+    """Yield the training of gates on a frozen model."""
     yield stages.learn_gates("priced gates, frozen model", steps or PRICED_STEPS, STEP_TOKENS, ROOM)
 
 
@@ -261,7 +131,7 @@ def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[Stag
         raise UserError(f"--dry-run knows density, head-gates, opening, closing, regression, and not {options.signal}")
 
 
-def _measured(stages: Stages, tokens: int) -> Iterator[StageCost]:
+def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
     yield _density(stages, tokens)
     yield _gains(stages, "judge the table", min(GAIN_TOKENS, tokens))
@@ -285,31 +155,7 @@ def _gains(stages: Stages, name: str, tokens: int) -> StageCost:
     return stages.measure(name, tokens, num_passes(stages.size.heads.grid), shares=1.0)
 
 
-def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
-    """Yield export and generation, with full attention and with a layout of the budget."""
-    size, context = stages.size, choose_context(options.context, stages.size.positions)
-    heads = size.heads.num_layers * size.heads.num_kv_heads
-    budget = parse_budget(options.budget, heads)
-    yield stages.export("export")
-    yield stages.generate(
-        f"generate at {context:,}", context, density=size.full_attention_share, window=size.sliding_window
-    )
-    name = f"generate, {budget} of {heads} global"
-    yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)
-
-
-def _site(options: PlanOptions) -> Site:
-    """Return the requested hardware, or this machine, of which only the memory is known."""
-    if options.hardware is None:
-        device = choose_device(options.device)
-        return Site(device, available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
-    hardware = find_hardware(options.hardware)
-    return Site(
-        hardware.name, hardware.memory, options.utilisation * hardware.peak, hardware.bandwidth, options.devices
-    )
-
-
-def _item(source: str, site: Site, dtype: str | None) -> int:
+def item_bytes(source: str, site: Site, dtype: str | None) -> int:
     """Return the bytes per number that a checkpoint is measured in; requested GPUs support every dtype."""
     checkpoint_dtype = saved_dtype(source)
     if dtype is None and checkpoint_dtype is not None:
@@ -317,27 +163,6 @@ def _item(source: str, site: Site, dtype: str | None) -> int:
     return ITEM_BYTES[dtype or "float32"]
 
 
-def _training(
-    recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, site: Site, *, gated: bool = False
-) -> Training:
-    """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
-    native = "bfloat16" if site.speed is not None else training_precision(site.name)
-    bfloat16 = (native if recipe.precision == "auto" else recipe.precision) == "bfloat16"
-    return how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
-
-
-def _about_memory(site: Site) -> str:
+def about_memory(site: Site) -> str:
     """Say how much memory the estimate assumes."""
     return f"memory: {site.memory / 1e9:.4g} GB on {site.name}, of which a tenth is left to driver and allocator"
-
-
-def _about_time(options: PlanOptions) -> str:
-    """Say what the estimated times assume."""
-    if options.hardware is None:
-        return "time: nothing was measured here; name a GPU (--hardware), or try steps of a recipe (init, --dry-run)"
-    device = find_hardware(options.hardware)
-    return (
-        f"time: {options.utilisation:.0%} of the {device.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
-        "(--utilisation), which passes of small models do not reach: nothing is said below a second; of a token to "
-        "generate the least that reading weights and cache takes, and nothing below a millisecond"
-    )

@@ -20,7 +20,7 @@ from spkv_nas.proposal.budget import DEFAULT_SHARE
 from spkv_nas.stages import flags
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
-PAPER, PALINDROME = "paper", "palindrome"  # result names of the paper's model ladder and toy task
+PAPER = "paper"  # default name of results about the paper's model ladder
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
 PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
@@ -62,7 +62,7 @@ class InPrecision(OnDevice):
 
 @dataclass(frozen=True, kw_only=True)
 class Trains(InWorkspace, OnDevice):
-    """Options of a command that trains; with ``dry_run`` the CLI calls ``stages.plan`` instead."""
+    """Options of a command that trains; with ``dry_run`` the CLI calls ``stages.dry_run`` instead."""
 
     dry_run: flags.DryRun = False
 
@@ -185,86 +185,9 @@ class BaselinesOptions(SubjectOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(InWorkspace, InDtype):
-    """Options of the ``plan`` command."""
-
-    recipe: flags.OptionalRecipeFile = None
-    model: flags.OptionalModel = default(None, note="A config file will do.")
-    data: flags.Data = None
-    tokens: flags.Tokens = default(None, f"the text's with --data or a recipe, else {defaults.HELDOUT_TOKENS:,}")
-    block_size: flags.BlockSize = default(
-        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Or with --model alone."
-    )
-    steps: flags.Steps = default(
-        None, f"the recipe's; of gates {defaults.PRICED_STEPS}, of each model {defaults.FIRST_STEPS}"
-    )
-    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-    context: flags.OptionalContext = default(None, LONGEST, note="Of a text to generate.")
-    hardware: flags.Hardware = default(None, "this machine, without times", note="Also the memory of one.")
-    devices: flags.Devices = 1
-    utilisation: flags.Utilisation = default(0.4, note="An assumption; for times.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblateOptions(Trains, InPrecision):
-    """Options of the ``ablate`` command."""
-
-    file: flags.AblationsFile = default(None, "the embedded ones")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PalindromeOptions(Trains):
-    """Options of the ``palindrome`` command."""
-
-    steps: flags.Steps = default(None, str(defaults.PALINDROME_STEPS), note="Of each model.")
-    batch_size: flags.BatchSize = default(None, str(defaults.PALINDROME_BATCH))
-    seed: flags.Seed = default(0, note="Of weights, predictors and sequences.")
-    name: flags.Name = default(None, PALINDROME)
-
-
-@dataclass(frozen=True, kw_only=True)
 class DemoOptions(InWorkspace, OnDevice):
     """Options of the ``demo`` command."""
 
     workspace: flags.Root = Path("demo")
     dtype: flags.Dtype = default(None, "what the machine has instructions for")
     budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScalingOptions(InWorkspace):
-    """Options of the ``scaling`` command."""
-
-    runs: flags.Runs = default(None, "the paper's levels")
-    name: flags.Name = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostOptions(InWorkspace):
-    """Options of the ``cost`` command."""
-
-    level: flags.Level = None
-    model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
-    layout: flags.Layouts = None
-    density: flags.Density = None
-    context: flags.OptionalContext = default(None, LONGEST)
-    window: flags.Window = default(128, note="For --density.")
-    element_size: flags.ElementSize = 2
-    calibration: flags.CalibrationName = default(None, "the level's or model's own, if there is one that fits")
-    hardware: flags.Hardware = default(None, "h200, uncalibrated")
-    figure: flags.Figure = False
-    name: flags.Name = default(PAPER, note="For --figure.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrateOptions(InWorkspace, OnDevice):
-    """Options of the ``calibrate`` command."""
-
-    level: flags.Level = None
-    model: flags.OptionalModel = default(None, REFERENCE, note="A config file will do.")
-    context: flags.Context = default("32k", note="The longest that is measured.")
-    batch: flags.Batch = 1
-    window: flags.Window = 128
-    dtype: flags.Dtype = default(None, "float32 on CPU, else bfloat16", note="Here one of the first three.")
-    train_step: flags.TrainStep = False
-    name: flags.Name = default(None, "the level's or model's")

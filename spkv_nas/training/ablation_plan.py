@@ -49,7 +49,7 @@ class Row(BaseModel):
 
 
 class Ablations(BaseModel):
-    """Content of an ablations file, the input of ``spkv-nas ablate``."""
+    """Content of an ablations file, the input of ``spkv-nas reproduce ablate``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

@@ -75,8 +75,10 @@ COMMANDS = {
             ("train-hybrid", "w/layouts/tiny/densest.yaml", "--probe", "tiny", "--recipe", _RECIPE),
             "propose", reader="report", grows=True, trains=True,
         ),
-        Command("ablate", ("ablate", "project/ablations.yaml"), grows=True, trains=True),
-        Command("palindrome", ("palindrome", "--steps", "4", "--batch-size", "4"), grows=True, trains=True),
+        Command("ablate", ("reproduce", "ablate", "project/ablations.yaml"), grows=True, trains=True),
+        Command(
+            "palindrome", ("reproduce", "palindrome", "--steps", "4", "--batch-size", "4"), grows=True, trains=True
+        ),
         Command(
             "search",
             ("search", "--recipe", _RECIPE, "--probe", "tiny", "--window", "4", "--max-tokens", "1280", "--budget", "2",
@@ -99,7 +101,7 @@ COMMANDS = {
             "export", ("export", "w/layouts/tiny/densest.yaml", "--model", "{dense}", "--out", "out"), "propose",
             once=True,
         ),
-        Command("scaling", ("scaling",)),
+        Command("scaling", ("reproduce", "scaling")),
         Command("calibrate", ("calibrate", "micro-3", "--context", "64", "--window", "8", "--name", "tiny")),
     )
 }  # fmt: skip

@@ -39,8 +39,8 @@ HEAVY = (
     "spkv_nas.stages.probe",
     "spkv_nas.stages.propose.stage",
     "spkv_nas.stages.evaluate",
-    "spkv_nas.stages.cost",
-    "spkv_nas.stages.scaling",
+    "spkv_nas.stages.attention_times",
+    "spkv_nas.stages.reproduce.scaling.stage",
     "spkv_nas.stages.layout",
     "spkv_nas.training.trainer",
 )

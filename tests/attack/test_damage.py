@@ -90,7 +90,7 @@ CASES = {
         "calibrate",
         ("w/reports/tiny/calibration.*",),
         (),
-        Command("cost", ("cost", "micro-3", "--context", "64", "--calibration", "tiny")),
+        Command("plan-attention", ("plan", "attention", "micro-3", "--context", "64", "--calibration", "tiny")),
         printed=True,
     ),
 }

@@ -59,14 +59,16 @@ LIGHT = [  # in this order
     f"layout convert {LAYOUT} masks.tsv",
     "schema layout",
     "schema recipe",
-    "scaling",
-    "cost level-8 --density 0.2",
+    "reproduce scaling",
+    "reproduce ladder",
+    "plan attention level-8 --density 0.2",
 ]
 NEED = {
-    "probe": "train", "train-hybrid": "train", "train recipe.yaml": "train", "ablate": "train", "palindrome": "train",
-    "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "cost": "train",
+    "probe": "train", "train-hybrid": "train", "train recipe.yaml": "train", "reproduce ablate": "train",
+    "reproduce palindrome": "train",
+    "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "plan attention": "train",
     f"export {LAYOUT} --model embedded:dense --out new": "train", "demo": "train",
-    "search": "search", "report": "report", "evaluate --tasks paper": "tasks", "cost level-8 --figure": "report",
+    "search": "search", "report": "report", "evaluate --tasks paper": "tasks",
 }  # fmt: skip
 
 
@@ -97,7 +99,9 @@ def test_the_base_is_enough(command: str, base: dict[str, tuple[int, str]]) -> N
     assert code == 0, said
 
 
-@pytest.mark.parametrize("command", ["propose --budget 12,18,24", "compare stdlib-21x3 --by half", "scaling"])
+@pytest.mark.parametrize(
+    "command", ["propose --budget 12,18,24", "compare stdlib-21x3 --by half", "reproduce scaling", "reproduce ladder"]
+)
 def test_a_figure_that_cannot_be_drawn_is_said(command: str, base: dict[str, tuple[int, str]]) -> None:
     assert "without the figure" in base[command][1]
     assert "pip install 'spkv-nas[report]'" in base[command][1]

@@ -107,7 +107,9 @@ class TestConfigs:
     def test_labels_that_a_decoder_has_no_use_for(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A dictionary of them is built before anything is loaded: ten million took minutes."""
         change_config(folder, lambda config: config.update(num_labels=10_000_000))
-        assert "'num_labels' in its config is 1e+07; more than 10,000" in fails(capsys, "cost", "--model", folder)
+        assert "'num_labels' in its config is 1e+07; more than 10,000" in fails(
+            capsys, "plan", "attention", "--model", folder
+        )
 
     def test_tokens_of_another_model(self) -> None:
         check_tokens(tiny_model(), 96)

@@ -46,7 +46,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 LOADS_TORCH = (
-    "probe", "evaluate", "baselines", "generate hello", "palindrome", "ablate", "calibrate", "demo",
+    "probe", "evaluate", "baselines", "generate hello", "reproduce palindrome", "reproduce ablate", "calibrate", "demo",
     "score --probe tiny --workspace WORKSPACE", "train-hybrid --recipe RECIPE --workspace WORKSPACE",
     "search --recipe RECIPE --workspace WORKSPACE --budget 2", "train RECIPE", "export --model embedded:dense --out o",
 )  # fmt: skip
@@ -114,7 +114,7 @@ class TestPipe:
     def test_a_table_is_not_cut(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         name = "a-strategy-" * 9 + "a"
         Layout(("G", "L"), 8, name).write(tmp_path / "layout.yaml")
-        main(["cost", "micro-0", "--context", "1k", "--layout", str(tmp_path / "layout.yaml")])
+        main(["plan", "attention", "micro-0", "--context", "1k", "--layout", str(tmp_path / "layout.yaml")])
         assert f"{name}, 1 of 2 heads" in capsys.readouterr().out
 
     def test_steps_are_told_now_and_then(
@@ -219,9 +219,10 @@ class TestJson:
             ("score", *layouts, *probe, *model): {"rows", "folder"},
             ("baselines", *model, "--methods", "streaming"): {"name", "rows", "folder"},
             ("layout", "show", *layouts, *probe): {"layouts"},
-            ("cost", "micro-0", "--context", "1k"): {"shape", "context", "costs", "times"},
+            ("plan", "attention", "micro-0", "--context", "1k"): {"shape", "context", "costs", "times"},
             ("calibrate", "micro-0", "--context", "1k", "--window", "8"): {"case", "times", "source", "folder"},
-            ("scaling",): {"laws", "folder"},
+            ("reproduce", "scaling"): {"laws", "folder"},
+            ("reproduce", "ladder"): {"rows", "context", "density", "folder", "figure"},
         }
         for arguments, keys in expected.items():
             found = self.document(capsys, workspace, *arguments)

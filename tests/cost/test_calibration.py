@@ -27,8 +27,8 @@ from spkv_nas.cost.formulas import mean_visible_keys
 from spkv_nas.cost.roofline import Hardware, Roofline, find_hardware
 from spkv_nas.cost.times import Phase
 from spkv_nas.cost.timing import time_attention
-from spkv_nas.stages.cost import cost
-from spkv_nas.stages.options import CostOptions
+from spkv_nas.stages.plan.attention.command import AttentionOptions
+from spkv_nas.stages.plan.attention.stage import attention
 
 CASE = LayerCase(num_heads=4, num_kv_heads=2, head_dim=8, dtype="float32", window=4, batch=2, device="cpu")
 SHAPE = Shape(num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_parameters=1000)
@@ -276,7 +276,7 @@ class TestCommands:
     def cost(self, capsys: pytest.CaptureFixture[str], workspace: Path, *options: str) -> tuple[str, str]:
         """Run ``cost`` and return its answer and its remarks."""
         capsys.readouterr()
-        main(["cost", "micro-3", "-w", str(workspace), *options])
+        main(["plan", "attention", "micro-3", "-w", str(workspace), *options])
         shown = capsys.readouterr()
         return " ".join(shown.out.split()), " ".join(shown.err.split())
 
@@ -302,8 +302,8 @@ class TestCommands:
         make_calibration(heads).write(tmp_path / "reports" / "micro-3")
         layout = Layout(("GL", "LL", "LL", "GG"), window=4)
         layout.write(tmp_path / "mine.yaml")
-        result = cost(
-            CostOptions(
+        result = attention(
+            AttentionOptions(
                 level="micro-3",
                 layout=[tmp_path / "mine.yaml"],
                 density=0.5,
@@ -333,7 +333,9 @@ class TestCommands:
         assert "times: attention of all layers, roofline, H200" in shown
         assert remark in remarks
         assert "so times are the roofline's" in remarks
-        assert remark in fails(capsys, "cost", "micro-3", "-w", tmp_path, "--calibration=micro-3", *options)
+        assert remark in fails(
+            capsys, "plan", "attention", "micro-3", "-w", tmp_path, "--calibration=micro-3", *options
+        )
 
     def test_prefill_may_be_unknown(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         heads = LayerCase(8, 2, 8, "float32", window=4, batch=1, device="cpu")
@@ -363,9 +365,9 @@ class TestCommands:
             (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
             (["calibrate", "micro-0", "--train-step", "--context", "1k"], "leave --context out"),
             (["calibrate", "--model", "x", "--train-step"], "give a level"),
-            (["cost", "micro-0", "--hardware", "tpu"], "no hardware 'tpu'"),
-            (["cost", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
-            (["cost", "micro-0", "--calibration", "a", "--hardware", "h200"], "not both"),
+            (["plan", "attention", "micro-0", "--hardware", "tpu"], "no hardware 'tpu'"),
+            (["plan", "attention", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
+            (["plan", "attention", "micro-0", "--calibration", "a", "--hardware", "h200"], "not both"),
         ],
     )
     def test_bad_input(
@@ -376,5 +378,5 @@ class TestCommands:
 
     def test_a_calibration_of_another_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         make_calibration().write(tmp_path / "reports" / "mine")
-        message = fails(capsys, "cost", "micro-3", "--calibration=mine", "-w", tmp_path)
+        message = fails(capsys, "plan", "attention", "micro-3", "--calibration=mine", "-w", tmp_path)
         assert "of 4 query heads, 2 KV heads of size 8; this model has 8 query heads" in message

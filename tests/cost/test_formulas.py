@@ -1,4 +1,4 @@
-"""Test the cost of attention: formulas agree with counting, and ``spkv-nas cost`` prints them."""
+"""Test the cost of attention: formulas agree with counting, and ``spkv-nas plan attention`` prints them."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ class TestCostCommand:
         layout.write(tmp_path / "mine.yaml")
         main(
             [
-                "cost",
+                "plan",
+                "attention",
                 "level-8",
                 "--layout",
                 str(tmp_path / "mine.yaml"),
                 "--density",
                 "0.2",
-                "--figure",
                 "--workspace",
                 str(tmp_path),
             ]
@@ -121,6 +121,12 @@ class TestCostCommand:
         assert "1,053 M parameters" in shown
         for number in ("32,256", "4,032.00", "10.57", "12.68", "9,216", "1,154.81", "6,451", "809.55"):
             assert f" {number} " in shown
+        assert not (tmp_path / "reports").exists()
+
+    def test_the_ladder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["reproduce", "ladder", "--density", "0.2", "--workspace", str(tmp_path)])
+        shown = capsys.readouterr().out
+        assert all(f" {number} " in shown for number in ("10.57", "2.114", "12.68", "4.22"))
         folder = tmp_path / "reports" / "paper"
         assert {p.name for p in folder.iterdir()} == {"flops.csv", "flops.png", "flops.svg"}
         rows = pd.read_csv(folder / "flops.csv").set_index("name")
@@ -129,7 +135,7 @@ class TestCostCommand:
         assert rows.loc["llama-3-8b", "total_dense"] == pytest.approx(2 * 6.98e9 + 2 * 32 * 4096 * 131072, rel=1e-3)
 
     def test_the_embedded_model_by_default(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["cost", "--context", "512"])
+        main(["plan", "attention", "--context", "512"])
         assert "21 layers x 3 KV heads of size 16; 512 tokens" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.parametrize(
@@ -151,4 +157,4 @@ class TestCostCommand:
     ) -> None:
         Layout(("GL", "LL"), window=4).write(tmp_path / "small.yaml")
         given = [str(tmp_path / "small.yaml") if option == "LAYOUT" else option for option in options]
-        assert message in fails(capsys, "cost", *given)
+        assert message in fails(capsys, "plan", "attention", *given)

@@ -1,4 +1,4 @@
-"""Test the scaling law against the paper's table and fit, and the output of ``spkv-nas scaling``."""
+"""Test the scaling law against the paper's table and fit, and the output of ``spkv-nas reproduce scaling``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestScalingCommand:
         return path
 
     def test_the_papers_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["scaling", "--workspace", str(tmp_path)])
+        main(["reproduce", "scaling", "--workspace", str(tmp_path)])
         shown = " ".join(capsys.readouterr().out.split())
         assert "R² 0.99968 over 11 runs" in shown
         assert "held out: level-13 predicted 1.9365" in shown
@@ -148,7 +148,7 @@ class TestScalingCommand:
     def test_four_runs_are_enough(self, tmp_path: Path) -> None:
         """One degree of freedom: intervals as wide as can be, the last run predicted by the exact law of three."""
         path = self.runs(tmp_path / "four.csv", held_out=[0, 0, 0, 0, 1])
-        main(["scaling", str(path), "--workspace", str(tmp_path), "--name", "mine"])
+        main(["reproduce", "scaling", str(path), "--workspace", str(tmp_path), "--name", "mine"])
         law = yaml.safe_load((tmp_path / "reports" / "mine" / "scaling.yaml").read_text())["fits"][0]
         assert law["num_runs"] == 4
         assert law["leave_last_out"]["name"] == "4"
@@ -166,8 +166,8 @@ class TestScalingCommand:
                 {"held_out": [0, 0, 0, 1, 1]},
                 "3 different amounts of compute; a law of three parameters needs at least 4",
             ),
-            ({"train_flops": [1e18, 1e18, 1e19, 1e19, 1e20]}, "3 different computes"),
-            ({"variant": ["a", "a", "a", "a", "b"]}, "variant 'b': 1 different computes"),
+            ({"train_flops": [1e18, 1e18, 1e19, 1e19, 1e20]}, "3 different amounts of compute"),
+            ({"variant": ["a", "a", "a", "a", "b"]}, "variant 'b': 1 different amounts of compute"),
             ({"nll": [3.0, 2.7, float("nan"), 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found ''"),
             ({"nll": [3.0, 2.7, "inf", 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found 'inf'"),
             ({"nll": [3.0, 2.7, "x", 2.4, 2.3]}, "line 4: column 'nll' must be a number above 0; found 'x'"),
@@ -184,10 +184,12 @@ class TestScalingCommand:
     ) -> None:
         base = {} if columns.get("loss") is None else {"train_flops": None}
         path = self.runs(tmp_path / "runs.csv", **{**base, **columns})
-        assert message in fails(capsys, "scaling", path, "--workspace", tmp_path / "w")
+        assert message in fails(capsys, "reproduce", "scaling", path, "--workspace", tmp_path / "w")
         assert not (tmp_path / "w").exists()
 
     def test_no_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "runs not found" in fails(capsys, "scaling", tmp_path / "none.csv", "--workspace", tmp_path)
+        assert "runs not found" in fails(capsys, "reproduce", "scaling", tmp_path / "none.csv", "--workspace", tmp_path)
         (tmp_path / "empty.csv").write_text("")
-        assert "the file is empty" in fails(capsys, "scaling", tmp_path / "empty.csv", "--workspace", tmp_path)
+        assert "the file is empty" in fails(
+            capsys, "reproduce", "scaling", tmp_path / "empty.csv", "--workspace", tmp_path
+        )

@@ -160,7 +160,7 @@ class TestRecipes:
         (recipe_file.parent / "rows.yaml").write_text(rows)
         made = []
         for dtype in ([], ["--dtype", "bfloat16"]):
-            main(["ablate", str(recipe_file.parent / "rows.yaml"), "--workspace", str(tmp_path), *dtype])
+            main(["reproduce", "ablate", str(recipe_file.parent / "rows.yaml"), "--workspace", str(tmp_path), *dtype])
             record = yaml.safe_load((tmp_path / "reports" / "some" / "ablations.yaml").read_text())
             made.append(record["recipes"]["full"]["precision"])
         assert made == ["float32", "bfloat16"]

@@ -283,13 +283,13 @@ class TestResults:
 
 
 class TestNames:
-    @pytest.mark.parametrize("command", [["probe"], ["evaluate"], ["calibrate", "micro-0"], ["palindrome"], ["search"]])
+    @pytest.mark.parametrize("command", ["probe", "evaluate", "calibrate micro-0", "reproduce palindrome", "search"])
     def test_a_name_is_checked_before_any_work(
-        self, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         for name in ("../../evil", "x" * 300):
-            probe = ["--probe", ROOT / "probes/stdlib-21x3/density.csv"] if command == ["search"] else []
-            said = fails(capsys, *command, *probe, "--name", name, "--workspace", tmp_path / "w")
+            probe = ["--probe", ROOT / "probes/stdlib-21x3/density.csv"] if command == "search" else []
+            said = fails(capsys, *command.split(), *probe, "--name", name, "--workspace", tmp_path / "w")
             assert "cannot name a file" in said
             assert "loading" not in said
         assert [path.name for path in tmp_path.iterdir()] in ([], ["w"])
@@ -329,7 +329,7 @@ class TestNames:
         ):
             if command[0] == "train-hybrid":
                 command = [*command, "--probe", str(ROOT / "probes/stdlib-21x3/density.csv")]
-            assert "the name of a baseline" in fails(capsys, *command, file, "--workspace", tmp_path)
+            assert "is reserved for a baseline" in fails(capsys, *command, file, "--workspace", tmp_path)
 
 
 class TestFlags:
@@ -341,10 +341,10 @@ class TestFlags:
             ["propose", "--num-random", "1000000000"],
             ["search", "--trials", "1000000000000"],
             ["search", "--seeds", "1000000000000"],
-            ["palindrome", "--steps", "1000000000000"],
+            ["reproduce", "palindrome", "--steps", "1000000000000"],
             ["probe", "--block-size", "1000000000000"],
-            ["cost", "--context", "9" * 30],
-            ["cost", "--window", "9" * 30],
+            ["plan", "attention", "--context", "9" * 30],
+            ["plan", "attention", "--window", "9" * 30],
             ["calibrate", "--batch", "9" * 30],
             ["propose", "--budget", "9" * 30],
             ["generate", "hello", "--seed", "4294967295"],

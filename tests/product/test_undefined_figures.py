@@ -77,13 +77,13 @@ class TestFigures:
         assert "max_position_embeddings" not in shown
 
     def test_a_context_beyond_the_positions_is_marked(self, checkpoint: Path, said: Said) -> None:
-        for command in (("plan", "--hardware", "h100"), ("cost",)):
+        for command in (("plan", "--hardware", "h100"), ("plan", "attention")):
             shown = said(*command, "--model", checkpoint, "--context", "2k")
             assert "the model was made for 128 tokens (max_position_embeddings)" in shown
             assert "2,048" in shown
             assert "max_position_embeddings" not in said(*command, "--model", checkpoint)
-        assert "128 tokens" in said("cost", "--model", checkpoint)
-        assert "131,072 tokens" in said("cost", "level-8")
+        assert "128 tokens" in said("plan", "attention", "--model", checkpoint)
+        assert "131,072 tokens" in said("plan", "attention", "level-8")
 
     def test_a_cache_larger_than_full_attentions_says_why(self, capsys: pytest.CaptureFixture[str]) -> None:
         for held, reason in ((254, True), (40, False)):

@@ -10,12 +10,16 @@ import pytest
 from command_cases import parsed
 
 import spkv_nas
+from spkv_nas.stages.calibrate.command import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout_options import ConvertOptions
-from spkv_nas.stages.options import CalibrateOptions, CostOptions, ProbeOptions
+from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.plan.attention.command import AttentionOptions
+from spkv_nas.stages.plan.command import PlanOptions
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
 from spkv_nas.stages.search.command import SearchOptions
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 
@@ -39,7 +43,9 @@ class TestCommandLine:
             InitOptions(model="-model", data=["-text"], force=True),
             TrainHybridOptions(layouts=[Path("a.yaml"), Path("b c.yaml")], recipe=Path("r.yaml"), seeds=2),
             SearchOptions(racing=False, budget="6..40", trials=3),
-            CostOptions(level="level-8", context="8k", layout=[Path("a.yaml")]),
+            AttentionOptions(level="level-8", context="8k", layout=[Path("a.yaml")]),
+            PlanOptions(recipe=Path("recipe.yaml"), hardware="h100"),
+            PalindromeOptions(steps=3, name="mine"),
             CalibrateOptions(model="mine", window=32, context="40960", name="other"),
             ConvertOptions(source=Path("a.tsv"), target=Path("a.yaml"), budget="3"),
             ReportOptions(probe="mine", figures=None),

@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
-from spkv_nas.cli.app import COMMANDS, app
+from spkv_nas.cli import reproduce
+from spkv_nas.cli.app import COMMANDS, NAMES, app
 from spkv_nas.cli.options import command
 from spkv_nas.cost.ladder import ladder
 from spkv_nas.cost.roofline import HARDWARE
@@ -28,13 +29,17 @@ from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, layout_options, options
 from spkv_nas.stages.init.command import InitOptions
+from spkv_nas.stages.plan.command import PlanOptions
 from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
 MODULES = [options, layout_options]
 MODULES += [
-    module for function in COMMANDS if (module := sys.modules[function.__module__]).__name__.endswith(".command")
+    module
+    for function in (*COMMANDS, *reproduce.COMMANDS)
+    if (module := sys.modules[function.__module__]).__name__.endswith(".command")
 ]
 CLASSES = [
     one for module in MODULES for one in vars(module).values()
@@ -72,7 +77,7 @@ def test_a_name_means_one_thing() -> None:
 
 
 def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
-    taken = {next(iter(get_type_hints(function).values())) for function in COMMANDS}
+    taken = {next(iter(get_type_hints(function).values())) for function in (*COMMANDS, *reproduce.COMMANDS)}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions}
     nested = {options.DemoOptions, layout_options.ShowLayoutsOptions}
@@ -121,7 +126,7 @@ class TestExpansion:
 def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
     line = typer.main.get_command(app)
     for function in COMMANDS:
-        name = function.__name__.replace("_", "-")
+        name = NAMES.get(function, function.__name__.replace("_", "-"))
         taken = next(iter(get_type_hints(function).values()))
         hints = get_type_hints(taken, include_extras=True)
         parameters = {one.name: one for one in line.get_command(Context(line), name).params}
@@ -155,12 +160,12 @@ def test_defaults_that_the_help_names_are_those_that_functions_have() -> None:
         (options.ProbeOptions, "steps"): [default_of(one, "steps") for one in (learn_gates, head_gates, duo)],
         (options.ProbeOptions, "num_layouts"): [default_of(regression, "num_layouts")],
         (InitOptions, "steps"): [str(draft["steps"])],
-        (options.PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
-        (options.PlanOptions, "tokens"): [f"{int(data['max_heldout_tokens']):,}"],
-        (options.PlanOptions, "block_size"): [data["block_size"]],
+        (PlanOptions, "steps"): [default_of(learn_gates, "steps"), str(draft["steps"])],
+        (PlanOptions, "tokens"): [f"{int(data['max_heldout_tokens']):,}"],
+        (PlanOptions, "block_size"): [data["block_size"]],
         (options.SubjectOptions, "block_size"): [data["block_size"]],
-        (options.PalindromeOptions, "steps"): [str(palindrome.steps)],
-        (options.PalindromeOptions, "batch_size"): [str(palindrome.batch_size)],
+        (PalindromeOptions, "steps"): [str(palindrome.steps)],
+        (PalindromeOptions, "batch_size"): [str(palindrome.batch_size)],
     }
     assert {key: numbers(help_of(*key)) for key in shown} == shown
 

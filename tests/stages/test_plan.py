@@ -17,8 +17,8 @@ from spkv_nas.base.units import format_seconds
 from spkv_nas.cli import main
 from spkv_nas.cost.stage_costs import Training
 from spkv_nas.model.checkpoint import read_size, save
+from spkv_nas.stages.dry_run import plan_of
 from spkv_nas.stages.options import ProbeOptions
-from spkv_nas.stages.plan import plan_of
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train.stage import train
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
@@ -140,13 +140,20 @@ class TestDryRun:
         ablations.write_text(f"name: mine\nrecipe: {recipe_file.name}\nrows: {rows}\n")
         before = everything(tmp_path)
         said = {
-            ("ablate", ablations): (f"in all: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens", "longer", "full atten"),
+            ("reproduce", "ablate", ablations): (
+                f"in all: {6 * 4 * 32 + 2 * RUN + 20 * 4 * 32:,} tokens",
+                "longer",
+                "full atten",
+            ),
             ("search", "--probe", "p", "--recipe", recipe_file, "--short", "2", "--full", "1", "--budget", "1"): (
                 "short, known layouts",
                 "full, found ones at most, 2",
                 "scores, at most",
             ),
-            ("palindrome", "--steps", "3", "--batch-size", "1"): ("sliding-window", "in all: 1,728 tokens"),
+            ("reproduce", "palindrome", "--steps", "3", "--batch-size", "1"): (
+                "sliding-window",
+                "in all: 1,728 tokens",
+            ),
         }
         for command, words in said.items():
             main([*map(str, command), "--workspace", str(place), "--dry-run"])

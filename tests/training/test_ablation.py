@@ -35,7 +35,7 @@ def file(recipe_file: Path) -> Path:
 
 def test_table(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "w"
-    arguments = ["ablate", str(file), "--workspace", str(place), "--device", "cpu"]
+    arguments = ["reproduce", "ablate", str(file), "--workspace", str(place), "--device", "cpu"]
     main(arguments)
     shown = capsys.readouterr().out
     rows = pd.read_csv(place / "reports" / "tiny-ablations" / "ablations.csv").set_index("name")
@@ -70,5 +70,5 @@ def test_bad_input_is_found_before_training(
     old: str, new: str, message: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.write_text(ROWS.replace(old, new))
-    assert message in fails(capsys, "ablate", file, "--workspace", tmp_path / "w")
+    assert message in fails(capsys, "reproduce", "ablate", file, "--workspace", tmp_path / "w")
     assert not (tmp_path / "w" / "runs").exists()

@@ -184,7 +184,7 @@ class TestCommand:
 
         monkeypatch.setattr(Palindromes, "__getitem__", watch)
         monkeypatch.setattr(palindrome, "train_variant", note)
-        main(["palindrome", *self.options, *place])
+        main(["reproduce", "palindrome", *self.options, *place])
         captured = capsys.readouterr()
         assert "palindrome.png" in captured.out.replace("\n", "")
         assert "sp-kv (3 of 3)" in captured.err
@@ -213,7 +213,7 @@ class TestCommand:
 
         before = {path.name: path.read_bytes() for path in folder.iterdir()}
         monkeypatch.setattr(trainer.SPKVTrainer, "train", lambda *_, **__: pytest.fail("trained again"))
-        main(["palindrome", *self.options, *place])
+        main(["reproduce", "palindrome", *self.options, *place])
         assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
     @pytest.mark.parametrize(
@@ -234,12 +234,12 @@ class TestCommand:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-        assert message in fails(capsys, "palindrome", *options, "--workspace", tmp_path / "w")
+        assert message in fails(capsys, "reproduce", "palindrome", *options, "--workspace", tmp_path / "w")
         assert not list(tmp_path.rglob("*.csv"))
 
     def test_a_workspace_that_is_a_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "w").write_text("")
-        assert "cannot be written" in fails(capsys, "palindrome", "--workspace", tmp_path / "w")
+        assert "cannot be written" in fails(capsys, "reproduce", "palindrome", "--workspace", tmp_path / "w")
 
 
 class TestResume:

@@ -20,7 +20,7 @@ from spkv_nas.search.driver import Search
 from spkv_nas.search.results import write_results
 from spkv_nas.search.space import Space
 from spkv_nas.search.trials import LayoutCost
-from spkv_nas.stages.cost import find_times
+from spkv_nas.stages.attention_times import find_times
 from spkv_nas.stages.search.command import SearchOptions
 from spkv_nas.stages.search.question import ask
 from spkv_nas.training.recipe_evaluator import RecipeEvaluator

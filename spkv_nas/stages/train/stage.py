@@ -1,29 +1,21 @@
-"""Train a recipe's two models, its ablations, and the palindrome comparison."""
+"""Train a recipe's two models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from spkv_nas.artifacts.density_log import read_density_log
-from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.files import read_text, write_atomic
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.base.tables import MOST_BYTES
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.stages.options import PALINDROME, AblateOptions, PalindromeOptions
 from spkv_nas.stages.train.command import TrainOptions
-from spkv_nas.training import ablation
 from spkv_nas.training.branches import BranchContext
 from spkv_nas.training.corpus import join_processes
 from spkv_nas.training.dense import dense_run, is_dense_trained
-from spkv_nas.training.palindrome import results
-from spkv_nas.training.palindrome.run import PalindromeSettings, compare
-from spkv_nas.training.palindrome.task import Palindromes
 from spkv_nas.training.recipe import Recipe
 from spkv_nas.training.variants import Variant
 
@@ -39,23 +31,6 @@ class Trained:
 
     dense: Path
     reference: Path
-
-
-@dataclass(frozen=True)
-class PalindromeResult:
-    """Table of the palindrome comparison, and the folder with table, curves and figure."""
-
-    rows: pd.DataFrame
-    folder: Path
-
-
-@dataclass(frozen=True)
-class AblationResult:
-    """Result of ``ablate``: name of the ablations file, table of ``training.ablation``, and its folder."""
-
-    name: str
-    rows: pd.DataFrame
-    folder: Path
 
 
 def train(options: TrainOptions, reporter: Reporter = SILENT) -> Trained:
@@ -103,34 +78,3 @@ def _show_training(checkpoint: Path, folder: Path) -> None:
         save_chart(folder, density_evolution_chart(rows))
     if heldout.is_file():
         write_atomic(folder / "heldout-log.csv", read_text(heldout, "held-out log", most=MOST_BYTES))
-
-
-def ablate(options: AblateOptions, reporter: Reporter = SILENT) -> AblationResult:
-    """Train the rows of an ablations file, by default the embedded one, and write a table to ``reports/<name>/``."""
-    quiet_transformers(reporter)
-    file, workspace = options.file or EMBEDDED / "ablations.yaml", options.folders
-    name, rows = ablation.ablate(file, workspace, device=options.device, dtype=options.dtype, reporter=reporter)
-    return AblationResult(name, rows, workspace.report_dir(name))
-
-
-def palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> PalindromeResult:
-    """Train the paper's palindrome comparison and write it to ``reports/<name>/``."""
-    from spkv_nas.report.plot import save_chart
-    from spkv_nas.report.training_charts import palindrome_charts
-
-    quiet_transformers(reporter)
-    options.folders.check_writable()
-    settings = palindrome_settings(options)
-    name = options.name or PALINDROME
-    device = choose_device(options.device)
-    folder = options.folders.report_dir(name)
-    finished = compare(settings, options.folders.run_dir(name), device=device, reporter=reporter)
-    results.write_results(folder, settings, finished)
-    save_chart(folder, palindrome_charts(results.curve_table(finished), Palindromes(0).chance_nll))
-    return PalindromeResult(results.result_table(settings, finished), folder)
-
-
-def palindrome_settings(options: PalindromeOptions) -> PalindromeSettings:
-    """Return the settings of the palindrome comparison, overridden by the options that are set."""
-    overrides = {"steps": options.steps, "batch_size": options.batch_size, "seed": options.seed}
-    return PalindromeSettings(**{key: value for key, value in overrides.items() if value is not None})

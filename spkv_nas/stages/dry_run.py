@@ -9,7 +9,6 @@ from typing import Any
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
 from spkv_nas.artifacts.proposal import distinct
 from spkv_nas.artifacts.signals import DENSITY, HEAD_GATES
-from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
@@ -21,19 +20,18 @@ from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
 from spkv_nas.stages.lookup import find_proposal
 from spkv_nas.stages.options import (
-    PALINDROME,
-    AblateOptions,
     InPrecision,
     OnDevice,
-    PalindromeOptions,
     ProbeOptions,
     Trains,
 )
 from spkv_nas.stages.probe import chosen_signal
+from spkv_nas.stages.reproduce.ablate.command import EMBEDDED_FILE, AblateOptions
+from spkv_nas.stages.reproduce.palindrome.command import NAME, PalindromeOptions
+from spkv_nas.stages.reproduce.palindrome.stage import palindrome_settings
 from spkv_nas.stages.search.command import SearchOptions
 from spkv_nas.stages.search.question import ask
 from spkv_nas.stages.train.command import TrainOptions
-from spkv_nas.stages.train.stage import palindrome_settings
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 from spkv_nas.training.ablation_plan import AblationPlan
 from spkv_nas.training.hybrids import hybrid_variants
@@ -92,7 +90,7 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
 
 def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``ablate``: every row of the ablations file."""
-    ablations = AblationPlan.read(options.file or EMBEDDED / "ablations.yaml", options.dtype)
+    ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
     planner, plans = Planner(first, ablations.base, runs, **_planner_options(options, reporter)), []
     trained: set[Path] = set()
@@ -133,7 +131,7 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
 
 def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Plan:
     """Plan ``palindrome``: its three models."""
-    name = options.name or PALINDROME
+    name = options.name or NAME
     reporter.announce("trying a step of each model")
     return palindrome_plan(
         palindrome_settings(options), name, options.folders.run_dir(name), device=choose_device(options.device)

@@ -1,4 +1,4 @@
-"""Scaling: fit the law of NLL against training compute to runs, with results in ``reports/<name>/``."""
+"""Fit the law of NLL against training compute to runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from spkv_nas.base.assets import PAPER_TABLE
 from spkv_nas.cost.scaling_law import describe_laws, fit_runs, read_runs, write_laws
 from spkv_nas.report.cost_charts import scaling_chart
 from spkv_nas.report.figures import save_figure
-from spkv_nas.stages.options import PAPER, ScalingOptions
+from spkv_nas.stages.options import PAPER
+from spkv_nas.stages.reproduce.scaling.command import ScalingOptions
 
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """Result of ``scaling``.
+    """Result of ``reproduce scaling``.
 
     Attributes:
         name: name of the results.

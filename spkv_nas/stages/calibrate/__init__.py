@@ -1,0 +1,1 @@
+"""Measure what attention costs on this machine: command ``calibrate``."""

@@ -1,0 +1,63 @@
+"""Print measured attention and training-step times, and convert them to a JSON document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.base.console import caution, out, say_where
+from spkv_nas.base.units import format_microseconds
+
+if TYPE_CHECKING:
+    from spkv_nas.stages.calibrate.stage import CalibrationResult
+    from spkv_nas.training.step_timing import StepTiming
+
+
+def calibration(result: CalibrationResult) -> None:
+    """Print measured times by number of global heads."""
+    measured = result.calibration
+    case = measured.case
+    counts = case.global_counts
+    grid = Table(
+        "",
+        "tokens",
+        *(str(count) for count in counts),
+        title=f"{escape(result.name)}: µs per token and layer\nby number of global heads",
+    )
+    seconds = {(row.phase, row.context, row.num_global): row.seconds_per_token for row in measured.timings}
+    for phase, context in dict.fromkeys((row.phase, row.context) for row in measured.timings):
+        grid.add_row(phase, f"{context:,}", *(format_microseconds(seconds[phase, context, count]) for count in counts))
+    out.print(grid)
+    out.print(f"{case.title}, window {case.window}, {escape(measured.source)}")
+    if (last := measured.contexts("prefill")[-1]) < measured.contexts("decode")[-1]:
+        out.print(f"prefill: not measured beyond {last:,} tokens, where a call would take too long")
+    if measured.is_disturbed:
+        caution("longer contexts were decoded faster: calibrate again when the machine is idle")
+    say_where("times", result.folder / "calibration.csv")
+
+
+def document(result: CalibrationResult) -> dict[str, Any]:
+    """Return the measured times by number of global heads."""
+    measured = result.calibration
+    return {
+        "name": result.name,
+        "case": measured.case,
+        "source": measured.source,
+        "times": measured.timings,
+        "is_disturbed": measured.is_disturbed,
+        "folder": result.folder,
+    }
+
+
+def training_steps(timings: list[StepTiming]) -> None:
+    """Print times of whole training steps."""
+    has_bars = any(row.bar is not None for row in timings)
+    columns = ("", "ms", "tokens/s", "of full attention", *(["must"] if has_bars else []))
+    grid = Table(*columns, title="a training step")
+    for row in timings:
+        cells = [row.case, f"{1e3 * row.seconds:,.1f}", f"{row.tokens_per_second:,.0f}", f"{row.ratio:.2f}"]
+        limit = "" if row.bar is None else f"{row.bar:.2f}"
+        grid.add_row(*cells, *([limit] if has_bars else []))
+    out.print(grid)

@@ -1,0 +1,1 @@
+"""Estimate what stages and attention cost: commands ``plan`` and ``plan attention``."""

@@ -1,0 +1,1 @@
+"""Compute what attention costs: command ``plan attention``."""

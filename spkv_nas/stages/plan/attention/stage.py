@@ -1,0 +1,95 @@
+"""Compute what attention costs, with measured times or roofline bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.cost import formulas
+from spkv_nas.cost.formulas import Cost, layout_density
+from spkv_nas.cost.times import AttentionTimes, Phase
+from spkv_nas.stages.attention_times import find_times
+from spkv_nas.stages.calibrate.command import CalibrateOptions
+from spkv_nas.stages.contexts import beyond_positions, choose_context
+from spkv_nas.stages.plan.attention.command import AttentionOptions
+from spkv_nas.stages.sized_model import SizedModel
+
+
+@dataclass(frozen=True)
+class AttentionCosts:
+    """Result of ``plan attention``.
+
+    Attributes:
+        name: name of the level or model, as the user gave it.
+        shape: shape of the model.
+        context: tokens in the cache.
+        costs: costs of full attention, of each layout and of a density, in this order.
+        times: source of the seconds in ``costs``.
+    """
+
+    name: str
+    shape: Shape
+    context: int
+    costs: list[Cost]
+    times: AttentionTimes
+
+
+def attention(options: AttentionOptions, reporter: Reporter = SILENT) -> AttentionCosts:
+    """Compute the cost of full attention, of each layout and at a density, for a level of the ladder or a model.
+
+    Times come from the calibration that options name. Without one, and without ``hardware``, they come from the
+    calibration of the level's or model's name if it fits (a caution says why it does not), else from the roofline.
+    """
+    # Choose model and context
+    subject = SizedModel.of(options.level, options.model)
+    shape, size = subject.shape, options.element_size
+    tokens = choose_context(options.context, subject.positions)
+    if (remark := beyond_positions(tokens, subject.positions)) is not None:
+        reporter.caution(remark)
+    # Read layouts and find times for their windows
+    layouts = [Layout.read(path) for path in options.layout or []]
+    shares = [layout_density(shape, layout) for layout in layouts]
+    windows = [layout.window for layout in layouts] + ([options.window] if options.density is not None else [])
+    times = find_times(
+        options.folders,
+        subject.name,
+        shape,
+        windows,
+        tokens,
+        calibration=options.calibration,
+        hardware=options.hardware,
+        element_size=size,
+        caution=reporter.caution,
+        calibrate=CalibrateOptions(
+            level=options.level, model=options.model, name=options.calibration, workspace=options.workspace
+        ),
+    )
+    # Compute a row for full attention, each layout, and the density
+    rows = [_timed(formulas.cost("full attention", shape, tokens, element_size=size), shape, tokens, times)]
+    for layout, share in zip(layouts, shares, strict=True):
+        title = f"{layout.strategy}, {layout.num_global} of {layout.num_heads} heads"
+        row = formulas.cost(title, shape, tokens, density=share, window=layout.window, element_size=size)
+        rows.append(_timed(row, shape, tokens, times, layout))
+    if options.density is not None:
+        title = f"SP-KV, density {options.density:g}"
+        row = formulas.cost(title, shape, tokens, density=options.density, window=options.window, element_size=size)
+        rows.append(_timed(row, shape, tokens, times, window=options.window))
+    return AttentionCosts(subject.title, shape, tokens, rows, times)
+
+
+def _timed(
+    row: Cost, shape: Shape, context: int, times: AttentionTimes, layout: Layout | None = None, *, window: int = 0
+) -> Cost:
+    """Add times to a cost: those of the layout, or of the cost's density in every layer."""
+
+    def seconds(phase: Phase) -> float | None:
+        """Return the seconds of a phase; None where the times do not cover it."""
+        if not times.covers(context, phase):
+            return None
+        if layout is not None:
+            return times.layout_seconds(layout, context, phase)
+        return shape.num_layers * times.layer_seconds(context, density=row.density, window=window, phase=phase)
+
+    return replace(row, decode_seconds=seconds("decode"), prefill_seconds=seconds("prefill"))

@@ -1,0 +1,78 @@
+"""Declare the ``plan`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import LONGEST, PAPER_BUDGET, InDtype, InWorkspace
+from spkv_nas.stages.result import Result
+
+_MOST_DEVICES = 1024
+Devices = Annotated[
+    int, Flag("GPUs that training is sharded across, as the recipe's key sharding says.", low=1, high=_MOST_DEVICES)
+]
+Utilisation = Annotated[float, Flag("Share of a GPU's peak FLOP/s that forward passes reach.", low=0.001, high=1.0)]
+Tokens = Annotated[int | None, Flag("Held-out tokens to evaluate on.", low=1, high=MOST_WHOLE)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(InWorkspace, InDtype):
+    """Options of the ``plan`` command."""
+
+    recipe: flags.OptionalRecipeFile = None
+    model: flags.OptionalModel = default(None, note="A config file will do.")
+    data: flags.Data = None
+    tokens: Tokens = default(None, f"the text's with --data or a recipe, else {defaults.HELDOUT_TOKENS:,}")
+    block_size: flags.BlockSize = default(
+        None, f"the recipe's, or {defaults.BLOCK_SIZE}", note="Or with --model alone."
+    )
+    steps: flags.Steps = default(
+        None, f"the recipe's; of gates {defaults.PRICED_STEPS}, of each model {defaults.FIRST_STEPS}"
+    )
+    budget: flags.OptionalBudget = default(None, PAPER_BUDGET)
+    context: flags.OptionalContext = default(None, LONGEST, note="Of a text to generate.")
+    hardware: flags.Hardware = default(None, "this machine, without times", note="Also the memory of one.")
+    devices: Devices = 1
+    utilisation: Utilisation = default(0.4, note="An assumption; for times.")
+
+
+def check(options: PlanOptions) -> None:
+    """Check that there is either a recipe or a model, and the options that go with it."""
+    from spkv_nas.base.units import parse_context
+    from spkv_nas.cost.roofline import find_hardware
+    from spkv_nas.model.source import check_config
+    from spkv_nas.stages.checks import check_recipe, check_text
+
+    if (options.recipe is None) == (options.model is None):
+        raise UserError("give a recipe, or --model: a folder, an id or a config file")
+    if options.hardware is not None:
+        find_hardware(options.hardware)
+    if options.context is not None:
+        parse_context(options.context)
+    if options.recipe is None:
+        check_config(str(options.model))
+        check_text(options.data or ())
+    elif options.data or options.block_size is not None or options.steps is not None:
+        raise UserError("a recipe sets its text, blocks and steps: leave --data, --block-size and --steps out")
+    else:
+        check_recipe(options.recipe, needs_text=options.tokens is None)
+
+
+def plan(options: PlanOptions, reporter: Reporter) -> Result:
+    """Estimate memory, tokens, FLOPs and time of every stage on given hardware, before anything is loaded.
+
+    Works from the config of a model or a recipe: spkv-nas plan --model config.json --hardware h100 --devices 8.
+    Memory is the peak of one device; where a stage does not fit, the table says what to change. Times are FLOPs at an
+    assumed share of a GPU's peak; to time real steps on this machine, use --dry-run with a recipe.
+    For the KV cache and the attention of a layout, see spkv-nas plan attention.
+    """
+    from spkv_nas.stages.plan import output, stage
+
+    return Result(stage.plan(options, reporter), output.forecast, output.document)

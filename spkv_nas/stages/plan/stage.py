@@ -1,0 +1,193 @@
+"""Estimate what every stage of the workflow costs, from the config of a model or a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spkv_nas.artifacts.defaults import BLOCK_SIZE
+from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
+from spkv_nas.artifacts.shape import ModelSize
+from spkv_nas.base.device import choose_device, training_precision
+from spkv_nas.base.memory import available_bytes
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.base.units import ITEM_BYTES
+from spkv_nas.cost.roofline import find_hardware
+from spkv_nas.cost.stage_costs import Site, StageCost, Stages, Training
+from spkv_nas.data.config import DataConfig
+from spkv_nas.evaluation.micro_batch import BATCH_SIZE
+from spkv_nas.model.checkpoint import check_dense, load_tokenizer, read_gates, read_size
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.proposal.budget import parse_budget
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.contexts import beyond_positions, choose_context
+from spkv_nas.stages.forecast import Forecast, about_memory, gate_training, item_bytes, measuring_stages
+from spkv_nas.stages.names import model_name
+from spkv_nas.stages.plan.command import PlanOptions
+from spkv_nas.training.first_recipe import Draft
+from spkv_nas.training.recipe import BranchConfig, DenseConfig, Recipe
+from spkv_nas.training.run_plan import Planner
+from spkv_nas.training.step_cost import how_trained
+from spkv_nas.training.text_size import TextSize, count_text
+
+_ENOUGH = TextSize(documents=1000, tokens=10**9)  # enough text for the largest blocks and batches that init chooses
+_REFERENCE, _HYBRID = "train the SP-KV reference", "retrain a hybrid"
+
+
+def plan(options: PlanOptions, reporter: Reporter = SILENT) -> Forecast:
+    """Estimate the cost of the full workflow on a recipe or a model.
+
+    Raises:
+        UserError: neither or both are given, the model cannot be read or is a mixture of experts, or options conflict.
+    """
+    quiet_transformers(reporter)
+    check(options)
+    # Count the stages
+    inputs = _of_model(options, reporter) if options.recipe is None else _of_recipe(options, options.recipe, reporter)
+    stages = inputs.stages
+    training_stages = [
+        run_stages.train(name, schedule, gated=gated) for name, run_stages, schedule, gated in inputs.trained
+    ]
+    measured = list(measuring_stages(stages, inputs.tokens))
+    workflow = [*inputs.first, *measured, *training_stages] if options.recipe is None else [*training_stages, *measured]
+    # State the assumptions
+    context = choose_context(options.context, stages.size.positions)
+    if (remark := beyond_positions(context, stages.size.positions)) is not None:
+        reporter.caution(remark)
+    remarks = (
+        about_memory(stages.site),
+        f"text: {inputs.tokens:,} held-out tokens to measure on (--tokens); everything but training runs on one device",
+        *inputs.remarks,
+        _about_time(options),
+    )
+    return Forecast(
+        inputs.name,
+        stages.size,
+        stages.num_predictor_parameters,
+        stages.site,
+        (*workflow, *_served(stages, options)),
+        remarks,
+    )
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Inputs of an estimate.
+
+    Attributes:
+        name: name of the model or the recipe.
+        stages: cost model of the measuring stages.
+        tokens: held-out tokens to measure on.
+        first: stages before any measurement.
+        trained: (name, stages at the training block size, schedule, whether it has gates) of each training.
+        remarks: assumptions behind the numbers.
+    """
+
+    name: str
+    stages: Stages
+    tokens: int
+    first: tuple[StageCost, ...]
+    trained: tuple[tuple[str, Stages, Training, bool], ...]
+    remarks: tuple[str, ...] = ()
+
+
+def _of_model(options: PlanOptions, reporter: Reporter) -> _Inputs:
+    """Collect the inputs for a model without a recipe, trained by the recipe that ``init`` would draft."""
+    source = str(options.model)
+    size, gates, length = read_size(source), read_gates(source), options.block_size or BLOCK_SIZE
+    check_dense(size, source)
+    site = _site(options)
+    config = gates or GateConfig(window=suitable_window(length))
+    stages = Stages(size, config, site, length, BATCH_SIZE, item_bytes(source, site, options.dtype))
+    # Count the text
+    data = DataConfig(sources=[*(options.data or ("stdlib",))])
+    tokens, text = options.tokens or data.max_heldout_tokens, _ENOUGH
+    if options.data:
+        reporter.announce("counting the tokens of the text")
+        text = count_text(options.data, Path(), load_tokenizer(source))
+        tokens = options.tokens or text.heldout(data)
+    # Draft the recipe
+    draft = Draft.of("plan", source, ("stdlib",), size, text, "cpu" if site.is_cpu else "cuda")
+    draft = replace(draft, steps=options.steps or draft.steps, block_size=options.block_size or draft.block_size)
+    recipe = draft.recipe(Path())
+    schedule = _training(recipe, recipe.branch, size, site)
+    training_stages = replace(stages, block_size=draft.block_size)
+    first = tuple(gate_training(stages, options.steps)) if gates is None else ()
+    trained = ((_REFERENCE, training_stages, schedule, True), (_HYBRID, training_stages, schedule, False))
+    return _Inputs(model_name(source), stages, tokens, first, trained, (draft.remark(),))
+
+
+def _of_recipe(options: PlanOptions, file: Path, reporter: Reporter) -> _Inputs:
+    """Collect the inputs for a recipe."""
+    # Read the recipe and its model
+    recipe, site = Recipe.read(file), _site(options)
+    planner = Planner(
+        recipe,
+        file.parent,
+        options.folders.run_dir(recipe.name),
+        announce=reporter.announce,
+        text=None if options.tokens is None else TextSize(1, options.tokens),
+    )
+    size = planner.size
+    check_dense(size, f"of recipe {file}")
+    stages = Stages(
+        size,
+        recipe.gates.of_model(size.heads.grid),
+        site,
+        recipe.data.block_size,
+        BATCH_SIZE,
+        ITEM_BYTES[options.dtype or "float32"],  # the dtype that training saves
+    )
+    # List its trainings
+    branch, gated = (_training(recipe, recipe.branch, size, site, gated=gated) for gated in (False, True))
+    trained = [(_REFERENCE, stages, gated, True), (_HYBRID, stages, branch, False)]
+    if recipe.dense is not None:
+        trained.insert(0, ("train the dense model", stages, _training(recipe, recipe.dense, size, site), False))
+    tokens = options.tokens or planner.text.heldout(recipe.data)
+    return _Inputs(recipe.name, stages, tokens, (), tuple(trained))
+
+
+def _served(stages: Stages, options: PlanOptions) -> Iterator[StageCost]:
+    """Yield export and generation, with full attention and with a layout of the budget."""
+    size, context = stages.size, choose_context(options.context, stages.size.positions)
+    heads = size.heads.num_layers * size.heads.num_kv_heads
+    budget = parse_budget(options.budget, heads)
+    yield stages.export("export")
+    yield stages.generate(
+        f"generate at {context:,}", context, density=size.full_attention_share, window=size.sliding_window
+    )
+    name = f"generate, {budget} of {heads} global"
+    yield stages.generate(name, context, density=budget / heads, window=stages.gates.window)
+
+
+def _site(options: PlanOptions) -> Site:
+    """Return the requested hardware, or this machine, of which only the memory is known."""
+    if options.hardware is None:
+        device = choose_device(options.device)
+        return Site(device, available_bytes(device), devices=options.devices, is_cpu=device == "cpu")
+    hardware = find_hardware(options.hardware)
+    return Site(
+        hardware.name, hardware.memory, options.utilisation * hardware.peak, hardware.bandwidth, options.devices
+    )
+
+
+def _training(
+    recipe: Recipe, phase: DenseConfig | BranchConfig, size: ModelSize, site: Site, *, gated: bool = False
+) -> Training:
+    """Return how a phase of a recipe trains; on requested GPUs in bfloat16 where the recipe allows it."""
+    native = "bfloat16" if site.speed is not None else training_precision(site.name)
+    bfloat16 = (native if recipe.precision == "auto" else recipe.precision) == "bfloat16"
+    return how_trained(recipe, phase, size, bfloat16=bfloat16, gated=gated)
+
+
+def _about_time(options: PlanOptions) -> str:
+    """Say what the estimated times assume."""
+    if options.hardware is None:
+        return "time: nothing was measured here; name a GPU (--hardware), or try steps of a recipe (init, --dry-run)"
+    device = find_hardware(options.hardware)
+    return (
+        f"time: {options.utilisation:.0%} of the {device.peak / 1e12:,.0f} TFLOP/s of bfloat16 products, an assumption "
+        "(--utilisation), which passes of small models do not reach: nothing is said below a second; of a token to "
+        "generate the least that reading weights and cache takes, and nothing below a millisecond"
+    )

@@ -1,0 +1,1 @@
+"""Reproduce the paper's experiments: command group ``reproduce``."""

@@ -1,0 +1,1 @@
+"""Train the paper's ablations: command ``reproduce ablate``."""

@@ -1,0 +1,1 @@
+"""Draw the FLOPs of the paper's model ladder: command ``reproduce ladder``."""

@@ -1,0 +1,46 @@
+"""Compute and draw the FLOPs of the paper's model ladder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.artifacts.defaults import LADDER_DENSITY
+from spkv_nas.base.units import parse_context
+from spkv_nas.cost.ladder import flops_table, write_flops_table
+from spkv_nas.report.cost_charts import flops_charts
+from spkv_nas.report.figures import save_figure
+from spkv_nas.stages.options import PAPER
+from spkv_nas.stages.reproduce.ladder.command import LadderOptions
+
+
+@dataclass(frozen=True)
+class LadderResult:
+    """Result of ``reproduce ladder``.
+
+    Attributes:
+        rows: FLOPs of each level, as of ``cost.ladder.flops_table``.
+        context: tokens in the context.
+        density: share of the keys that SP-KV keeps.
+        folder: folder of the results.
+        figure: path of the figure; None where the plotting library is not installed.
+    """
+
+    rows: pd.DataFrame
+    context: int
+    density: float
+    folder: Path
+    figure: Path | None
+
+
+def ladder(options: LadderOptions) -> LadderResult:
+    """Write FLOPs of the ladder's levels, dense and at a density, and their figure to ``reports/<name>/``."""
+    tokens, density = parse_context(options.context), LADDER_DENSITY if options.density is None else options.density
+    rows = flops_table(tokens, density)
+    options.folders.check_writable()
+    folder = options.folders.report_dir(options.name or PAPER)
+    write_flops_table(folder, rows)
+    figure = save_figure(folder, flops_charts(rows, tokens, density))
+    return LadderResult(rows, tokens, density, folder, figure)

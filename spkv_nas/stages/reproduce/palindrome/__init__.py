@@ -1,0 +1,1 @@
+"""Train the paper's toy task: command ``reproduce palindrome``."""

@@ -1,0 +1,1 @@
+"""Fit the paper's scaling law: command ``reproduce scaling``."""

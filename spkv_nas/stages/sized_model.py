@@ -1,0 +1,42 @@
+"""Choose the model whose attention is measured or computed, of which only the sizes matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spkv_nas.artifacts.shape import Shape
+from spkv_nas.base.errors import UserError
+from spkv_nas.cost.ladder import find_level
+from spkv_nas.stages.names import model_name
+from spkv_nas.stages.options import REFERENCE
+
+
+@dataclass(frozen=True)
+class SizedModel:
+    """Level of the ladder or model, described by its sizes.
+
+    Attributes:
+        name: name of its results.
+        title: name to show to users.
+        shape: shape of the model.
+        positions: maximum number of tokens that the model was made for; None: unknown.
+    """
+
+    name: str
+    title: str
+    shape: Shape
+    positions: int | None = None
+
+    @classmethod
+    def of(cls, level: str | None, model: str | None) -> SizedModel:
+        """Look up a level of the ladder, a model, or the embedded reference. Raises ``UserError`` for both at once."""
+        if level is not None and model is not None:
+            raise UserError("give a level of the ladder or --model, not both")
+        if level is not None:
+            return cls(level, level, find_level(level).shape)
+        from spkv_nas.model.checkpoint import check_dense, read_size
+
+        source = model or REFERENCE
+        size = read_size(source)
+        check_dense(size, source)
+        return cls(model_name(source), source, size.shape, size.positions)
