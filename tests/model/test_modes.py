@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import gated, logits, tiny_model
+from marks import slow_after
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -196,7 +197,7 @@ class TestWatch:
 class TestCompile:
     @pytest.mark.filterwarnings("ignore")  # of torch, about what it traces
     @pytest.mark.parametrize("mode", ["soft", "hard"])
-    @pytest.mark.parametrize("recompute", [False, True])
+    @pytest.mark.parametrize("recompute", slow_after(1, [False, True]))
     def test_decoder_layers_compile_without_a_graph_break(self, mode: str, recompute: bool, tokens: Tensor) -> None:
         torch.compiler.reset()
         model = gated().train()

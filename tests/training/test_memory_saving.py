@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import fails, tiny_model, weights
 from interruptions import assert_same, cut
-from marks import slow
+from marks import slow, slow_after
 from safetensors.torch import load_file
 from torch import nn
 from torch._dynamo.utils import counters
@@ -205,7 +205,9 @@ class TestLora:
     def train(self, recipe: Recipe, corpus: Corpus, dense: Path, folder: Path, variant: Variant) -> Branch:
         return train_branch(changed(recipe, LORA), corpus, dense, folder, variant, device="cpu")
 
-    @pytest.mark.parametrize("variant", [Variant.sp_kv(), HYBRID, Variant.full_attention()], ids=lambda one: one.name)
+    @pytest.mark.parametrize(
+        "variant", slow_after(1, [Variant.sp_kv(), HYBRID, Variant.full_attention()]), ids=lambda one: one.name
+    )
     def test_linear_layers_learn_and_nothing_else(
         self, variant: Variant, recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
@@ -264,7 +266,9 @@ class TestFrozenWeights:
         save(model, tokenizer, tmp_path / "bfloat16")
         return tmp_path / "bfloat16"
 
-    @pytest.mark.parametrize("changes", [LORA, {"gates": {"training": "frozen-model"}}], ids=["lora", "frozen-model"])
+    @pytest.mark.parametrize(
+        "changes", slow_after(1, [LORA, {"gates": {"training": "frozen-model"}}]), ids=["lora", "frozen-model"]
+    )
     def test_what_learns_is_float32(
         self, changes: dict[str, Any], recipe: Recipe, corpus: Corpus, dense: Path, tmp_path: Path
     ) -> None:
