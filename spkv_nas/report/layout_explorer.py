@@ -34,7 +34,7 @@ from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.verdict import Verdict
 
 _TAUS = tuple(percent / 100 for percent in range(5, 100, 5))  # offered besides the probe's own threshold
-_GPU = "h200"  # its roofline stands in for missing measurements, as in ``cost``
+_GPU = "h200"  # its roofline stands in for missing measurements, as in ``plan attention``
 _VARY = ("budget", "coverage", "tau")  # entries of a layout's provenance that differ between layouts
 
 

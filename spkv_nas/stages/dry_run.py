@@ -89,7 +89,7 @@ def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) 
 
 
 def plan_ablate(options: AblateOptions, reporter: Reporter = SILENT) -> Plan:
-    """Plan ``ablate``: every row of the ablations file."""
+    """Plan ``reproduce ablate``: every row of the ablations file."""
     ablations = AblationPlan.read(options.file or EMBEDDED_FILE, options.dtype)
     runs, first = options.folders.run_dir(ablations.name), next(iter(ablations.recipes.values()))
     planner, plans = Planner(first, ablations.base, runs, **_planner_options(options, reporter)), []
@@ -130,7 +130,7 @@ def plan_search(options: SearchOptions, reporter: Reporter = SILENT) -> Plan:
 
 
 def plan_palindrome(options: PalindromeOptions, reporter: Reporter = SILENT) -> Plan:
-    """Plan ``palindrome``: its three models."""
+    """Plan ``reproduce palindrome``: its three models."""
     name = options.name or NAME
     reporter.announce("trying a step of each model")
     return palindrome_plan(

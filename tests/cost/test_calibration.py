@@ -243,7 +243,7 @@ class TestRoofline:
 
     def test_hardware(self) -> None:
         assert find_hardware("H200").bandwidth == 4.8e12
-        with pytest.raises(UserError, match="no hardware 'tpu'; there are: h200, h100, a100"):
+        with pytest.raises(UserError, match="unknown hardware 'tpu'; there are: h200, h100, a100"):
             find_hardware("tpu")
 
 
@@ -365,7 +365,7 @@ class TestCommands:
             (["calibrate", "micro-0", "--window", "0"], "greater than or equal to 1"),
             (["calibrate", "micro-0", "--train-step", "--context", "1k"], "leave --context out"),
             (["calibrate", "--model", "x", "--train-step"], "give a level"),
-            (["plan", "attention", "micro-0", "--hardware", "tpu"], "no hardware 'tpu'"),
+            (["plan", "attention", "micro-0", "--hardware", "tpu"], "unknown hardware 'tpu'"),
             (["plan", "attention", "micro-0", "--calibration", "none"], "no calibration 'none' in"),
             (["plan", "attention", "micro-0", "--calibration", "a", "--hardware", "h200"], "not both"),
         ],

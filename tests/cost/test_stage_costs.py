@@ -263,8 +263,8 @@ class TestCommand:
     def test_mistakes(self, llama: Path, recipe_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "give a recipe, or --model" in fails(capsys, "plan")
         assert "give a recipe, or --model" in fails(capsys, "plan", recipe_file, "--model", llama)
-        assert "says its text, blocks and steps" in fails(capsys, "plan", recipe_file, "--steps", "3")
-        assert "no hardware 'tpu'" in fails(capsys, "plan", "--model", llama, "--hardware", "tpu")
+        assert "sets its text, blocks and steps" in fails(capsys, "plan", recipe_file, "--steps", "3")
+        assert "unknown hardware 'tpu'" in fails(capsys, "plan", "--model", llama, "--hardware", "tpu")
         llama.write_text(json.dumps({**CONFIGS["Llama-3-8B"], "model_type": "mixtral", "num_hidden_layers": 1}))
         assert "mixture of experts" in fails(capsys, "plan", "--model", llama)
 

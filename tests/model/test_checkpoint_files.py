@@ -38,7 +38,7 @@ class TestManifest:
             ('{"sha256": {"config.json": 3}}', "has no SHA-256 for 'config.json'"),
             ('{"sha256": {"../config.json": "%s"}}' % ("0" * 64), "not a file below it"),
             ('{"sha256": {"/etc/passwd": "%s"}}' % ("0" * 64), "not a file below it"),
-            ('{"sha256": {"x": "%s"}}' % ("0" * 64), "config.json is not in its"),
+            ('{"sha256": {"x": "%s"}}' % ("0" * 64), "config.json is not listed in its"),
         ],
     )
     def test_damaged(self, manifest: str, message: str, folder: Path) -> None:

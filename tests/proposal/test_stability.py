@@ -131,7 +131,7 @@ class TestDocumentCounts:
         make_probe(shape=(3, 2)).write(tmp_path / "other")
         (tmp_path / "density.csv").write_text(text)
         (tmp_path / "other" / "documents.npz").rename(tmp_path / "documents.npz")
-        with pytest.raises(UserError, match=r"documents\.npz is damaged: it is not what probe\.yaml beside it"):
+        with pytest.raises(UserError, match=r"documents\.npz is damaged: it does not match probe\.yaml"):
             HeadScores.read(tmp_path)
         record = tmp_path / "probe.yaml"
         record.write_text(re.sub(r"\Asha256:\n(?: .*\n)*", "", record.read_text()))  # as of an older version

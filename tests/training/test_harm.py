@@ -101,7 +101,7 @@ class TestTable:
         assert read["delta_control_standard_error"].tolist()[1:] == [0.01] * 4
 
     def test_no_layout_is_called_as_the_dense_row(self) -> None:
-        with pytest.raises(UserError, match="'dense', the name of a baseline"):
+        with pytest.raises(UserError, match="'dense' is reserved for a baseline"):
             check_layout_names([DENSE])
 
     def test_people_see_both_baselines(self, rows: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
