@@ -15,7 +15,9 @@ from spkv_nas.cli import pipeline, reproduce
 from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
 from spkv_nas.cli.options import command
 from spkv_nas.stages.commands import PROGRAM
-from spkv_nas.stages.layout_options import ConvertOptions, DiffOptions, ShowLayoutsOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
+from spkv_nas.stages.layout.diff.command import DiffOptions
+from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
 
 
 def parsed(line: str) -> Any:

@@ -23,18 +23,23 @@ from spkv_nas.base.extras import missing_extra
 from spkv_nas.base.interrupt import Interrupted, raising
 from spkv_nas.base.progress import Reporter
 from spkv_nas.base.version import __version__
-from spkv_nas.cli import evaluate, layout, pipeline, reproduce
+from spkv_nas.cli import evaluate, pipeline, reproduce
 from spkv_nas.cli.options import Debug, Quiet, Verbose, Voice, command
 from spkv_nas.cli.several import name_each
 from spkv_nas.stages.calibrate.command import calibrate
 from spkv_nas.stages.compare.command import compare
+from spkv_nas.stages.export.command import export
 from spkv_nas.stages.generate.command import generate
 from spkv_nas.stages.init.command import init
+from spkv_nas.stages.layout.convert.command import convert
+from spkv_nas.stages.layout.diff.command import diff
+from spkv_nas.stages.layout.show.command import show
 from spkv_nas.stages.plan.attention.command import attention
 from spkv_nas.stages.plan.command import plan
 from spkv_nas.stages.propose.command import propose
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
+from spkv_nas.stages.schema.command import schema
 from spkv_nas.stages.search.command import search
 from spkv_nas.stages.train.command import train
 from spkv_nas.stages.train_hybrid.command import train_hybrid
@@ -80,13 +85,17 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     attention,
     calibrate,
     train,
-    layout.export,
-    layout.schema,
+    export,
+    schema,
 )
 NAMES: dict[Callable[..., Any], str] = {attention: "plan attention"}  # of commands not called as their functions
+LAYOUT_COMMANDS = (show, diff, convert)
 for _function in COMMANDS:
     command(app, NAMES.get(_function))(_function)
-app.add_typer(layout.app)
+layout = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
+for _function in LAYOUT_COMMANDS:
+    command(layout)(_function)
+app.add_typer(layout)
 app.add_typer(reproduce.app)
 command(app)(pipeline.demo)
 

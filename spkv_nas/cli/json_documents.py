@@ -13,9 +13,7 @@ from spkv_nas.stages.printing import identification
 
 if TYPE_CHECKING:
     from spkv_nas.artifacts.head_scores import HeadScores
-    from spkv_nas.artifacts.layout import Layout
     from spkv_nas.stages.evaluate import EvaluationResult, Pair
-    from spkv_nas.stages.layout import ComparedLayouts, ShownLayout
 
 Document = dict[str, Any]
 
@@ -56,34 +54,4 @@ def _pair(pair: Pair) -> Document:
         "delta_nll_percent": pair.change.percent,
         "delta_nll_standard_error": pair.change.standard_error,
         "checkpoints": pair.rows,
-    }
-
-
-def layouts(shown: list[ShownLayout]) -> Document:
-    """Return the layouts' heads and coverage."""
-    return {
-        "layouts": [{"file": entry.file, **_layout(entry.layout), "coverage": entry.coverage} for entry in shown],
-    }
-
-
-def difference(compared: ComparedLayouts) -> Document:
-    """Return how two layouts differ."""
-    return {
-        "same": compared.same,
-        "layouts": [_layout(compared.one), _layout(compared.other)],
-        "num_heads": compared.difference.num_heads,
-        "jaccard": compared.difference.jaccard,
-        "marks": compared.difference.marks,
-    }
-
-
-def _layout(layout: Layout) -> Document:
-    """Return a layout's heads, counts and provenance."""
-    return {
-        "heads": layout.heads,
-        "num_global": layout.num_global,
-        "num_heads": layout.num_heads,
-        "window": layout.window,
-        "strategy": layout.strategy,
-        "hash": layout.hash,
     }

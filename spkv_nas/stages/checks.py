@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts import signals
-from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import check_device, check_dtype
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
-from spkv_nas.base.replace import check_new
 from spkv_nas.base.units import parse_context
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.data.config import SourceConfig
@@ -28,9 +26,8 @@ from spkv_nas.data.readers import open_source
 from spkv_nas.data.ruler.tasks import check_task
 from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
 from spkv_nas.evaluation.thresholds import check_sweep, check_tau
-from spkv_nas.model.export.registry import chosen_targets
 from spkv_nas.model.source import check_checkpoint, check_config
-from spkv_nas.stages import layout_options, options
+from spkv_nas.stages import options
 from spkv_nas.stages.eval_modes import check_mode
 from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.subject import Subject
@@ -43,7 +40,7 @@ def check(given: object) -> None:
     """Check the options of a command.
 
     Args:
-        given: a dataclass of ``stages.options`` or ``stages.layout_options``.
+        given: the options dataclass of a command.
 
     Raises:
         UserError: naming the option or the file that is wrong.
@@ -191,15 +188,6 @@ def check_model_size(level: str | None, model: str | None) -> None:
         check_config(model)
 
 
-def _export(opts: layout_options.ExportOptions) -> None:
-    """Check ``export``: target, layout, output folder and checkpoint."""
-    chosen_targets(opts.to, opts.target_options)
-    if opts.layout is not None:
-        Layout.read(opts.layout)
-    check_new(opts.out)
-    check_checkpoint(opts.model)
-
-
 def check_exist(files: Iterable[str | Path], description: str) -> None:
     """Check that files or folders exist; ``description`` starts the error message."""
     for file in files:
@@ -216,5 +204,4 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.ScoreOptions: _score,
     options.BaselinesOptions: _baselines,
     options.DemoOptions: _demo,
-    layout_options.ExportOptions: _export,
 }

@@ -22,7 +22,6 @@ from spkv_nas.base.flag import Flag
 
 PROGRAM = "spkv-nas"
 _LAST = ("workspace", "device", "dtype")  # options that come last, as in the help
-_IN_GROUPS = {"ShowLayoutsOptions": "layout show", "DiffOptions": "layout diff", "ConvertOptions": "layout convert"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def command_line(options: object) -> str:
     Paths below the current folder are written relative to it.
 
     Args:
-        options: a dataclass of ``stages.options`` or ``stages.layout_options``.
+        options: the options dataclass of a command.
     """
     hints = get_type_hints(type(options), include_extras=True)
     # Split values into positional arguments and switches, skipping defaults
@@ -103,8 +102,6 @@ def _name(kind: type) -> str:
     parts = kind.__module__.removeprefix("spkv_nas.stages.").split(".")
     if parts[-1] == "command":
         return " ".join(parts[:-1]).replace("_", "-")
-    if kind.__name__ in _IN_GROUPS:
-        return _IN_GROUPS[kind.__name__]
     return re.sub(r"(?<!^)(?=[A-Z])", "-", kind.__name__.removesuffix("Options")).lower()
 
 

@@ -23,7 +23,6 @@ from spkv_nas.base.limits import (
     MOST_WHOLE,
     MOST_WINDOW,
 )
-from spkv_nas.model.export.registry import AUTO, TARGETS
 
 MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
 _LONGPPL = "LongPPL"
@@ -57,7 +56,6 @@ _GRANULARITY = Flag(
 # Workspace, names and devices
 Root = Annotated[Path, Flag("Folder with probes/, layouts/, reports/, runs/.", ("--workspace", "-w"))]
 Name = Annotated[str | None, Flag("Name of the result.")]
-Out = Annotated[Path, Flag("New folder.")]
 Device = Annotated[str | None, Flag("cpu or cuda; CUDA if there is one.", values=("cpu", "cuda"))]
 AnyDevice = Annotated[
     str | None, Flag("cpu or cuda; CUDA if there is one. auto: a model over all GPUs.", values=("cpu", "cuda", "auto"))
@@ -189,19 +187,6 @@ ChosenTau = Annotated[
 ]
 Window = Annotated[int, _WINDOW]
 OptionalWindow = Annotated[int | None, _WINDOW]
-ExportTo = Annotated[
-    str,
-    Flag(
-        "auto, the first of these that can express the layout: "
-        f"{'; '.join(f'{target.name}, {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
-        metavar="TARGET",
-        values=lambda: (AUTO, *TARGETS.names),
-    ),
-]
-Link = Annotated[
-    bool,
-    Flag("Hard links to the checkpoint's weights; a program that writes into one changes the other too.", ("--link",)),
-]
 
 # Constraints and memory
 Context = Annotated[str, _CONTEXT]
@@ -248,20 +233,3 @@ DryRun = Annotated[
 BatchSize = Annotated[int | None, Flag("Sequences per step.", low=1, high=2**20)]
 
 # Layout formats
-Source = Annotated[
-    Path,
-    Flag(
-        "Layout (.yaml), DuoAttention folder, PruLong or DuoAttention file (.tsv), density table (.csv).", argument=True
-    ),
-]
-Target = Annotated[
-    Path,
-    Flag("New file: .yaml is a layout, .tsv a PruLong mask; a folder gets DuoAttention's two files.", argument=True),
-]
-Sparsity = Annotated[
-    float | None, Flag("Local: heads below this quantile of the scores, as DuoAttention and PruLong do.")
-]
-Threshold = Annotated[float | None, Flag("Global: heads with at least this score.")]
-SchemaOf = Annotated[
-    str, Flag("layout or recipe.", metavar="layout|recipe", argument=True, values=("layout", "recipe"))
-]

@@ -41,7 +41,7 @@ HEAVY = (
     "spkv_nas.stages.evaluate",
     "spkv_nas.stages.attention_times",
     "spkv_nas.stages.reproduce.scaling.stage",
-    "spkv_nas.stages.layout",
+    "spkv_nas.stages.export.stage",
     "spkv_nas.training.trainer",
 )
 

@@ -13,7 +13,7 @@ import spkv_nas
 from spkv_nas.stages.calibrate.command import CalibrateOptions
 from spkv_nas.stages.commands import command_line, in_folder
 from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.layout_options import ConvertOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
 from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.plan.attention.command import AttentionOptions
 from spkv_nas.stages.plan.command import PlanOptions

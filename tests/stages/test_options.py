@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from spkv_nas.base.flag import NOTE, SHOWN, Flag
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import reproduce
-from spkv_nas.cli.app import COMMANDS, NAMES, app
+from spkv_nas.cli.app import COMMANDS, LAYOUT_COMMANDS, NAMES, app
 from spkv_nas.cli.options import command
 from spkv_nas.cost.ladder import ladder
 from spkv_nas.cost.roofline import HARDWARE
@@ -27,18 +27,21 @@ from spkv_nas.probing.duo import duo
 from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
-from spkv_nas.stages import flags, layout_options, options
+from spkv_nas.stages import flags, options
 from spkv_nas.stages.init.command import InitOptions
+from spkv_nas.stages.layout.convert.command import ConvertOptions
+from spkv_nas.stages.layout.diff.command import DiffOptions
+from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
 from spkv_nas.stages.plan.command import PlanOptions
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
-MODULES = [options, layout_options]
+MODULES = [options]
 MODULES += [
     module
-    for function in (*COMMANDS, *reproduce.COMMANDS)
+    for function in (*COMMANDS, *LAYOUT_COMMANDS, *reproduce.COMMANDS)
     if (module := sys.modules[function.__module__]).__name__.endswith(".command")
 ]
 CLASSES = [
@@ -80,8 +83,8 @@ def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
     taken = {next(iter(get_type_hints(function).values())) for function in (*COMMANDS, *reproduce.COMMANDS)}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
     mixins |= {options.SubjectOptions, options.ConstraintOptions}
-    nested = {options.DemoOptions, layout_options.ShowLayoutsOptions}
-    nested |= {layout_options.DiffOptions, layout_options.ConvertOptions}
+    nested = {options.DemoOptions, ShowLayoutsOptions}
+    nested |= {DiffOptions, ConvertOptions}
     assert taken | nested == set(CLASSES) - mixins
 
 

@@ -11,7 +11,7 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.report.verdict import Advise, Step, Verdict
 from spkv_nas.stages.commands import command_line, in_folder
-from spkv_nas.stages.layout_options import ExportOptions
+from spkv_nas.stages.export.command import ExportOptions
 from spkv_nas.stages.next_steps import recommend, retraining
 from spkv_nas.stages.propose.command import ProposeOptions
 

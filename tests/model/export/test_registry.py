@@ -20,7 +20,7 @@ from spkv_nas.model.export.export import export
 from spkv_nas.model.export.registry import AUTO, TARGETS, chosen_targets
 from spkv_nas.model.export.spkv import SpkvTarget
 from spkv_nas.model.export.target import ExportTarget
-from spkv_nas.stages.layout_options import ExportOptions
+from spkv_nas.stages.export.command import ExportOptions
 
 MIXED = Layout(("GL", "LL", "LG", "GG"), 6)
 LAYERWISE = Layout(("GG", "LL", "LL", "GG"), 6)

@@ -1,0 +1,1 @@
+"""Export a checkpoint as a Hugging Face folder: command ``export``."""

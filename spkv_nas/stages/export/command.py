@@ -1,0 +1,73 @@
+"""Declare the ``export`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.progress import Reporter
+from spkv_nas.model.export.registry import AUTO, TARGETS
+from spkv_nas.model.export.spkv import AllowDense
+from spkv_nas.stages import flags
+from spkv_nas.stages.result import Result
+
+Out = Annotated[Path, Flag("New folder.")]
+ExportTo = Annotated[
+    str,
+    Flag(
+        "auto, the first of these that can express the layout: "
+        f"{'; '.join(f'{target.name}, {target.help}' for target in TARGETS.built_in)}. Packages may add more.",
+        metavar="TARGET",
+        values=lambda: (AUTO, *TARGETS.names),
+    ),
+]
+Link = Annotated[
+    bool,
+    Flag("Hard links to the checkpoint's weights; a program that writes into one changes the other too.", ("--link",)),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of the ``export`` command."""
+
+    layout: flags.OptionalLayoutFile = default(None, "the checkpoint's own")
+    model: flags.Model
+    out: Out
+    to: ExportTo = AUTO
+    allow_dense: AllowDense = False
+    link: Link = False
+
+    @property
+    def target_options(self) -> dict[str, Any]:
+        """Return the options of targets that differ from their defaults, by name."""
+        names = set().union(*(target.option_names for target in TARGETS.built_in))
+        values = {field: getattr(self, field.name) for field in fields(self) if field.name in names}
+        return {field.name: value for field, value in values.items() if value != field.default}
+
+
+def check(options: ExportOptions) -> None:
+    """Check target, layout, output folder and checkpoint."""
+    from spkv_nas.artifacts.layout import Layout
+    from spkv_nas.base.replace import check_new
+    from spkv_nas.model.export.registry import chosen_targets
+    from spkv_nas.model.source import check_checkpoint
+
+    chosen_targets(options.to, options.target_options)
+    if options.layout is not None:
+        Layout.read(options.layout)
+    check_new(options.out)
+    check_checkpoint(options.model)
+
+
+def export(options: ExportOptions, reporter: Reporter) -> Result:
+    """Write a checkpoint with a layout applied as a Hugging Face folder: a stock architecture where there is one.
+
+    A fresh process with plain transformers must compute the same; what has no stock form gets a model type of its own.
+    Without a layout: a retrained hybrid with its own (see reports/NAME/checkpoints.csv).
+    """
+    from spkv_nas.stages.export import output, stage
+
+    return Result(stage.export(options, reporter), output.show)

@@ -1,0 +1,22 @@
+"""Export a checkpoint with a layout as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spkv_nas.artifacts.layout import Layout
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.export.command import ExportOptions
+
+if TYPE_CHECKING:
+    from spkv_nas.model.export.export import Exported
+
+
+def export(options: ExportOptions, reporter: Reporter = SILENT) -> Exported:
+    """Export a checkpoint with a layout, by default its own, in the form of a target."""
+    from spkv_nas.model.export.export import export as export_layout
+
+    quiet_transformers(reporter)
+    layout = None if options.layout is None else Layout.read(options.layout)
+    return export_layout(layout, options.model, options.out, to=options.to, link=options.link, **options.target_options)

@@ -1,0 +1,1 @@
+"""Show, compare and convert layout files: commands ``layout show``, ``diff`` and ``convert``."""

@@ -1,0 +1,1 @@
+"""Convert a layout to another format: command ``layout convert``."""

@@ -1,0 +1,1 @@
+"""Compare two layouts: command ``layout diff``."""

@@ -1,0 +1,30 @@
+"""Declare the ``layout diff`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Options of the ``layout diff`` command."""
+
+    a: flags.LayoutFile
+    b: flags.LayoutFile
+
+
+def diff(options: DiffOptions, reporter: Reporter) -> Result:
+    """Compare two layouts of one model: heads that differ, Jaccard index of the global heads, window.
+
+    Exits as diff does: 0 if they make the same model, 1 if they differ, 2 if they cannot be compared.
+    Strategy and provenance do not count.
+    """
+    from spkv_nas.stages.layout.diff import output, stage
+
+    compared = stage.diff(options)
+    return Result(compared, partial(output.show, options), output.document, exit_code=int(not compared.same))

@@ -1,0 +1,1 @@
+"""Print layouts as grids: command ``layout show``."""

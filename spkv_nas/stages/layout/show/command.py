@@ -1,0 +1,26 @@
+"""Declare the ``layout show`` command: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spkv_nas.base.flag import default
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.options import InWorkspace
+from spkv_nas.stages.result import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowLayoutsOptions(InWorkspace):
+    """Options of the ``layout show`` command."""
+
+    files: flags.LayoutFiles
+    probe: flags.OptionalProbe = default(note="Counts coverage.")
+
+
+def show(options: ShowLayoutsOptions, reporter: Reporter) -> Result:
+    """Print the grids: G global, L local, and the number of global heads of every layer. With --probe, coverage too."""
+    from spkv_nas.stages.layout.show import output, stage
+
+    return Result(stage.show(options), output.show, output.document)

@@ -1,0 +1,1 @@
+"""Print the JSON Schema of a kind of file: command ``schema``."""
