@@ -19,9 +19,9 @@ function bytes(cache, budget, total, context) {
 /* Seconds per decoded token over all layers: interpolated between measurements, or else the roofline bound. */
 function seconds(times, cache, heads, mask, context) {
   const { contexts, counts, seconds: measured, window, bandwidth } = times;
-  const between = (at, places) => { /* [index below, fraction of the way to the next] */
-    const above = Math.max(1, places.findIndex(place => place >= at));
-    return [above - 1, (at - places[above - 1]) / (places[above] - places[above - 1])];
+  const between = (value, knots) => { /* [index below, fraction of the way to the next] */
+    const next = Math.max(1, knots.findIndex(knot => knot >= value));
+    return [next - 1, (value - knots[next - 1]) / (knots[next] - knots[next - 1])];
   };
   if (!measured || cache.window !== window || context < contexts[0] || context > contexts[contexts.length - 1])
     return [bytes(cache, count(mask), mask.length, context) / bandwidth, "at least, when decoding (" + times.bound + ")"];

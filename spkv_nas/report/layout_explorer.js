@@ -1,20 +1,20 @@
 /* The layout explorer: choose heads on the first map. All settings are in `state`; `draw` shows them. */
-function instrument(given) {
+function instrument(explorer) {
   const element = name => document.getElementById("instrument-" + name);
-  const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = given.grid, total = layers * heads;
+  const map = document.querySelector("svg[data-chart=density]"), [layers, heads] = explorer.grid, total = layers * heads;
   const headOf = Array.from({ length: total }, (_, cell) => cell % layers * heads + Math.floor(cell / layers));
   const pictures = [...element("pair").children].map(figure => smallMap(figure, layers, heads));
-  const picture = live(map, given, heads), cells = activate(map, heads);
-  const layouts = given.layouts.map(([name, text]) => ({ name, mask: unpackBits(text, total) }));
-  const state = { signal: 0, domain: 0, tau: given.signals[0].start, budget: given.budget, limit: "", context: given.context, shown: given.start, other: -1 };
+  const picture = live(map, explorer, heads), cells = activate(map, heads);
+  const layouts = explorer.layouts.map(([name, text]) => ({ name, mask: unpackBits(text, total) }));
+  const state = { signal: 0, domain: 0, tau: explorer.signals[0].start, budget: explorer.budget, limit: "", context: explorer.context, shown: explorer.start, other: -1 };
   const tables = new Map(), none = new Uint8Array(total), all = none.map(() => 1);
-  let painted = "", before = none, rival = null;
+  let paintedKey = "", shownMask = none, comparison = null;
   if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
 
   function table(signal = state.signal, tau = state.tau) {
     const key = signal + "," + tau;
     if (!tables.has(key)) {
-      const { decimals, levels, order, coverage } = given.signals[signal], unit = 2 * 10 ** decimals;
+      const { decimals, levels, order, coverage } = explorer.signals[signal], unit = 2 * 10 ** decimals;
       let covered = 0;
       tables.set(key, {
         values: levels.map(part => part.map(byTau => (byTau[tau] + 0.5) / unit)),
@@ -29,36 +29,36 @@ function instrument(given) {
     for (let rank = 0; rank < state.budget; rank++) mask[order[rank]] = 1;
     return mask;
   }
-  function own() { return state.shown < 0 ? first(table().order) : layouts[state.shown].mask; }
-  function against() { /* the layout to compare with; -2 and below: as many heads by another probe at its own threshold */
+  function selectedMask() { return state.shown < 0 ? first(table().order) : layouts[state.shown].mask; }
+  function comparedLayout() { /* the layout to compare with; -2 and below: as many heads by another probe at its own threshold */
     if (state.other >= 0) return layouts[state.other];
     const probe = -2 - state.other;
-    return probe < 0 ? null : { name: "those by " + given.signals[probe].name, mask: first(given.signals[probe].order[given.signals[probe].own]) };
+    return probe < 0 ? null : { name: "those by " + explorer.signals[probe].name, mask: first(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
   function drawCosts(signal, mask) {
-    const { cache } = signal, found = state.shown < 0 ? predicted(signal, state.tau, state.budget) : null;
+    const { cache } = signal, prediction = state.shown < 0 ? predicted(signal, state.tau, state.budget) : null;
     element("memory-row").hidden = element("limit-row").hidden = element("time-row").hidden = !cache;
     if (cache) {
       element("memory").textContent = size(memory(cache, state.budget)) + " of " + size(memory(cache, total));
-      const [own, from] = seconds(given.times, cache, heads, mask, state.context);
-      const [most] = seconds(given.times, cache, heads, all, state.context);
-      element("time").textContent = duration(own) + " of " + duration(most);
-      element("time-from").textContent = from;
+      const [time, source] = seconds(explorer.times, cache, heads, mask, state.context);
+      const [most] = seconds(explorer.times, cache, heads, all, state.context);
+      element("time").textContent = duration(time) + " of " + duration(most);
+      element("time-from").textContent = source;
       if (element("limit").value !== state.limit) element("limit").value = state.limit;
     }
-    element("predicted-row").hidden = !found;
-    if (!found) return;
-    const [mean, deviation] = found;
+    element("predicted-row").hidden = !prediction;
+    if (!prediction) return;
+    const [mean, deviation] = prediction;
     element("predicted").textContent = percent(mean);
     element("predicted-by").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
       percent(mean + 1.96 * deviation) + ", by what the search scored";
   }
   function file(mask) {
-    const stored = given.files[state.shown], text = rowsOf(mask).map(row => "  - " + row).join("\n");
+    const stored = explorer.files[state.shown], text = rowsOf(mask).map(row => "  - " + row).join("\n");
     if (stored) return stored.length ? { name: stored[0], text: stored[3] + text + stored[4], hash: stored[2] } : null;
     if (state.shown >= 0) return null;
-    const signal = given.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
+    const signal = explorer.signals[state.signal], { before, between, window, strategy, origin } = signal.file;
     const rows = rowsOf(mask);
     const varying = {
       budget: String(state.budget), coverage: yamlShare(table().covered[state.budget - 1]), tau: signal.taus[state.tau],
@@ -78,43 +78,43 @@ function instrument(given) {
     return number;
   }
   function drawMeasured(mask) {
-    const away = layouts.map(layout => distance(mask, layout.mask));
-    given.measured.forEach(([, , results], row) => { /* the lowest NLL comes first */
+    const distances = layouts.map(layout => distance(mask, layout.mask));
+    explorer.measured.forEach(([, , results], row) => { /* the lowest NLL comes first */
       let best = results[0];
-      for (const result of results) if (away[result[0]] < away[best[0]]) best = result;
+      for (const result of results) if (distances[result[0]] < distances[best[0]]) best = result;
       const [at, change, error] = best, cells = element("measured").rows[row].cells;
       cells[1].textContent = delta(change, error);
       cells[2].firstChild.textContent = layouts[at].name;
       cells[2].firstChild.dataset.layout = at;
-      cells[3].textContent = away[at];
+      cells[3].textContent = distances[at];
     });
   }
   function coverageOf(values, mask, signal) {
-    const least = 1 / 10 ** signal.decimals / 2;
-    let part = 0, whole = 0;
+    const smallest = 1 / 10 ** signal.decimals / 2;
+    let sum = 0, total = 0;
     values.forEach((value, head) => {
-      if (value < least) return;
-      whole += value;
-      part += mask[head] * value;
+      if (value < smallest) return;
+      total += value;
+      sum += mask[head] * value;
     });
-    return whole ? part / whole : NaN;
+    return total ? sum / total : NaN;
   }
   function drawDomains(signal, values, mask) { /* rounded to a percent, because the levels are not exact */
     const covered = values.slice(1).map(one => 100 * coverageOf(one, mask, signal));
-    const named = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
-    const say = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
-    const picked = named.find(([, domain]) => domain === state.domain - 1);
-    element("by-domain").textContent = picked ? say(picked) : named.length > 1 ? say(named[0]) + ", " + say(named[named.length - 1]) : "";
+    const shares = covered.map((share, domain) => [share, domain]).filter(([share]) => !Number.isNaN(share)).sort((one, other) => one[0] - other[0]);
+    const phrase = ([share, domain]) => "about " + share.toFixed(0) + " % in " + signal.domains[domain];
+    const selected = shares.find(([, domain]) => domain === state.domain - 1);
+    element("by-domain").textContent = selected ? phrase(selected) : shares.length > 1 ? phrase(shares[0]) + ", " + phrase(shares[shares.length - 1]) : "";
   }
   function draw() {
-    const signal = given.signals[state.signal], { values, covered } = table(), shown = values[state.domain] || values[0];
+    const signal = explorer.signals[state.signal], { values, covered } = table(), shown = values[state.domain] || values[0];
     const key = [state.signal, state.tau, state.domain].join();
-    if (painted !== key) picture.paint(signal.scale, headOf.map(head => shown[head]));
-    painted = key;
-    const mask = own(), other = against();
+    if (paintedKey !== key) picture.paint(signal.scale, headOf.map(head => shown[head]));
+    paintedKey = key;
+    const mask = selectedMask(), other = comparedLayout();
     picture.outline(headOf.map(head => mask[head]), headOf.map(head => other && !mask[head] ? other.mask[head] : 0));
-    before = mask;
-    rival = other;
+    shownMask = mask;
+    comparison = other;
     map.closest("section").querySelector("h2").textContent = signal.noun[0].toUpperCase() + signal.noun.slice(1) + " by layer and KV head";
     element("scale").hidden = element("about").hidden = state.signal > 0; /* both describe the first probe */
     element("shades").textContent = state.signal ? "Numbers: " + signal.noun + ", " + signal.shown + "; the higher, the lighter." : "";
@@ -124,10 +124,10 @@ function instrument(given) {
     element("tau").max = signal.taus.length - 1;
     element("tau").value = state.tau;
     element("tau").setAttribute("aria-valuetext", signal.taus[state.tau]);
-    element("tau-value").textContent = signal.taus[state.tau] + (state.tau === signal.own ? ", the probe's" : ", by histogram");
+    element("tau-value").textContent = signal.taus[state.tau] + (state.tau === signal.probe_tau ? ", the probe's" : ", by histogram");
     if (element("at")) element("at").textContent = signal.taus[state.tau];
     element("shown").value = state.shown;
-    const stored = given.files[state.shown] || [], isStart = !state.signal && state.tau === signal.start;
+    const stored = explorer.files[state.shown] || [], isStart = !state.signal && state.tau === signal.start;
     element("coverage").textContent = state.shown < 0 ? (100 * covered[state.budget - 1]).toFixed(2) + " %" :
       isStart && stored.length ? stored[1] + " %" : "about " + (100 * coverageOf(values[0], mask, signal)).toFixed(1) + " %";
     drawDomains(signal, values, mask);
@@ -138,14 +138,14 @@ function instrument(given) {
     clearTimeout(waiting);
     waiting = setTimeout(settle, 400);
   }
-  function drawFile(signal, made) { /* the file of the layout shown, and the command that produces it */
-    const next = state.shown === given.start ? document.getElementById("next-1") : null;
-    element("layout-row").hidden = !made;
+  function drawFile(signal, download) { /* the file of the layout shown, and the command that produces it */
+    const next = state.shown === explorer.start ? document.getElementById("next-1") : null;
+    element("layout-row").hidden = !download;
     element("command-row").hidden = state.shown >= 0 && !next;
-    if (made) {
-      element("hash").textContent = made.hash;
-      element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(made.text);
-      element("download").download = made.name + ".yaml";
+    if (download) {
+      element("hash").textContent = download.hash;
+      element("download").href = "data:text/yaml;charset=utf-8," + encodeURIComponent(download.text);
+      element("download").download = download.name + ".yaml";
     }
     element("command").replaceChildren(...(state.shown < 0 ? command(signal) : next ? next.textContent : "").split(" ").flatMap((word, at) => {
       const span = document.createElement("span");
@@ -157,83 +157,83 @@ function instrument(given) {
     element("pair").hidden = !other;
     element("difference").textContent = "";
     if (!other) return;
-    const both = mask.reduce((number, one, head) => number + (one & other.mask[head]), 0), name = ownName();
+    const both = mask.reduce((number, one, head) => number + (one & other.mask[head]), 0), name = selectedName();
     element("difference").textContent = "both " + both + " \u00b7 only here " + (count(mask) - both) + " \u00b7 only in " + other.name + " " + (count(other.mask) - both);
     pictures[0](name, mask, other.mask);
     pictures[1](other.name, other.mask, mask);
   }
-  function ownName() { return state.shown < 0 ? "From sliders" : layouts[state.shown].name; }
+  function selectedName() { return state.shown < 0 ? "From sliders" : layouts[state.shown].name; }
 
   function command(signal) {
-    const tau = state.tau === signal.own ? "" : " --tau " + signal.taus[state.tau];
+    const tau = state.tau === signal.probe_tau ? "" : " --tau " + signal.taus[state.tau];
     return signal.command + " --budget " + state.budget + tau;
   }
   function fill(select, names, chosen) {
     select.replaceChildren(...names.map(([value, name]) => new Option(name, value, false, value === chosen)));
   }
   function fillDomains() {
-    const { domains } = given.signals[state.signal];
+    const { domains } = explorer.signals[state.signal];
     fill(element("domain"), [[0, "all text"], ...domains.map((name, number) => [number + 1, name])], state.domain);
     element("domain-row").hidden = domains.length < 2;
   }
   function fillLayouts() {
-    const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < given.offered || at === state.other || at === state.shown);
-    const probes = given.signals.map(({ name }, probe) => [-2 - probe, "as many heads by " + name]).filter((_, probe) => probe !== state.signal);
+    const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < explorer.offered || at === state.other || at === state.shown);
+    const probes = explorer.signals.map(({ name }, probe) => [-2 - probe, "as many heads by " + name]).filter((_, probe) => probe !== state.signal);
     fill(element("shown"), [[-1, "from sliders"], ...offered], state.shown);
     fill(element("other"), [[-1, "nothing"], ...probes, ...offered], state.other);
   }
 
   function label(index) {
-    const signal = given.signals[state.signal], { values } = table(), head = headOf[index];
+    const signal = explorer.signals[state.signal], { values } = table(), head = headOf[index];
     const exact = one => minus(one[head].toFixed(signal.decimals));
-    const own = before[head] ? "global" : "local";
-    const way = rival ? own + ", in " + rival.name + " " + (rival.mask[head] ? "global" : "local") : own;
-    return [place(index, layers) + ": " + signal.noun + " " + exact(values[0]) + signal.unit + ", " + way,
+    const kind = shownMask[head] ? "global" : "local";
+    const status = comparison ? kind + ", in " + comparison.name + " " + (comparison.mask[head] ? "global" : "local") : kind;
+    return [headLabel(index, layers) + ": " + signal.noun + " " + exact(values[0]) + signal.unit + ", " + status,
       ...values.slice(1).map((one, domain) => signal.domains[domain] + ": " + exact(one))].join("\n");
   }
-  let waiting = 0, applied = "", touched = false;
+  let waiting = 0, appliedHash = "", hasChanged = false;
   /* Update, once the reader pauses, the labels and the address, which browsers let a page change only so often. */
   function settle() {
     cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
-    if (!touched) return;
-    const signal = given.signals[state.signal];
+    if (!hasChanged) return;
+    const signal = explorer.signals[state.signal];
     const parts = { signal: signal.name, tau: signal.taus[state.tau], budget: state.budget, context: state.context };
     if (state.domain) parts.domain = signal.domains[state.domain - 1];
     if (state.shown >= 0) parts.layout = layouts[state.shown].name;
     if (state.other >= 0) parts.with = layouts[state.other].name;
-    if (state.other < -1) parts.against = given.signals[-2 - state.other].name;
-    applied = "#" + new URLSearchParams(parts);
-    if (location.hash !== applied) history.replaceState(null, "", applied);
+    if (state.other < -1) parts.against = explorer.signals[-2 - state.other].name;
+    appliedHash = "#" + new URLSearchParams(parts);
+    if (location.hash !== appliedHash) history.replaceState(null, "", appliedHash);
   }
-  function whole(text, low, high, otherwise) {
+  function parseWhole(text, low, high, otherwise) {
     return /^\d+$/.test(text || "") ? Math.min(high, Math.max(low, Number(text))) : otherwise;
   }
   function restore() {
     const parts = new URLSearchParams(location.hash.slice(1));
-    if (location.hash === applied || !parts.has("budget")) return false;
+    if (location.hash === appliedHash || !parts.has("budget")) return false;
     const find = (names, name, otherwise) => names.includes(name) ? names.indexOf(name) : otherwise;
-    state.signal = find(given.signals.map(signal => signal.name), parts.get("signal"), 0);
-    const signal = given.signals[state.signal];
+    state.signal = find(explorer.signals.map(signal => signal.name), parts.get("signal"), 0);
+    const signal = explorer.signals[state.signal];
     state.tau = find(signal.taus, parts.get("tau"), signal.start);
-    state.budget = whole(parts.get("budget"), 1, total, given.budget);
-    state.context = whole(parts.get("context"), 1, 2 ** 40, state.context);
+    state.budget = parseWhole(parts.get("budget"), 1, total, explorer.budget);
+    state.context = parseWhole(parts.get("context"), 1, 2 ** 40, state.context);
     state.domain = signal.domains.length > 1 ? find(signal.domains, parts.get("domain"), -1) + 1 : 0;
-    const names = layouts.map(({ name }) => name), probe = find(given.signals.map(({ name }) => name), parts.get("against"), -1);
+    const names = layouts.map(({ name }) => name), probe = find(explorer.signals.map(({ name }) => name), parts.get("against"), -1);
     state.other = probe < 0 ? find(names, parts.get("with"), -1) : -2 - probe;
     state.shown = find(names, parts.get("layout"), -1);
     if (state.shown >= 0) state.budget = count(layouts[state.shown].mask);
     return true;
   }
   function begin() {
-    fill(element("signal"), given.signals.map(({ name, noun }, number) => [number, name + ": " + noun]), state.signal);
-    element("signal-row").hidden = given.signals.length < 2;
+    fill(element("signal"), explorer.signals.map(({ name, noun }, number) => [number, name + ": " + noun]), state.signal);
+    element("signal-row").hidden = explorer.signals.length < 2;
     element("context").value = state.context;
     fillDomains();
     fillLayouts();
     draw();
   }
   function fit() { /* set the budget to as many global heads as fit into the memory limit, at least one */
-    const { cache } = given.signals[state.signal];
+    const { cache } = explorer.signals[state.signal];
     if (!cache || !Number(state.limit)) return;
     const local = memory(cache, 0), each = (memory(cache, total) - local) / total;
     const most = each ? Math.floor((Number(state.limit) * 2 ** 20 - local) / each) : total;
@@ -247,14 +247,14 @@ function instrument(given) {
     fillLayouts();
   }
   function goTo(at) { /* show a layout that was chosen elsewhere on the page */
-    touched = true;
+    hasChanged = true;
     show(at);
     draw();
     map.closest("section").scrollIntoView({ block: "start" });
     element("shown").focus({ preventScroll: true });
   }
   function listen(name, change) {
-    element(name).addEventListener("input", event => { touched = true; change(event.target.value); draw(); });
+    element(name).addEventListener("input", event => { hasChanged = true; change(event.target.value); draw(); });
   }
   element("budget").max = total;
   listen("budget", value => { state.budget = Number(value); state.limit = ""; state.shown = -1; });
@@ -262,10 +262,10 @@ function instrument(given) {
   listen("domain", value => { state.domain = Number(value); });
   listen("other", value => { state.other = Number(value); });
   listen("shown", value => { show(Number(value)); });
-  listen("context", value => { state.context = whole(value, 1, 2 ** 40, state.context); fit(); });
+  listen("context", value => { state.context = parseWhole(value, 1, 2 ** 40, state.context); fit(); });
   listen("signal", value => {
     state.signal = Number(value);
-    state.tau = given.signals[state.signal].start;
+    state.tau = explorer.signals[state.signal].start;
     state.domain = 0;
     if (state.other === -2 - state.signal) state.other = -1;
     fillDomains();
@@ -273,9 +273,9 @@ function instrument(given) {
     fit();
   });
   listen("limit", value => { state.limit = value; fit(); });
-  if (given.measured.length) element("measured").addEventListener("click", event => {
+  if (explorer.measured.length) element("measured").addEventListener("click", event => {
     if (!event.target.dataset.layout) return;
-    touched = true;
+    hasChanged = true;
     state.other = Number(event.target.dataset.layout);
     fillLayouts();
     draw();
@@ -289,9 +289,9 @@ function instrument(given) {
   restore();
   begin();
   cells.forEach((cell, index) => cell.setAttribute("aria-label", label(index)));
-  measuredTable(given, layouts, mask => coverageOf(table(0, given.signals[0].start).values[0], mask, given.signals[0]), goTo);
-  linkPoints(given, goTo);
-  linkClouds(given, layouts, goTo);
+  measuredTable(explorer, layouts, mask => coverageOf(table(0, explorer.signals[0].start).values[0], mask, explorer.signals[0]), goTo);
+  linkPoints(explorer, goTo);
+  linkClouds(explorer, layouts, goTo);
   for (const part of document.querySelectorAll("[data-instrument]")) part.hidden = false;
 }
 /* Read bits from base64, the first bit of a byte first. */

@@ -151,7 +151,7 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
     if not tables:
         return None
     measure, scale = table.measure, table.measure.scale
-    own_index, start = (
+    probe_tau, start = (
         _nearest(tables, tau) for tau in (table.tau, (page_table if page_table.name == table.name else table).tau)
     )
     return {
@@ -169,9 +169,9 @@ def _signal(table: HeadScores, inputs: ReportInputs) -> dict[str, Any] | None:
         },
         "domains": list(table.domains),
         "cache": _cache(table),
-        "file": _file(tables[own_index]),
+        "file": _file(tables[probe_tau]),
         "taus": [yaml_line(_origin(candidate)["tau"]) for candidate in tables],
-        "own": own_index,
+        "probe_tau": probe_tau,
         "start": start,
         "tables": compressed({**tables_at_thresholds(tables), "predicted": _predicted(tables, inputs)}),
     }

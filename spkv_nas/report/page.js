@@ -15,18 +15,18 @@ function tipOf(mark) {
 function show(mark) {
   tip.textContent = tipOf(mark);
   tip.hidden = false;
-  const at = mark.getBoundingClientRect(), own = tip.getBoundingClientRect();
-  const left = Math.min(Math.max(4, at.left + at.width / 2 - own.width / 2), innerWidth - own.width - 4);
-  const above = at.top - own.height - 8;
+  const target = mark.getBoundingClientRect(), box = tip.getBoundingClientRect();
+  const left = Math.min(Math.max(4, target.left + target.width / 2 - box.width / 2), innerWidth - box.width - 4);
+  const top = target.top - box.height - 8;
   tip.style.left = left + "px";
-  tip.style.top = (above > 4 ? above : at.bottom + 8) + "px";
+  tip.style.top = (top > 4 ? top : target.bottom + 8) + "px";
 }
-function over(event) {
+function showTip(event) {
   const mark = event.target.closest("[data-at], .term");
   if (mark) show(mark); else hide();
 }
-document.addEventListener("pointerover", over);
-document.addEventListener("focusin", over);
+document.addEventListener("pointerover", showTip);
+document.addEventListener("focusin", showTip);
 document.addEventListener("focusout", hide);
 document.addEventListener("click", event => { /* explain a term in place; without a script its link leads to the glossary */
   const term = event.target.closest(".term");
@@ -38,15 +38,15 @@ document.addEventListener("scroll", hide, { passive: true, capture: true });
 document.addEventListener("keydown", event => { if (event.key === "Escape") hide(); });
 const steps = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 function make(parent, tag, attributes) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return parent.appendChild(made);
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  return parent.appendChild(node);
 }
 const FILLED = 0.92; /* painted share of a cell's width and height */
 /* Lay invisible squares over a map's cells, row by row, that show tooltips and take keyboard focus. */
 function activate(map, rows) {
-  const [columns, step, left, top] = map.dataset.map.split(" ").map(Number), over = make(map, "g", {});
-  const cells = Array.from({ length: rows * columns }, (_, index) => make(over, "rect", {
+  const [columns, step, left, top] = map.dataset.map.split(" ").map(Number), group = make(map, "g", {});
+  const cells = Array.from({ length: rows * columns }, (_, index) => make(group, "rect", {
     class: "cell", role: "img", "data-at": "", tabindex: index ? "-1" : "0", width: FILLED * step, height: FILLED * step,
     x: left + index % columns * step, y: top + Math.floor(index / columns) * step,
   }));
@@ -63,14 +63,14 @@ function activate(map, rows) {
   });
   return cells;
 }
-function place(index, columns) { return "Layer " + index % columns + ", KV head " + Math.floor(index / columns); }
+function headLabel(index, columns) { return "Layer " + index % columns + ", KV head " + Math.floor(index / columns); }
 for (const map of document.querySelectorAll("svg[data-map]")) {
   const chart = data.charts[map.dataset.chart];
   if (!chart || !chart.marks[0].words) continue;
   const { values, words } = chart.marks[0], columns = values[0].length;
   activate(map, values.length).forEach((cell, index) => {
     const value = values[Math.floor(index / columns)][index % columns];
-    cell.setAttribute("aria-label", place(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
+    cell.setAttribute("aria-label", headLabel(index, columns) + ": " + words.replace("%", (100 * value).toFixed(1)));
   });
 }
 /* On a page that is rewritten continuously: reload it, keeping the address. */
