@@ -54,13 +54,13 @@ def _baselines(name: str, rows: pd.DataFrame, record: Record) -> Section:
     protocol = "" if record.get("protocol") != "kvpress" else ", as kvpress reads it"
     return Section(
         name,
-        "Training-free pruning",
+        "Post-hoc KV-cache compression",
         "The dense model with keys evicted by training-free rules, on "
         f"{_text(record)}, read in chunks of {record.get('chunk', '?')} tokens{protocol}; the window of "
         f"{record.get('window', '?')} is always kept. "
         "Density is the share of the keys outside the window that is kept, sinks among them. ΔNLL is against the model "
-        "with all keys, ± one standard error, paired by document; “level” is within two of them. SP-KV is a model of "
-        "its own.",
+        "with all keys, ± one standard error, paired by document; “level” is within two of them. SP-KV is a "
+        "separate model.",
         tuple(_of_densities(rows)),
         ("Method", "Δ NLL, %", "NLL", "Sinks", "Target density, %", "Density, %"),
         (),
@@ -103,7 +103,7 @@ def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
         level = [_with_sinks(row) for _, row in others if row["above_lowest"] <= 2 * row["above_lowest_standard_error"]]
         # Say which rules are level with the best
         if all(math.isnan(row["above_lowest_standard_error"]) for _, row in others):
-            level_note = "; whether others are level with it is not known"
+            level_note = "; no standard error of the differences is known"
         elif level:
             level_note = f"; level with it, within two standard errors of the difference: {listed(level, _MOST_NAMED)}"
         else:
@@ -112,7 +112,7 @@ def _of_densities(rows: pd.DataFrame) -> Iterable[str]:
         yield f"At {100 * target:g} %, {_with_sinks(best)} loses least, {loss} %{level_note if others else ''}."
     if len(spkv_rows) and unmatched:
         yield (
-            "No row of SP-KV is within a point of these densities, so it is compared by the figure alone, between rows."
+            "No row of SP-KV is within a point of these densities, so it is compared in the figure only, between rows."
         )
 
 
@@ -143,13 +143,13 @@ def _ruler(name: str, rows: pd.DataFrame, record: Record) -> Section:
     return Section(
         name,
         "RULER",
-        f"{_whose(record)}Share of the answers found, ± one standard error over samples; needles hide in "
-        f"{haystack if isinstance(haystack, str) else 'the essays given'}. The floor is the same checkpoint with "
-        f"every head local to {record.get('floor_window', '?')} tokens: so much takes no long range, or is right by "
-        "chance; its own error is not known here. “Level” is a difference of at most two standard errors, paired by "
-        "sample. In brackets stands an exact 95 % interval, where all samples came out alike.",
+        f"{_whose(record)}Share of correct answers, ± one standard error over samples; needles hide in "
+        f"{haystack if isinstance(haystack, str) else 'the essays provided'}. The floor is the same checkpoint with "
+        f"every head local to {record.get('floor_window', '?')} tokens: this score needs no long-range attention, "
+        "or is reached by chance; its standard error is not known. “Level” is a difference of at most two "
+        "standard errors, paired by sample. In brackets: an exact 95 % interval, where all samples agree.",
         (*findings, *_of_pairs(rows, rows["task"] + " at " + rows["length"].map("{:,}".format), paired=paired)),
-        ("Task", "Tokens", "Samples", "Found", "Floor", "Density, %", *(_PAIR if paired else ())),
+        ("Task", "Tokens", "Samples", "Score", "Floor", "Density, %", *(_PAIR if paired else ())),
         (averages,),
         by_length,
     )
@@ -179,9 +179,9 @@ def _tasks(name: str, rows: pd.DataFrame, record: Record) -> Section:
     return Section(
         name,
         "Downstream tasks",
-        f"{_whose(record)}By lm-eval{limit}, ± one standard error over samples. What guessing would give is not in "
-        "this table. “Level” is a difference of at most two standard errors, paired by sample. In brackets stands an "
-        "exact 95 % interval, where all samples came out alike.",
+        f"{_whose(record)}By lm-eval{limit}, ± one standard error over samples. The score of guessing is not in "
+        "this table. “Level” is a difference of at most two standard errors, paired by sample. In brackets: an "
+        "exact 95 % interval, where all samples have the same result.",
         tuple(_of_pairs(rows, rows["task"] + ", " + rows["metric"], paired=paired)),
         ("Task", "Metric", "Shots", "Samples", "Value", "Density, %", *(_PAIR if paired else ())),
         tuple(filter(None, (tuple(row for row in lines if row not in averages), averages))),
@@ -210,11 +210,10 @@ def _longppl(name: str, rows: pd.DataFrame, record: Record) -> Section:
     return Section(
         name,
         "LongPPL",
-        f"{_whose(record)}Perplexity of the key tokens alone, those that a long context makes much likelier, as judged"
-        f"{evaluator_note}; ± one standard error by document, and beside it that of all tokens. "
-        "The SP-KV paper uses the name for "
-        "its validation text, which is another thing. “Level” is a difference of at most two standard errors, on the "
-        "same key tokens.",
+        f"{_whose(record)}Perplexity of the key tokens only, those that a long context makes much likelier, as judged"
+        f"{evaluator_note}; ± one standard error by document, beside the perplexity of all tokens. "
+        "The SP-KV paper uses the name for its validation text, which is a different measure. “Level” is a difference "
+        "of at most two standard errors, on the same key tokens.",
         tuple(reasons),
         (*_LONG, *(_LONG_PAIR if paired else ())),
         (tuple(_longppl_row(row, paired=paired) for _, row in rows.iterrows()),),
@@ -263,9 +262,9 @@ def _of_pairs(rows: pd.DataFrame, names: Sequence[str], *, paired: bool) -> Iter
     ):
         if differing:
             listing = listed([f"{name} ({signed(difference)})" for name, difference in differing], _MOST_NAMED)
-            yield f"By more than two standard errors {direction} the other checkpoint: {listing}."
+            yield f"More than two standard errors {direction} the other checkpoint: {listing}."
     if not clear:
-        yield "No row is told apart from the other checkpoint's by two standard errors."
+        yield "No difference from the other checkpoint exceeds two standard errors."
 
 
 def _level(difference: float, error: float) -> str:

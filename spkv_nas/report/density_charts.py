@@ -97,9 +97,9 @@ def stability_chart(certainty: Certainty) -> Chart:
     """Return the probability of every KV head to be among the densest under resampling."""
     probability = certainty.probability["densest"]
     about = f"Columns are layers, rows are KV heads; the budget is {certainty.budget} heads."
-    heading = f"Chance to be one of the {certainty.budget} densest heads, %"
-    title = "Chance of every head to be chosen"
-    cells = Heatmap(_rows(probability), "chosen in % % of the resamples")
+    heading = f"Resamples in which a head is one of the {certainty.budget} densest, %"
+    title = "Selection frequency of every head"
+    cells = Heatmap(_rows(probability), "selected in % % of the resamples")
     return Chart("stability", title, about, *_head_axes(probability.shape), (cells,), heading=heading)
 
 
@@ -144,7 +144,7 @@ def domain_chart(table: HeadScores) -> Chart:
         _value_axis(table),
         name_axis("", [short(name, 18) for name in profile["domain"]], down=True),
         tuple(marks),
-        note=f"Each dot is a KV head, the vertical bar the mean over heads.{f' Left out: {others}.' if others else ''}",
+        note=f"Each dot is a KV head, each vertical bar a mean over heads.{f' Not shown: {others}.' if others else ''}",
         height=62.0 + 46 * len(profile),
     )
 
@@ -210,7 +210,7 @@ def histogram_chart(table: HeadScores) -> Chart:
         _value_axis(table),
         round_axis("KV heads", 0, float(counts.max())),
         (Bars(low, high, height, tips), Rule(table.mean, f"mean {measure.rough(table.mean)}")),
-        note="A long tail means that few heads matter most."
+        note="A long tail means that a few heads matter most."
         if scale.is_stretched
         else "Peaks at both ends mean that heads differ in kind; a single peak means that the choice of heads "
         "matters less.",

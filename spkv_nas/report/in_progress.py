@@ -43,9 +43,9 @@ def section(parts: Sequence[Part]) -> Section | None:
         return None
     return Section(
         "under-way",
-        "Under way",
-        "What other commands have not finished, as they leave it while they work: a search every layout that it has "
-        "scored, a training its log with every checkpoint.",
+        "In progress",
+        "Unfinished work of other commands: of a search, every layout scored so far; of a training run, its log up "
+        "to the last checkpoint.",
         tuple(sentence for part in parts for sentence in part.said),
         ("Layout, so far", "Global KV heads", "Zero-shot ΔNLL, %"),
         tuple(part.rows for part in parts if part.rows),
@@ -84,8 +84,8 @@ def searching(scored: pd.DataFrame, retrained: Mapping[Retraining, tuple[int, in
     chart = replace(
         progress_chart(complete, cost),
         name="under-way-search",
-        title="The best so far",
-        note="Of layouts that were scored on the whole text. Thick: mean over seeds; thin: each.",
+        title="Best layouts so far",
+        note="Layouts scored on the whole text only. Thick: mean over seeds; thin: single seeds.",
     )
     return Part(tuple(sentences), (chart,), best)
 
@@ -101,7 +101,7 @@ def training(name: str, step: int, num_steps: int, log: pd.DataFrame, *, is_held
         is_held: True if a process is working on it.
         count: number of the training on this page, which makes its chart's name unique.
     """
-    worker = "a process is at it" if is_held else "no process is at it: the same command goes on"
+    worker = "one process is running" if is_held else "no process is running: the same command resumes it"
     # Sentence: step and latest values
     sentence = f"Training {name}: step {step:,} of {num_steps:,} at its last checkpoint"
     lines = [(label, tone, *_curve(log, column)) for column, label, tone in _CURVES]
@@ -139,5 +139,5 @@ def _curve(log: pd.DataFrame, column: str) -> tuple[Numbers, Numbers]:
 def _workers(number: int) -> str:
     """Return how many processes work on a search, in words."""
     if not number:
-        return "no process is at it: the same command goes on"
-    return "a process is at it" if number == 1 else f"{number} processes are at it"
+        return "no process is running: the same command resumes it"
+    return "one process is running" if number == 1 else f"{number} processes are running"

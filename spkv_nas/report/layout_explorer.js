@@ -33,7 +33,7 @@ function instrument(explorer) {
   function comparedLayout() { /* the layout to compare with; -2 and below: as many heads by another probe at its own threshold */
     if (state.other >= 0) return layouts[state.other];
     const probe = -2 - state.other;
-    return probe < 0 ? null : { name: "those by " + explorer.signals[probe].name, mask: first(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
+    return probe < 0 ? null : { name: "heads selected by " + explorer.signals[probe].name, mask: first(explorer.signals[probe].order[explorer.signals[probe].probe_tau]) };
   }
   function memory(cache, budget) { return bytes(cache, budget, total, state.context); }
   function drawCosts(signal, mask) {
@@ -52,7 +52,7 @@ function instrument(explorer) {
     const [mean, deviation] = prediction;
     element("predicted").textContent = percent(mean);
     element("predicted-by").textContent = "before retraining, 95 % interval " + percent(mean - 1.96 * deviation) + " to " +
-      percent(mean + 1.96 * deviation) + ", by what the search scored";
+      percent(mean + 1.96 * deviation) + ", fitted to the search's scores";
   }
   function file(mask) {
     const stored = explorer.files[state.shown], text = rowsOf(mask).map(row => "  - " + row).join("\n");
@@ -178,7 +178,7 @@ function instrument(explorer) {
   }
   function fillLayouts() {
     const offered = layouts.map(({ name }, at) => [at, name]).filter(([at]) => at < explorer.offered || at === state.other || at === state.shown);
-    const probes = explorer.signals.map(({ name }, probe) => [-2 - probe, "as many heads by " + name]).filter((_, probe) => probe !== state.signal);
+    const probes = explorer.signals.map(({ name }, probe) => [-2 - probe, "as many heads selected by " + name]).filter((_, probe) => probe !== state.signal);
     fill(element("shown"), [[-1, "from sliders"], ...offered], state.shown);
     fill(element("other"), [[-1, "nothing"], ...probes, ...offered], state.other);
   }

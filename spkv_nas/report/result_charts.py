@@ -108,7 +108,7 @@ def tau_sweep_chart(rows: pd.DataFrame) -> Chart:
     low, high = min(0.0, float((change - error_bars).min())), max(0.0, float((change + error_bars).max()))
     return Chart(
         "tau-sweep",
-        "What closing gates costs",
+        "NLL against density",
         "Density and NLL change: "
         + "; ".join(f"{name} {a:.1f} %, {signed(b)} %" for name, a, b in zip(names, density, change, strict=True))
         + ".",
@@ -135,8 +135,8 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
         marks.append(Line(_percent(spkv), numbers(spkv["delta_nll_percent"]), width=1.5, opacity=0.6, tone="ink"))
     # Points: rules with and without sinks, and SP-KV
     groups: tuple[tuple[pd.DataFrame, str, Shape, Tone, bool], ...] = (
-        (rows[~is_spkv & ~with_sinks], "pruned, without sinks", "circle", "accent", True),
-        (rows[with_sinks], "pruned, with sinks", "circle", "accent", False),
+        (rows[~is_spkv & ~with_sinks], "compressed, without sinks", "circle", "accent", True),
+        (rows[with_sinks], "compressed, with sinks", "circle", "accent", False),
         (spkv, "SP-KV", "diamond", "ink", False),
     )
     for group, label, shape, tone, hollow in groups:
@@ -168,7 +168,7 @@ def baselines_chart(rows: pd.DataFrame) -> Chart:
     texts = (f"{row.method} {100 * row.density:.1f} %, {signed(row.delta_nll_percent)} %" for row in dots.itertuples())
     return Chart(
         "baselines",
-        "What density costs by each rule",
+        "NLL against density, by compression rule",
         "Density and NLL change: " + "; ".join(texts) + ".",
         round_axis("Density, % of keys outside the window", 0.0, 100 * dots["density"].max(), padded=True),
         round_axis("NLL change from the dense model, %", min(0.0, low.min()), max(0.0, high.max()), padded=True),

@@ -57,7 +57,8 @@ def progress_chart(rows: pd.DataFrame, cost: str | None) -> Chart:
         round_axis("Layouts scored", 0, float(progress["trials"].max()), exact=True),
         spread_axis(quality_title, low, high, zero=False) if cost is None else round_axis(quality_title, low, high),
         (*marks, *means.values()),
-        note=f"Thick: mean over seeds; thin: each; {sampler_notes}." + (" Dotted: baselines." if cost is None else ""),
+        note=f"Thick: mean over seeds; thin: single seeds; {sampler_notes}."
+        + (" Dotted: baselines." if cost is None else ""),
         width=440.0,
         height=300.0,
     )

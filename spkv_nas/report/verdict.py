@@ -123,7 +123,7 @@ class Verdict:
     def sentences(self) -> list[str]:
         """Return the other sentences: which layouts are level, which unknown, which behind."""
         if self.layout is not None and self.evidence is None:
-            return ["No layout has been retrained yet, so which has the lowest NLL is not known."]
+            return ["No layout has been retrained yet, so it is not known which has the lowest NLL."]
         margin = standard_errors(self.critical)
         sentences = [
             f"{template.format(margin=margin)}, in percentage points: {listed(named, _MOST_NAMED)}."

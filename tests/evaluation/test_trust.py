@@ -303,5 +303,6 @@ def test_the_page_names_what_is_left_out(tmp_path: Path) -> None:
     assert '<th scope="row">layer 3, KV head 0</th><td>30.0 ± 2.0</td><td>0.675</td><td>2</td>' in text
     assert '<th scope="row">layer 0, KV head 0</th>' not in text  # it is global
     plain = write_report(tmp_path / "two", ReportInputs(table, layouts)).read_text(encoding="utf-8")
-    assert "Left out" not in plain
+    assert "Excluded head" in text
+    assert "Excluded head" not in plain
     assert ReportInputs(table, layouts).trust is None

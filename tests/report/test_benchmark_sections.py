@@ -124,7 +124,7 @@ def test_what_cannot_be_told_apart_is_called_level(folder: Path) -> None:
     assert [row.tag for rows in ruler.folded for row in rows] == ["level", "at the floor"]
     assert ruler.findings == (
         "No better than the floor, within two standard errors: cwe at 512.",
-        "By more than two standard errors below the other checkpoint: cwe at 512 (−0.077), average of 2 at 512 "  # noqa: RUF001
+        "More than two standard errors below the other checkpoint: cwe at 512 (−0.077), average of 2 at 512 "  # noqa: RUF001
         "(−0.043).",  # noqa: RUF001
     )
     assert [row.tag for rows in tasks.groups for row in rows] == ["level", ""]

@@ -96,12 +96,12 @@ def test_scores_of_a_search_are_shown_as_they_come(
     before, first, same, second, other, retrained, killed, finished = watched(place, steps())
     assert before == "nothing"
     assert drawn.count("density") == 1
-    assert "Search: 1 layout scored (surrogate 1), 0 of them stopped; a process is at it." in first
+    assert "Search: 1 layout scored (surrogate 1), 0 of them stopped; one process is running." in first
     assert "surrogate-0-0 2 +1.500" in first
     assert "2 layouts scored (surrogate 2), 1 of them stopped" in second
     assert "surrogate-0-1" not in second  # an estimate is not among the best
     assert "Retraining, short: 1 of 3 finished." in retrained
-    assert "no process is at it: the same command goes on" in killed
+    assert "no process is running: the same command resumes it" in killed
     assert (same, other, finished) == ("", "", "")  # nothing new, another search, and a table that is half written
 
 
@@ -136,8 +136,8 @@ def test_the_log_of_a_training_is_shown_with_every_checkpoint(place: Path, drawn
     before, first, owned, half, last, finished = watched(place, steps())
     assert before == "nothing"
     assert "step 20 of 160 at its last checkpoint, loss 2.8000, held-out NLL with soft gates 2.5000, held-out" in first
-    assert "no process is at it" in first
-    assert "a process is at it" in owned
+    assert "no process is running" in first
+    assert "one process is running" in owned
     assert half == ""
     assert "step 60 of 160 at its last checkpoint, loss 2.4000" in last
     assert finished == "nothing"

@@ -251,13 +251,13 @@ def test_two_layouts_are_compared_head_by_head(open_page: Any) -> None:
 
 def test_two_probes_are_compared_at_the_same_number_of_heads(open_page: Any, workspace: Path) -> None:
     page = open_page("#budget=10")
-    page.select_option("#instrument-other", label=f"as many heads by {OTHER}")
+    page.select_option("#instrument-other", label=f"as many heads selected by {OTHER}")
     masks = [
         propose(HeadScores.read(workspace / "probes" / name), 10, num_random=0)["densest"].global_mask
         for name in ("stdlib-21x3", OTHER)
     ]
     both = int((masks[0] & masks[1]).sum())
-    said = f"both {both} \u00b7 only here {10 - both} \u00b7 only in those by {OTHER} {10 - both}"
+    said = f"both {both} \u00b7 only here {10 - both} \u00b7 only in heads selected by {OTHER} {10 - both}"
     assert page.inner_text("#instrument-difference") == said
     page.wait_for_url(lambda url: "against=" in url)
     assert open_page(page.evaluate("location.hash")).inner_text("#instrument-difference") == said

@@ -309,7 +309,7 @@ def test_before_training_the_page_is_of_the_widest_layout() -> None:
     assert "".join(verdict.lead) == (
         "Of 2 layouts with 2 of 8 KV heads global, densest has the highest density coverage: 47.1 %."
     )
-    assert verdict.sentences == ["No layout has been retrained yet, so which has the lowest NLL is not known."]
+    assert verdict.sentences == ["No layout has been retrained yet, so it is not known which has the lowest NLL."]
 
 
 def test_the_dense_model_as_it_is_is_a_row_and_what_changes_count_from(
