@@ -143,7 +143,7 @@ class HeadScores:
     @property
     def missed_price(self) -> str | None:
         """Return a warning if the gates missed the target density of their price; else None."""
-        reached = self.metadata.get("reached_density", self.metadata.get("mean_density"))  # in older files
+        reached = self.metadata.get("reached_density")
         learned = self.metadata.get("training") != FROZEN
         return missed_price(self.priced_at, reached, weights_learned=learned) if self.is_density else None
 

@@ -121,13 +121,8 @@ class _PlainDumper(yaml.SafeDumper):
         return True
 
 
-def write_yaml(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values (text, numbers, lists, mappings) as YAML, keeping the order of keys, as ``write_atomic``."""
-    write_atomic(path, yaml_text(content))
-
-
 def yaml_text(content: Mapping[str, Any]) -> str:
-    """Return the text that ``write_yaml`` writes."""
+    """Return plain values (text, numbers, lists, mappings) as YAML, keeping the order of keys."""
     text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
     return text
 

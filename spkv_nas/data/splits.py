@@ -6,7 +6,7 @@ starts read only the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,14 +83,11 @@ def cache_split(
     def has_all(folder: Path) -> bool:
         return is_written(folder / _TRAIN) and _heldout_file(folder, config, stretch).is_file()
 
-    folder = block_cache.find(has_all)
-    if folder is None:
-        with locked(cache, _LOCKED, reporter.announce):
-            # Look again under the lock, as another process may have written the blocks
-            folder = block_cache.find(has_all)
-            if folder is None:
-                with BlockWriter(block_cache.partial, config.block_size, "training text") as writer:
-                    folder = _write_split(config, tokenizer, block_cache, base, reporter, writer, stretch)
+    def write() -> Path:
+        with BlockWriter(block_cache.partial, config.block_size, "training text") as writer:
+            return _write_split(config, tokenizer, block_cache, base, reporter, writer, stretch)
+
+    folder = _find_or_write(block_cache, cache, has_all, write, reporter)
     check_blocks(folder / _TRAIN)
     for note in read_notes(folder / _TRAIN):
         reporter.announce(note)
@@ -159,18 +156,11 @@ def load_text(
     def has_blocks(folder: Path) -> bool:
         return is_written(folder / _TEXT)
 
-    folder = block_cache.find(has_blocks)
-    if folder is None:
-        with locked(cache, _LOCKED, reporter.announce):
-            # Look again under the lock, as another process may have written the blocks
-            folder = block_cache.find(has_blocks)
-            if folder is None:
-                left_out = LeftOut()
-                with reporter.bar(_TITLE) as progress:
-                    text_documents = documents(
-                        sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out
-                    )
-                    folder = _write_text(text_documents, tokenizer, block_cache, block_size, left_out)
+    def write() -> Path:
+        with _documents_of(sources, base, block_size, reporter) as (text_documents, left_out):
+            return _write_text(text_documents, tokenizer, block_cache, block_size, left_out)
+
+    folder = _find_or_write(block_cache, cache, has_blocks, write, reporter)
     check_blocks(folder / _TEXT)
     for note in read_notes(folder / _TEXT):
         reporter.announce(note)
@@ -192,21 +182,40 @@ def _load_sample(
     def has_sample(folder: Path) -> bool:
         return (folder / _SAMPLE).is_file() and (folder / _NOTES).is_file()
 
-    folder = block_cache.find(has_sample)
-    if folder is None:
-        with locked(cache, _LOCKED, reporter.announce):
-            # Look again under the lock, as another process may have written the sample
-            folder = block_cache.find(has_sample)
-            if folder is None:
-                left_out = LeftOut()
-                with reporter.bar(_TITLE) as progress:
-                    text_documents = documents(
-                        sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out
-                    )
-                    folder = _write_sample(text_documents, tokenizer, block_cache, block_size, max_tokens, left_out)
+    def write() -> Path:
+        with _documents_of(sources, base, block_size, reporter) as (text_documents, left_out):
+            return _write_sample(text_documents, tokenizer, block_cache, block_size, max_tokens, left_out)
+
+    folder = _find_or_write(block_cache, cache, has_sample, write, reporter)
     for note in read_json(folder / _NOTES, "notes on a text").get("notes", []):
         reporter.announce(str(note))
     return TokenBlocks.read(folder / _SAMPLE)
+
+
+def _find_or_write(
+    block_cache: BlockCache,
+    cache: Path,
+    is_complete: Callable[[Path], bool],
+    write: Callable[[], Path],
+    reporter: Reporter,
+) -> Path:
+    """Return the folder of a cached text that is complete; ``write`` makes it, in one process at a time."""
+    folder = block_cache.find(is_complete)
+    if folder is None:
+        with locked(cache, _LOCKED, reporter.announce):
+            # Look again under the lock, as another process may have written the text
+            folder = block_cache.find(is_complete) or write()
+    return folder
+
+
+@contextmanager
+def _documents_of(
+    sources: Sequence[str | SourceConfig], base: Path, block_size: int, reporter: Reporter
+) -> Iterator[tuple[Iterable[Document], LeftOut]]:
+    """Yield the documents of a text, read under a progress bar, and what is left out of it."""
+    left_out = LeftOut()
+    with reporter.bar(_TITLE) as progress:
+        yield documents(sources, base, piece=piece_size(block_size), progress=progress, left_out=left_out), left_out
 
 
 def _write_text(

@@ -172,10 +172,7 @@ def write_scores(folder: Path, rows: pd.DataFrame, origin: Mapping[str, Any]) ->
 
 
 def kept_layouts(cache: Path) -> list[Layout]:
-    """Return the layouts whose finished scores are in a cache.
-
-    Files of older versions, which do not store their layout, are skipped.
-    """
+    """Return the layouts whose finished scores are in a cache."""
     layouts = []
     for file in sorted(cache.glob("*.npz")):
         try:

@@ -3,8 +3,6 @@
 The key ``options`` holds those of the command that are not at their defaults, with absolute paths::
 
     options: {model: /home/me/model, data: [/home/me/text], block_size: 256}
-
-Probes of older versions lack the key; for those of an embedded model the options are inferred.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import command_line
-from spkv_nas.stages.options import REFERENCE, ProbeOptions
+from spkv_nas.stages.options import ProbeOptions
 
 OPTIONS = "options"
 _NOT_RECORDED = ("workspace", "device", "dry_run")  # options that do not affect the result
@@ -59,10 +57,6 @@ def read_options(record: Mapping[str, Any], workspace: Path) -> ProbeOptions | N
         workspace: folder for the commands to be made from the options.
     """
     content = record.get(OPTIONS)
-    if content is None and str(record.get("model", "")).startswith(EMBEDDED_PREFIX):
-        model = None if record["model"] == REFERENCE else record["model"]
-        # The user's text is a list, a recipe's is a mapping
-        content = {"model": model} if isinstance(record.get("data"), Mapping) else None
     if not isinstance(content, Mapping):
         return None
     try:

@@ -11,7 +11,7 @@ import yaml
 
 from spkv_nas.artifacts.layout import Difference, Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.files import read_yaml, write_yaml
+from spkv_nas.base.files import read_yaml, yaml_text
 
 PROVENANCE = {"probe": "p", "budget": 3, "coverage": 0.684, "tau": 0.5, "seed": None, "created_by": "spkv-nas 0.1.0"}
 FILE = "format: spkv-nas/layout/1\nwindow: 8\nheads: [GLG, LLL]\n"
@@ -118,7 +118,7 @@ def test_a_strategy_can_name_a_file(tmp_path: Path, strategy: str) -> None:
     with pytest.raises(UserError, match=r"the strategy .* cannot name a file"):
         Layout(("G",), 8, strategy)
     file = tmp_path / "x.yaml"
-    write_yaml(file, {"format": "spkv-nas/layout/1", "window": 8, "heads": ["G"], "strategy": strategy})
+    file.write_text(yaml_text({"format": "spkv-nas/layout/1", "window": 8, "heads": ["G"], "strategy": strategy}))
     with pytest.raises(UserError, match=r"layout .*x\.yaml: the strategy .* cannot name a file"):
         Layout.read(file)
 
@@ -174,7 +174,7 @@ def test_mistakes_in_the_file_are_explained(tmp_path: Path, old: str, new: str, 
 
 def test_text_like_a_number_survives_other_files(tmp_path: Path) -> None:
     """A commit such as 2e087445 was written without quotes, and the strict reader took it for infinity."""
-    write_yaml(tmp_path / "x.yaml", {"commit": "2e087445", "tau": 1e-9})
+    (tmp_path / "x.yaml").write_text(yaml_text({"commit": "2e087445", "tau": 1e-9}))
     assert read_yaml(tmp_path / "x.yaml", "file") == {"commit": "2e087445", "tau": 1e-9}
 
 

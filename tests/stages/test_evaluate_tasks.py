@@ -240,7 +240,7 @@ class TestCommand:
     def test_the_papers_tasks_are_named_with_their_data(self) -> None:
         """All sixteen, or the fourteen that run no code: here is the data of none."""
         heard = Heard()
-        reporter = replace(heard.reporter, caution=heard.announced.append)
+        reporter = replace(heard.reporter, cautioned=heard.announced.append)
         with pytest.raises(UserError, match="no data for 14 of 14 tasks") as error:
             tasks(EvaluateOptions(tasks="paper"), reporter)
         assert len(str(error.value).splitlines()) == 3

@@ -11,7 +11,6 @@ from helpers import Heard, Page, fails, gated, make_table, scatter_gates, tiny_m
 from transformers import PreTrainedTokenizerBase
 
 from spkv_nas import GateConfig, attach_gates, probe
-from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
@@ -29,12 +28,6 @@ class TestSentence:
         table = replace(make_table(np.full((2, 2), 0.5)), metadata=facts)
         assert (table.missed_price is not None) is says
         assert any("price was to keep 30.0%" in one for one in table.diagnosis()) is says
-
-    def test_probes_of_older_versions_have_their_mean(self, tmp_path: Path) -> None:
-        table = replace(make_table(np.full((2, 2), 0.04)), metadata={"target_density": 0.286})
-        table.write(tmp_path)
-        assert "keep 4.0%" in str(HeadScores.read(tmp_path).missed_price)
-        assert make_table(np.full((2, 2), 0.04)).missed_price is None
 
     def test_what_helps_depends_on_how_they_learned(self) -> None:
         """Weights that learn too adapt to closed gates; on frozen ones only steps were too few."""
@@ -107,5 +100,5 @@ class TestCommands:
         heard = Heard()
         options = TrainHybridOptions(probe="mine", workspace=tmp_path / "w", recipe=recipe)
         with pytest.raises(UserError, match="before any training"):
-            train_stage.train_hybrid(options, replace(heard.reporter, caution=heard.announced.append))
+            train_stage.train_hybrid(options, replace(heard.reporter, cautioned=heard.announced.append))
         assert sum(MISSED in line for line in heard.announced) == 1
