@@ -53,7 +53,7 @@ def make_table(num_layers: int, num_kv_heads: int, num_domains: int) -> HeadScor
     domains = tuple(f"domain-{number}" for number in range(num_domains))
     histogram = LogitHistogram(np.linspace(-12, 12, 481), counts, domains)
     domain, layer, head = (axis.ravel() for axis in np.indices(shape))
-    rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": histogram.density(0.5).ravel()}).assign(
+    rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": histogram.density(0.5).ravel()}).assign(
         domain=[domains[number] for number in domain],
         num_tokens=20_000,
         num_documents=20,

@@ -1,7 +1,6 @@
 from .artifacts.gate_config import GateConfig as GateConfig
 from .artifacts.head_scores import HeadScores as HeadScores
 from .artifacts.layout import Layout as Layout
-from .artifacts.signals import SIGNALS as SIGNALS
 from .base.errors import UserError as UserError
 from .base.version import __version__ as __version__
 from .data.blocks import build_blocks as build_blocks
@@ -20,8 +19,9 @@ from .model.modes import set_gate_mode as set_gate_mode
 from .model.windows import apply_layout as apply_layout
 from .model.windows import layout_applied as layout_applied
 from .probing.head_gates import head_gates as head_gates
+from .probing.measure import probe as probe
 from .probing.priced import learn_gates as learn_gates
-from .probing.signals import probe as probe
+from .probing.registry import SIGNALS as SIGNALS
 from .proposal.coverage import coverage as coverage
 from .proposal.propose import propose as propose
 from .report.pictures import plot_head_scores as plot_head_scores

@@ -62,7 +62,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = HeadScores.read(folder / "probes/stdlib-21x3")
     scores = np.random.default_rng(0).uniform(size=len(table.rows)).round(2)  # some are equal
     metadata = {"signal": "duo", "model": table.metadata["model"]}
-    HeadScores(OTHER, table.rows.assign(density=scores), window=table.window, metadata=metadata).write(
+    HeadScores(OTHER, table.rows.assign(score=scores), window=table.window, metadata=metadata).write(
         folder / "probes" / OTHER
     )
     main(["report", "-w", str(folder), "--probe", "stdlib-21x3"])

@@ -186,7 +186,7 @@ def make_table(density: object, domains: tuple[str, ...] = ("all",)) -> HeadScor
     grid = np.asarray(density, dtype=float)
     grid = grid[None] if grid.ndim == 2 else grid
     domain, layer, head = (axis.ravel() for axis in np.indices(grid.shape))
-    rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+    rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": grid.ravel()}).assign(
         domain=[domains[i] for i in domain], num_tokens=1000, num_documents=2, standard_error=math.nan
     )
     return HeadScores("p", rows, window=8)
@@ -201,7 +201,7 @@ def make_domain_table(domains: tuple[str, ...] = ("all",), density: np.ndarray =
             "layer": layer,
             "kv_head": head,
             "domain": domain,
-            "density": density[layer, head],
+            "score": density[layer, head],
             "num_tokens": 2000 * (number + 1),
             "num_documents": 10,
             "standard_error": 0.01 if number else np.nan,

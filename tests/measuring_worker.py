@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.distributed import on_main, process_index
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
+from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.stages.evaluate import evaluate, score
 from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions
 from spkv_nas.stages.probe import probe
@@ -53,7 +53,7 @@ def measure_all(ground: Path, workspace: Path) -> Found:
     found["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
     take("density", model=gated, gain_tokens=200)
     take("learned", signal="density", steps=6, gain_tokens=0)
-    for signal in SIGNALS[1:]:
+    for signal in SIGNALS.names[1:]:
         some: dict[str, Any] = {"num_layouts": 20, "budget": "3"} if signal == "regression" else {}
         some |= {"steps": 4} if signal in ("duo", "head-gates") else {}
         take(signal, signal=signal, window=6, **some)

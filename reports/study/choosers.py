@@ -11,11 +11,10 @@ from typing import Any
 import optuna
 from references import Subject
 from scipy.stats import rankdata
-from signals import COST, DENSITIES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
+from signals import COST, DENSITIES, HEAD_GATES, LONG, ONCE, OPENING, REGRESSION, SECONDS, signal_folder
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.proposal.propose import layout_by, resolve_tau
 from spkv_nas.proposal.ranking import densest
 from spkv_nas.proposal.registry import STRATEGIES

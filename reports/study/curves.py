@@ -14,14 +14,14 @@ from cells import Cell
 from choosers import RULES
 from judging import score
 from references import Subject
-from signals import learn_and_probe
+from signals import HEAD_GATES, learn_and_probe
 
+from spkv_nas.artifacts.defaults import LEARNING_TOKENS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.signals import HEAD_GATES
 from spkv_nas.base.files import write_json
 from spkv_nas.evaluation.paired import paired_difference
-from spkv_nas.probing import head_gates
+from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.proposal.propose import propose, resolve_tau
 
 
@@ -78,7 +78,7 @@ def _base(subject: Subject, signal: str, seed: int) -> Setting:
     plan = subject.plan
     steps, tokens = plan.frozen.steps, plan.frozen.step_tokens
     if signal == HEAD_GATES:
-        steps, tokens = plan.head_gates_steps, head_gates.STEP_TOKENS
+        steps, tokens = plan.head_gates_steps, LEARNING_TOKENS
     return Setting(signal, steps, tokens, subject.recipe.data.block_size, subject.plan.window, seed)
 
 
@@ -88,9 +88,7 @@ def _learn(subject: Subject, setting: Setting, heads: int) -> HeadScores:
     training: dict[str, Any] = {"steps": setting.steps, "step_tokens": setting.step_tokens, "seed": setting.seed}
     if setting.signal == HEAD_GATES:
         with subject.reporter.bar(setting.name) as progress:
-            return head_gates.head_gates(
-                subject.model(), chosen, setting.window, budget=heads, progress=progress, **training
-            )
+            return head_gates(subject.model(), chosen, setting.window, budget=heads, progress=progress, **training)
     train = subject.context.corpus.train.cut(setting.block_size)
     table, _ = learn_and_probe(
         subject, heads, train=train, chosen=chosen, window=setting.window, name=setting.name, **training

@@ -20,15 +20,15 @@ from references import Subject
 
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.signals import DUO, HEAD_GATES, SCORING
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.probing.density import probe
+from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.signals import measure_signal
+from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.training.variants import Variant
 
 PRICED, FROZEN, UNPRICED, LONG = DENSITIES = ("priced-trained", "priced-frozen", "unpriced", "unpriced-long")
-OPENING, CLOSING, REGRESSION = SCORING
+HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO = "head-gates", "opening", "closing", "regression", "duo"
 ONCE = (OPENING, CLOSING, DUO, "retrieval", "attention-mass")  # independent of the budget
 COST, SECONDS = "forward_tokens", "cpu_seconds"  # metadata keys of a table
 _TRAINED, _FROZEN_STEP = 3, 2  # cost of a step in forward passes
@@ -161,7 +161,7 @@ def _probed(subject: Subject, checkpoint: str | Path, name: str, cost: int) -> M
 def _other(subject: Subject, name: str, heads: int | None = None) -> Measured:
     """Measure one of the library's signals."""
     plan, blocks = subject.plan, subject.parts[0]
-    if name in SCORING:
+    if SIGNALS[name].computes_logits:
         blocks = blocks.spread(max(1, plan.scored_on // blocks.block_size))
     signal_options: dict[str, Any] = {}
     if name == REGRESSION:

@@ -1,6 +1,9 @@
 """Columns and reader of ``density.csv``.
 
-Densities and scores such as DuoAttention's are in [0, 1]. Scores in nats are signed, because a head may do harm, or
+The column of the scores is called ``density`` in a table of densities and ``score`` in one of another kind; in memory,
+and in the code, it is ``score`` in both. Earlier versions wrote ``density`` for every kind.
+
+Densities and scores such as DuoAttention's are in [0, 1]. Gains in nats are signed, because a head may do harm, or
 appear to by chance. ``HeadScores.values`` keeps the sign and ranks heads; ``HeadScores.density``, whose shares add up
 to coverage, clips negative scores to 0. Clipping happens after the mean over domains: before it, the noise of useless
 heads would add up to a gain.
@@ -8,43 +11,60 @@ heads would add up to a gain.
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
+from spkv_nas.artifacts.kinds import DENSITY, GAIN, SCORE
 from spkv_nas.base.errors import UserError
-from spkv_nas.base.tables import Column, read_table
+from spkv_nas.base.files import read_text
+from spkv_nas.base.limits import MOST_SHOWN
+from spkv_nas.base.tables import MOST_BYTES, Column, read_table
 
-NATS = "nats per token"  # unit of a signal
-_MOST_ERROR = MOST_NATS = 1e3  # bounds of standard errors and of signals in nats
+MOST_NATS = 1e3  # bound of gains and of their standard errors
+_MOST = {GAIN: MOST_NATS, SCORE: MOST_SHOWN}  # by kind: bound of signed scores; others are in [0, 1]
+_SCORE = "score"  # the column in memory
 _COLUMNS = (
     Column("layer", "whole"),
     Column("kv_head", "whole"),
-    Column("density", "number", high=1.0),
+    Column(_SCORE, "number", high=1.0),
     Column("domain", default="all"),
     Column("num_tokens", "whole", low=1, default="1"),
     Column("num_documents", "whole", default="0"),
-    Column("standard_error", "number", high=_MOST_ERROR, default="", gaps=True),
-)
-_COLUMNS_IN_NATS = tuple(
-    replace(column, low=-MOST_NATS, high=MOST_NATS) if column.name == "density" else column for column in _COLUMNS
+    Column("standard_error", "number", high=MOST_NATS, default="", gaps=True),
 )
 COLUMNS = tuple(column.name for column in _COLUMNS)
 
 
-def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
+def file_rows(rows: pd.DataFrame, kind: str = DENSITY) -> pd.DataFrame:
+    """Return rows as a file of a kind has them: the columns ``COLUMNS``, the scores under the name of the kind."""
+    return rows[list(COLUMNS)].rename(columns={_SCORE: _column(kind)})
+
+
+def read_rows(file: Path, kind: str | None = None) -> tuple[pd.DataFrame, str]:
     """Read the rows of ``density.csv``, filling in default columns.
 
     Args:
         file: CSV file.
-        unit: unit of the values, ``NATS`` or None for values in [0, 1].
+        kind: kind of the scores; None without a record: scores if the table has a column of that name, else densities.
+
+    Returns:
+        (rows with the columns ``COLUMNS``, kind).
 
     Raises:
         UserError: the table is invalid, naming file and line.
     """
-    where = f"density table {file}"
-    rows = read_table(file, "density table", _COLUMNS_IN_NATS if unit == NATS else _COLUMNS)
+    what = "density table"
+    # Find the column of the scores
+    header = _header(file, what)
+    if kind is None:
+        kind = SCORE if _SCORE in header else DENSITY
+    name = _column(kind) if _column(kind) in header else DENSITY
+    # Read and check the rows
+    rows = read_table(file, what, [_declared(column, kind, name) for column in _COLUMNS])
+    where = f"{what} {file}"
     duplicate = rows.duplicated(["layer", "kv_head", "domain"])
     if duplicate.any():
         line = rows.index[int(duplicate.to_numpy().argmax())]
@@ -52,7 +72,26 @@ def read_rows(file: Path, unit: str | None = None) -> pd.DataFrame:
             f"{where}, line {line}: layer {rows['layer'][line]}, KV head {rows['kv_head'][line]} occurs twice"
         )
     _check_complete(rows, where)
-    return rows.reset_index(drop=True)
+    return rows.rename(columns={name: _SCORE}).reset_index(drop=True), kind
+
+
+def _column(kind: str) -> str:
+    """Return the name of the scores' column in a file."""
+    return DENSITY if kind == DENSITY else _SCORE
+
+
+def _header(file: Path, what: str) -> list[str]:
+    """Return the names in a table's first line."""
+    lines = read_text(file, what, most=MOST_BYTES).removeprefix("\ufeff").splitlines()
+    return [cell.strip() for cell in next(csv.reader(lines[:1]), [])]
+
+
+def _declared(column: Column, kind: str, name: str) -> Column:
+    """Return the declaration of a column for scores of a kind, whose column is called ``name``."""
+    most = _MOST.get(kind)
+    if column.name == _SCORE:
+        return replace(column, name=name) if most is None else replace(column, name=name, low=-most, high=most)
+    return replace(column, high=max(most or 0.0, MOST_NATS)) if column.name == "standard_error" else column
 
 
 def _check_complete(rows: pd.DataFrame, where: str) -> None:

@@ -1,8 +1,8 @@
 """Table of head scores: by default the density, the share of keys that each KV head keeps, per domain.
 
 SP-KV paper, "Measuring sparsity": density is the share of tokens whose utility is at least tau, not counting the
-window, which is always kept. ``density.csv`` may be made by hand with only the columns layer, kv_head, density. Where
-``HeadScores.signal`` names another signal, the column ``density`` holds its scores.
+window, which is always kept. ``density.csv`` may be made by hand with only the columns layer, kv_head, density (or
+score, for scores of another kind). ``probe.yaml`` names the signal and the kind and unit of its scores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -22,9 +22,11 @@ from pydantic import ConfigDict, Field, field_validator
 from spkv_nas.artifacts.diagnosis import FROZEN, missed_price, undifferentiated
 from spkv_nas.artifacts.document_counts import DocumentCounts
 from spkv_nas.artifacts.gains import Gains
-from spkv_nas.artifacts.grid import Grid, grid_words
-from spkv_nas.artifacts.head_score_rows import COLUMNS, read_rows
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.artifacts.head_score_rows import file_rows, read_rows
 from spkv_nas.artifacts.histogram import LogitHistogram, sigmoid
+from spkv_nas.artifacts.kinds import DENSITY, kind_of
+from spkv_nas.artifacts.positions import read_positions
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.artifacts.views import grid_html
 from spkv_nas.base.errors import UserError
@@ -34,16 +36,8 @@ from spkv_nas.base.names import check_name
 from spkv_nas.base.records import read_record, write_record
 from spkv_nas.base.replace import replacing, settle
 from spkv_nas.base.schema import Section, validate
-from spkv_nas.base.tables import Column, csv_text, read_table, write_csv
+from spkv_nas.base.tables import csv_text, write_csv
 
-_POSITION_COLUMNS = (
-    Column("layer", "whole"),
-    Column("kv_head", "whole"),
-    Column("start", "whole"),
-    Column("end", "whole"),
-    Column("density", "number", high=1.0),
-    Column("num_tokens", "whole"),
-)
 _TABLE, RECORD = "density.csv", "probe.yaml"
 _POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS = "positions.csv", "histogram.npz", "documents.npz", "gains.csv"
 
@@ -56,6 +50,7 @@ class _ProbeFile(Section):
     window: int | None = Field(default=None, ge=1, le=MOST_WINDOW)
     head_dim: int | None = Field(default=None, ge=1, le=MOST_SIZE)
     dtype: str | None = None
+    kind: Literal["density", "share", "gain", "score"] | None = None
     unit: str | None = None
     target_density: float | None = Field(default=None, gt=0, lt=1)
     reached_density: float | None = Field(default=None, ge=0, le=1)
@@ -74,8 +69,8 @@ class HeadScores:
 
     Attributes:
         name: name of the probe, shared by ``probes/``, ``layouts/`` and ``reports/``.
-        rows: columns ``COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and ``num_documents`` are
-            totals of the domain; ``standard_error`` is that of the density, clustered by document.
+        rows: columns ``head_score_rows.COLUMNS``; one row per (layer, head, domain), complete. ``num_tokens`` and
+            ``num_documents`` are totals of the domain; ``standard_error`` is that of the score, clustered by document.
         tau: threshold of the densities.
         window: w of the gates; None if unknown (a table made by hand).
         positions: density by position in the block: layer, kv_head, start, end (tokens), density, num_tokens.
@@ -122,17 +117,22 @@ class HeadScores:
     @property
     def signal(self) -> str:
         """Return the name of the signal, "density" or another one such as "duo-attention"."""
-        return str(self.metadata.get("signal", "density"))
+        return str(self.metadata.get("signal", DENSITY if self.is_density else "custom"))
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the scores, one of ``kinds.KINDS``."""
+        return kind_of(self.metadata)
 
     @property
     def is_density(self) -> bool:
         """Return whether the scores are densities, which depend on a threshold."""
-        return self.signal == "density"
+        return self.kind == DENSITY
 
     @cached_property
     def measure(self) -> Measure:
         """Return the name, unit and colour scale of the scores."""
-        return Measure.of(self.signal, self.metadata.get("unit"), self.values)
+        return Measure.of(self.kind, self.signal, self.metadata.get("unit"), self.values)
 
     @property
     def priced_at(self) -> float | None:
@@ -165,7 +165,7 @@ class HeadScores:
         """
         if self.probe_hash is not None:
             return self.probe_hash
-        key = hashlib.sha256(f"{self.tau} {self.window}\n{csv_text(self.rows[list(COLUMNS)])}".encode())
+        key = hashlib.sha256(f"{self.tau} {self.window}\n{csv_text(file_rows(self.rows))}".encode())
         if self.histogram is not None:
             key.update(self.histogram.counts.astype("<i8").tobytes())
         return key.hexdigest()[:8]
@@ -178,7 +178,7 @@ class HeadScores:
     @cached_property
     def values(self) -> NDArray[np.float64]:
         """Return the scores [L, Hkv], the mean over domains weighted by tokens; scores in nats may be negative."""
-        return self._combine("density", lambda values, share: (values * share).sum(0))
+        return self._combine("score", lambda values, share: (values * share).sum(0))
 
     @cached_property
     def density(self) -> NDArray[np.float64]:
@@ -204,7 +204,7 @@ class HeadScores:
         """Return one domain's scores [L, Hkv], clipped at 0 unless ``signed``. Raises ``UserError`` if unknown."""
         if domain not in self.domains:
             raise UserError(f"density table '{self.name}' has no domain '{domain}'; it has {', '.join(self.domains)}")
-        values = self._on_grid(self.rows[self.rows["domain"] == domain], "density")
+        values = self._on_grid(self.rows[self.rows["domain"] == domain], "score")
         return values if signed else values.clip(0.0)
 
     def at_tau(self, tau: float) -> HeadScores:
@@ -221,7 +221,7 @@ class HeadScores:
         grids = dict(zip(histogram.domains, histogram.density(tau), strict=True))
         # Recompute densities
         rows = self.rows.copy()
-        rows["density"] = [
+        rows["score"] = [
             grids[domain][layer, head]
             for domain, layer, head in zip(rows["domain"], rows["layer"], rows["kv_head"], strict=True)
         ]
@@ -296,20 +296,20 @@ class HeadScores:
         has_record = bool(metadata)
         record = validate(_ProbeFile, metadata, f"probe {folder / RECORD}")
         # Read the table
-        rows = read_rows(file, record.unit)
+        rows, kind = read_rows(file, kind_of(metadata) if has_record else None)
         table = cls(
             name=record.name or (folder.resolve().name if file.name == _TABLE else file.stem),
             rows=rows,
             tau=record.tau,
             window=record.window,
-            metadata=metadata,
+            metadata=metadata if has_record or kind == DENSITY else {"kind": kind},
         )
         if not has_record:
             return table
         # Read the files beside it
         return replace(
             table,
-            positions=_read_positions(folder / _POSITIONS, table.grid),
+            positions=read_positions(folder / _POSITIONS, table.grid),
             histogram=LogitHistogram.read(folder / _HISTOGRAM, table.domains, table.grid),
             documents=_read_documents(folder / _DOCUMENTS, table),
             gains=Gains.read(folder / _GAINS, table.grid),
@@ -322,6 +322,8 @@ class HeadScores:
         """
         record = {
             "name": self.name,
+            "kind": self.kind,
+            "unit": self.measure.unit,
             "tau": self.tau,
             "window": self.window,
             "num_layers": self.num_layers,
@@ -330,7 +332,7 @@ class HeadScores:
             "std_density": round(self.std, 4 if self.is_density else 6),
         }
         with replacing(Path(folder), stale=(_POSITIONS, _HISTOGRAM, _DOCUMENTS, _GAINS)) as new:
-            write_csv(new / _TABLE, self.rows[list(COLUMNS)])
+            write_csv(new / _TABLE, file_rows(self.rows, self.kind))
             if self.positions is not None and self.tau_of_positions == self.tau:
                 write_csv(new / _POSITIONS, self.positions)
             if self.histogram is not None:
@@ -375,18 +377,3 @@ def _read_documents(path: Path, table: HeadScores) -> DocumentCounts | None:
                 "probe again, or remove the file: only confidence intervals need it"
             )
     return counts
-
-
-def _read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
-    """Read the density by position, None without a file. Raises ``UserError`` if a head is outside ``grid``."""
-    if not is_file(path):
-        return None
-    rows = read_table(path, "positions", _POSITION_COLUMNS)
-    is_invalid = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
-    if is_invalid.any():
-        line = rows.index[int(is_invalid.to_numpy().argmax())]
-        raise UserError(
-            f"positions {path}, line {line}: expected a head of {grid_words(grid)}, and a start before the end\n"
-            "probe again, or remove the file: only a figure needs it"
-        )
-    return rows.reset_index(drop=True)

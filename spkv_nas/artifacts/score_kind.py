@@ -1,9 +1,9 @@
 """Name, unit, number format and colour scale of the values in a table of head scores.
 
-Densities are shares, shaded from 0 to 1. Other scores may differ: gains are signed and in nats per token, and some
-scores, such as retrieval scores, have a few values much larger than all others. These are shaded from the lowest value
-(at most 0) to the highest on an asinh scale, linear near 0 and logarithmic far from it, so that small values remain
-distinguishable.
+Densities are shares, shaded from 0 to 1. Other scores may differ: gains are signed and in nats per token, scores of
+installed packages are in any unit, and some scores, such as retrieval scores, have a few values much larger than all
+others. These are shaded from the lowest value (at most 0) to the highest on an asinh scale, linear near 0 and
+logarithmic far from it, so that small values remain distinguishable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import SupportsFloat
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts import kinds
 
 _FULL_RANGE = 0.5  # if the highest share is at least this, the scale goes from 0 to 1
 _EVEN = 0.05  # share of the largest value up to which a stretched scale is about linear
@@ -97,25 +97,30 @@ class Measure:
     scale: Scale = PERCENT
 
     @classmethod
-    def of(cls, signal: str, unit: str | None, values: NDArray[np.float64]) -> Measure:
-        """Return the measure of a signal.
+    def of(cls, kind: str, signal: str, unit: str | None, values: NDArray[np.float64]) -> Measure:
+        """Return the measure of a table.
 
         Args:
-            signal: name of the signal.
-            unit: its unit; None for shares in [0, 1].
+            kind: one of ``kinds.KINDS``.
+            signal: name of the signal, which need not be installed.
+            unit: its unit; None in records of earlier versions.
             values: [L, Hkv], to choose the range of the scale.
         """
-        if signal == DENSITY.noun:
+        if kind == kinds.DENSITY:
             return DENSITY
         low, high = min(0.0, float(values.min())), max(_LEAST, float(values.max()))
-        if unit != NATS:
+        unit = unit or kinds.SHARE_UNIT
+        meaning = f"The signal {signal}: {unit}; higher for KV heads that need global attention."
+        if kind == kinds.SHARE:
             scale = PERCENT if high >= _FULL_RANGE else Scale(low, high, is_stretched=True)
-            meaning = f"The signal {signal}, in [0, 1]; higher for KV heads that need global attention."
-            return cls(f"{signal} score", meaning, "share", "%", scale)
+            return cls(f"{signal} score", meaning, unit, "%", scale)
         factor = 1000.0 ** max(0, math.ceil(-math.log(max(high, -low), 1000)))  # so that the largest is at least 1
         shown = unit if factor == 1 else f"{unit} / {factor:,.0f}"
+        scale = Scale(low, high, is_stretched=True, factor=factor)
+        if kind == kinds.SCORE:
+            return cls(f"{signal} score", meaning, unit, shown, scale)
         meaning = f"NLL that a KV head's global attention saves, as the signal {signal} measures it."
-        return cls(f"{signal} gain", meaning, unit, shown, Scale(low, high, is_stretched=True, factor=factor))
+        return cls(f"{signal} gain", meaning, unit, shown, scale)
 
     @property
     def is_share(self) -> bool:
@@ -148,6 +153,6 @@ class Measure:
 DENSITY = Measure(
     "density",
     "Share of tokens that a KV head's gate keeps for later tokens (utility at least τ).",
-    "share of tokens kept",
+    kinds.DENSITY_UNIT,
     "% of tokens kept",
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from spkv_nas.artifacts.signals import HEAD_GATES
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.base.progress import Reporter
 from spkv_nas.cli import json_documents, show
 from spkv_nas.stages.options import DEFAULT_PROBE, DemoOptions, ProbeOptions
@@ -18,7 +18,7 @@ from spkv_nas.stages.train_hybrid.command import TrainHybridOptions, train_hybri
 
 DEMO_GAIN_TOKENS = 2048  # half of the default: 4 to 5 seconds
 DEMO_STEPS = 25  # of head gates; 25 steps choose the same heads as 100 in all but one of the study's models
-DEMO_LAYOUTS = (HEAD_GATES, "densest", "interleaved-last", "random-0")
+DEMO_LAYOUTS = (RECOMMENDED, "densest", "interleaved-last", "random-0")
 DEMO_TOKENS = 65_536  # a fifth of the held-out text; a tenth misses a needed head among 18 (reports/LOG.md)
 
 
@@ -51,7 +51,7 @@ def demo(options: DemoOptions, reporter: Reporter) -> Iterator[Result]:
     workspace: dict[str, Any] = {"workspace": options.workspace}
     device_options: dict[str, Any] = {**workspace, "device": options.device, "dtype": options.dtype}
     yield probe(ProbeOptions(max_tokens=DEMO_TOKENS, gain_tokens=DEMO_GAIN_TOKENS, **device_options), reporter)
-    yield probe(ProbeOptions(signal=HEAD_GATES, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
+    yield probe(ProbeOptions(signal=RECOMMENDED, budget=options.budget, steps=DEMO_STEPS, **device_options), reporter)
     yield propose(ProposeOptions(probe=DEFAULT_PROBE, budget=options.budget, num_random=1, **workspace), reporter)
     folder = options.folders.layout_dir(DEFAULT_PROBE)
     layouts = [folder / f"{name}.yaml" for name in DEMO_LAYOUTS]

@@ -200,7 +200,8 @@ class Stages:
         blocks, recomputes = fitting_pass(passes, self.block_size, step_blocks, room * (self.site.memory - weights))
         memory = Bytes(weights, learning, passes.learning(blocks * self.block_size, recomputes=recomputes))
         tokens = steps * step_blocks * self.block_size
-        flops = tokens * self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes)
+        reference = 0.0 if of_keys else self._forward_flops(scored=True, gated=False)  # of the unchanged model
+        flops = tokens * (reference + self._learning_flops(Learns.GATES, gated=of_keys, recomputes=recomputes))
 
         def better(length: int) -> StageCost:
             return replace(self, block_size=length).learn_gates(name, steps, step_tokens, room, of_keys=of_keys)
@@ -392,8 +393,7 @@ class Stages:
         """Return the FLOPs of a forward and a backward pass per token."""
         forward = self._forward_flops(scored=True, gated=False)
         added = 2.0 * (adapters + (self.num_predictor_parameters if gated else 0))
-        passes = 3 if learns is Learns.ALL else 2
-        return passes * forward + 3 * added + (forward + added if recomputes else 0.0)
+        return (3 if learns is Learns.ALL else 2) * forward + 3 * added + (forward + added if recomputes else 0.0)
 
     def _batching(self, blocks: int, recomputes: bool = False) -> str:
         """Describe the micro-batch size for messages."""

@@ -157,7 +157,7 @@ def _rows(counter: GateCounter, domains: tuple[str, ...], present: list[int]) ->
         {
             "layer": layer,
             "kv_head": head,
-            "density": float(density[domain, layer, head]),
+            "score": float(density[domain, layer, head]),
             "domain": domains[domain],
             "num_tokens": int(counts.tokens[domain]),
             "num_documents": int(num_documents[domain]),

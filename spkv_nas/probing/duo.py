@@ -34,7 +34,7 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import DUO_STEPS
+from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS, FROZEN_STEP_PASSES
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import own_share, sum_gradients, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -46,8 +46,6 @@ from spkv_nas.model.attention import LayerState
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.frozen import frozen, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
-
-_STEP_PASSES = 3  # passes over a step's tokens: unchanged model, mixture forward, mixture backward
 
 
 class Mixture:
@@ -87,7 +85,7 @@ def duo(
     *,
     sinks: int = 4,
     steps: int = DUO_STEPS,
-    batch_size: int = 2,
+    batch_size: int = DUO_STEP_BLOCKS,
     learning_rate: float = 0.02,
     regularisation: float = 0.05,
     seed: int = 0,
@@ -133,7 +131,7 @@ def duo(
     table_metadata = {**(metadata or {}), **options, "distillation_loss": float(f"{loss:.4g}")}
     num_tokens = blocks.tokens.size
     tokens_seen = steps * min(batch_size, blocks.num_blocks) * blocks.block_size
-    means, passes = HeadMeans(values, "all", tokens_seen, 0), _STEP_PASSES * tokens_seen / num_tokens
+    means, passes = HeadMeans(values, "all", tokens_seen, 0), FROZEN_STEP_PASSES * tokens_seen / num_tokens
     return signal_table("duo", [means], window, passes=passes, tokens=num_tokens, name=name, metadata=table_metadata)
 
 

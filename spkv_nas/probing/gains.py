@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.gains import Gains
-from spkv_nas.artifacts.grid import Grid
-from spkv_nas.artifacts.head_score_rows import NATS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Progress
 from spkv_nas.base.statistics import jackknife_ratio
@@ -38,18 +37,12 @@ from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.evaluation.paired import DocumentNLL
 from spkv_nas.evaluation.zero_shot import Windows, score_windows
 from spkv_nas.model.windows import full_attention
+from spkv_nas.probing.flags import GRANULARITIES, HEAD, LAYER
 from spkv_nas.probing.heads import check_window, domain_means, signal_table
 
-HEAD, LAYER = GRANULARITIES = ("head", "layer")
 MIXED = "mixed"  # single heads in some layers, whole layers elsewhere
 
 Unit = tuple[int, range]  # heads switched together: layer and KV heads
-
-
-def num_passes(grid: Grid) -> float:
-    """Return the forward passes needed to measure every head of a (layers, KV heads) grid, including the baseline."""
-    num_layers, num_heads = grid
-    return 1.0 + (num_layers + 1) / 2 * num_heads
 
 
 def opening(model: PreTrainedModel, blocks: TokenBlocks, window: int, **options: Any) -> HeadScores:
@@ -92,7 +85,6 @@ def gains(
     measured = _measure(model, blocks, window, opens=opens, **options)
     table_metadata = {
         **(metadata or {}),
-        "unit": NATS,
         "granularity": measured.granularity,
         "nll_before": measured.nll_before,
     }
@@ -102,6 +94,8 @@ def gains(
         window,
         passes=measured.passes,
         tokens=blocks.tokens.size,
+        kind=GAIN,
+        unit=NATS,
         name=name or signal,
         metadata=table_metadata,
     )

@@ -35,7 +35,7 @@ from spkv_kernels import attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spkv_nas.artifacts.defaults import HEAD_GATE_STEPS, LEARNING_TOKENS
+from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, HEAD_GATE_STEPS, LEARNING_TOKENS
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.base.distributed import own_share, sum_over_processes
 from spkv_nas.base.errors import UserError
@@ -51,15 +51,8 @@ from spkv_nas.probing.frozen import frozen, passes, ramp
 from spkv_nas.probing.heads import HeadMeans, check_window, signal_table
 from spkv_nas.proposal.budget import parse_budget
 
-STEP_TOKENS = LEARNING_TOKENS
 _RATE = 0.05  # peak step size of a gate whose gradient equals the root mean square over heads
 _MOMENTUM, _SCALE_MOMENTUM = 0.9, 0.99
-_STEP_PASSES = 3  # passes over a step's tokens: unchanged model, gated forward, backward without weight gradients
-
-
-def forward_passes(steps: int | None = None) -> tuple[int, int]:
-    """Return the cost of learning head gates: (forward passes, tokens per pass)."""
-    return _STEP_PASSES * (HEAD_GATE_STEPS if steps is None else steps), STEP_TOKENS
 
 
 class HeadGate:
@@ -91,7 +84,7 @@ def head_gates(
     *,
     budget: int | str | None = None,
     steps: int = HEAD_GATE_STEPS,
-    step_tokens: int = STEP_TOKENS,
+    step_tokens: int = LEARNING_TOKENS,
     seed: int = 0,
     name: str = "head-gates",
     metadata: dict[str, Any] | None = None,
@@ -140,7 +133,7 @@ def head_gates(
     table_metadata |= {"divergence": float(f"{divergence:.4g}")}  # nats per token, in the last step
     tokens_seen = steps * size * blocks.block_size
     means = HeadMeans(learning.mean.numpy(), "all", tokens_seen, 0)
-    size, num_passes = blocks.tokens.size, _STEP_PASSES * tokens_seen / blocks.tokens.size
+    size, num_passes = blocks.tokens.size, FROZEN_STEP_PASSES * tokens_seen / blocks.tokens.size
     return signal_table(
         "head-gates", [means], window, passes=num_passes, tokens=size, name=name, metadata=table_metadata
     )

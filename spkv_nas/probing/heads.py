@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spkv_nas.artifacts.head_score_rows import COLUMNS, NATS
+from spkv_nas.artifacts.head_score_rows import COLUMNS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import SHARE, SHARE_UNIT
 from spkv_nas.base.distributed import sum_over_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import jackknife_ratio
@@ -143,24 +144,27 @@ def signal_table(
     tokens: int,
     name: str,
     metadata: Mapping[str, Any],
+    kind: str = SHARE,
+    unit: str = SHARE_UNIT,
 ) -> HeadScores:
     """Build the ``HeadScores`` table of a signal from its means by domain.
 
     Args:
-        signal: name of the signal, recorded in the metadata.
-        means: one entry per domain. Values are clipped to [0, 1], against rounding, unless ``metadata["unit"]`` is
-            nats.
+        signal: name of the signal, to record.
+        means: one entry per domain. Shares are clipped to [0, 1], against rounding.
         window: number of recent keys a local head sees, including the query's own key.
         passes: cost in forward passes over ``tokens``.
         tokens: number of tokens in the text.
         name: name of the table.
         metadata: provenance and options; ``metadata["model"]`` becomes the source of proposed layouts.
+        kind: kind of the scores, one of ``artifacts.kinds.KINDS``.
+        unit: their unit.
 
     Raises:
         UserError: a value is not finite.
     """
     # Reject NaN and infinity
-    low, high = (-np.inf, np.inf) if metadata.get("unit") == NATS else (0.0, 1.0)
+    low, high = (0.0, 1.0) if kind == SHARE else (-np.inf, np.inf)
     for part in means:
         wrong = np.argwhere(~np.isfinite(part.values))
         if len(wrong):
@@ -173,5 +177,6 @@ def signal_table(
         columns = (layer, head, part.values.ravel().clip(low, high), part.domain, part.num_tokens, part.num_documents)
         parts.append(pd.DataFrame(dict(zip(COLUMNS, (*columns, error), strict=True))))
     rows = pd.concat(parts, ignore_index=True).sort_values(["layer", "kv_head"], kind="stable", ignore_index=True)
-    cost = {"signal": signal, "source": metadata.get("model"), "passes": round(passes, 2), "tokens": tokens}
-    return HeadScores(name, rows, window=window, metadata={**cost, **metadata})
+    facts = {"signal": signal, "kind": kind, "unit": unit, "source": metadata.get("model")}
+    cost = {"passes": round(passes, 2), "tokens": tokens}
+    return HeadScores(name, rows, window=window, metadata={**facts, **cost, **metadata})

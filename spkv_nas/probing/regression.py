@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 
 from spkv_nas.artifacts.defaults import REGRESSION_LAYOUTS
 from spkv_nas.artifacts.grid import Grid
-from spkv_nas.artifacts.head_score_rows import NATS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import GAIN, NATS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError
@@ -98,13 +98,12 @@ def regression(
     fit = _fit(layouts, totals.sum(1) / counts.sum())
 
     # Build the table
-    table_metadata = {**(metadata or {}), "unit": NATS, "budget": num_global, "layouts": len(layouts)}
+    table_metadata = {**(metadata or {}), "budget": num_global, "layouts": len(layouts)}
     table_metadata |= {"reused_scores": work.reused, "penalty": float(f"{fit.penalty:.4g}")}
     table_metadata |= {"explained": round(fit.explained, 4), "seed": seed}
-    gains, num_tokens = _gains(fit, totals, counts, blocks, grid), blocks.tokens.size
-    return signal_table(
-        "regression", gains, window, passes=work.passes, tokens=num_tokens, name=name, metadata=table_metadata
-    )
+    gains, size = _gains(fit, totals, counts, blocks, grid), blocks.tokens.size
+    facts: Any = {"passes": work.passes, "tokens": size, "name": name, "metadata": table_metadata}
+    return signal_table("regression", gains, window, kind=GAIN, unit=NATS, **facts)
 
 
 def _layouts(grid: Grid, num_global: int, window: int, number: int, seed: int, earlier: list[Layout]) -> list[Layout]:

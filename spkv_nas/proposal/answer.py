@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.locks import locked
 from spkv_nas.base.names import check_name
 from spkv_nas.base.progress import SILENT, Progress, Reporter

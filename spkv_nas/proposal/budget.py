@@ -7,6 +7,7 @@ from fractions import Fraction
 from spkv_nas.base.errors import UserError
 
 DEFAULT_SHARE = Fraction(18, 63)  # share of global heads in the paper: 18 of 21 x 3
+PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 
 
 def parse_budget(budget: int | str | None, num_heads: int) -> int:

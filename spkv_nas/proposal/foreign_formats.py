@@ -82,7 +82,7 @@ class ForeignScores:
     def table(self, name: str) -> HeadScores:
         """Return the scores as a head-score table for ``propose``; ``metadata`` records their origin and file."""
         layer, head = (axis.ravel() for axis in np.indices(self.values.shape))
-        rows = pd.DataFrame({"layer": layer, "kv_head": head, "density": self.values.ravel()}).assign(
+        rows = pd.DataFrame({"layer": layer, "kv_head": head, "score": self.values.ravel()}).assign(
             domain="all", num_tokens=1, num_documents=0, standard_error=math.nan
         )
         metadata = {"signal": self.origin, "source": self.source, "sink_size": self.sink_size}

@@ -232,7 +232,7 @@ def _value_axis(table: HeadScores) -> Axis:
     measure = table.measure
     low, high = measure.scale.low, measure.scale.high
     if measure.scale.is_stretched:
-        low, high = min(low, float(table.rows["density"].min())), max(high, float(table.rows["density"].max()))
+        low, high = min(low, float(table.rows["score"].min())), max(high, float(table.rows["score"].max()))
     return round_axis(f"{measure.title}, {measure.unit}", low, high)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from spkv_nas.artifacts import signals
 from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import check_device, check_dtype
 from spkv_nas.base.errors import UserError
@@ -27,6 +26,8 @@ from spkv_nas.data.ruler.tasks import check_task
 from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
 from spkv_nas.evaluation.thresholds import check_sweep, check_tau
 from spkv_nas.model.source import check_checkpoint, check_config
+from spkv_nas.probing.registry import check_options, signal_options
+from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import options
 from spkv_nas.stages.eval_modes import check_mode
 from spkv_nas.stages.lookup import find_proposal, find_table
@@ -105,20 +106,9 @@ def _in_dtype(opts: options.InDtype) -> None:
 
 def _probe(opts: options.ProbeOptions) -> None:
     """Check ``probe``: the options that its signal takes, and either recipe or model."""
-    signal_options = (
-        "tau",
-        "window",
-        "gain_tokens",
-        "steps",
-        "granularity",
-        "max_heads",
-        "budget",
-        "num_layouts",
-        "seed",
-    )
-    signal = opts.signal or (signals.DENSITY if opts.recipe is not None else None)
+    signal = opts.signal or (DENSITY.name if opts.recipe is not None else None)
     if signal is not None:  # else the default depends on the model's config
-        signals.check_options(signal, **{name: getattr(opts, name) for name in signal_options})
+        check_options(signal, **{option.name: getattr(opts, option.name) for option in signal_options()})
     check_tau(opts.tau)
     if opts.recipe is None:
         Subject.of_command(opts).check()

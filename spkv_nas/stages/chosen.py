@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED
+from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter

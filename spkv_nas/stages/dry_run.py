@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
+from spkv_nas.artifacts.defaults import SCORING_TOKENS
 from spkv_nas.artifacts.proposal import distinct
-from spkv_nas.artifacts.signals import DENSITY, HEAD_GATES
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.distributed import num_processes
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import SILENT, Reporter
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.probing import head_gates
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import forecast
 from spkv_nas.stages.chosen import chosen_recipe, chosen_table
 from spkv_nas.stages.forecast import Forecast
@@ -25,7 +26,7 @@ from spkv_nas.stages.options import (
     ProbeOptions,
     Trains,
 )
-from spkv_nas.stages.probe import chosen_signal
+from spkv_nas.stages.probe import chosen_options, chosen_signal
 from spkv_nas.stages.reproduce.ablate.command import EMBEDDED_FILE, AblateOptions
 from spkv_nas.stages.reproduce.palindrome.command import NAME, PalindromeOptions
 from spkv_nas.stages.reproduce.palindrome.stage import palindrome_settings
@@ -66,15 +67,17 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Plan | For
     if options.recipe is None:
         return forecast.plan_probe(options, reporter)
     planner = _planner(options, options.recipe, reporter)
-    signal = chosen_signal(options)
-    if signal == DENSITY:
-        return planner.plan([*reference_runs(planner), planner.heldout_pass("probe", Variant.sp_kv())])
-    dense = Variant.full_attention()
-    if signal == HEAD_GATES:
-        measured = planner.heldout_pass(signal, dense, *head_gates.forward_passes(options.steps))
-    else:
-        measured = planner.heldout_pass(f"{signal}, at least", dense)
-    return planner.plan([*planner.dense(), measured])
+    signal = SIGNALS[chosen_signal(options)]
+    # Count the passes over the held-out text
+    tokens = planner.text.heldout(planner.recipe.data)
+    limit = options.max_tokens or (SCORING_TOKENS if signal.computes_logits else tokens)
+    values = chosen_options(options)
+    work = signal.work(planner.size.heads.grid, min(limit, tokens), planner.recipe.data.block_size, **values)
+    # Add the models that are trained first
+    name = "probe" if signal is DENSITY else signal.name
+    variant = Variant.sp_kv() if signal.needs_gates else Variant.full_attention()
+    trained = reference_runs(planner) if signal.needs_gates else planner.dense()
+    return planner.plan([*trained, planner.heldout_pass(name, variant, work.passes, work.tokens)])
 
 
 def plan_train_hybrid(options: TrainHybridOptions, reporter: Reporter = SILENT) -> Plan:

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Annotated
 
 from spkv_nas.artifacts.baselines import METHODS, PROTOCOLS
-from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.limits import (
     MOST_BATCH,
     MOST_BLOCK_SIZE,
     MOST_REPEATS,
-    MOST_SEED,
     MOST_SIZE,
-    MOST_STEPS,
     MOST_WHOLE,
     MOST_WINDOW,
 )
+from spkv_nas.probing.flags import BUDGET, SEED, STEPS
+from spkv_nas.probing.registry import SIGNALS
 
 MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
 _LONGPPL = "LongPPL"
@@ -36,7 +35,6 @@ _LAYOUTS = Flag("Layout files (YAML).", argument=True)
 _PROBE = Flag(
     "Density table: a name in the workspace, or a file (CSV, TSV).", ("--probe", "-p"), "NAME|FILE", is_probe=True
 )
-_BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
 _BUDGETS = Flag(
     "Global KV heads: a number, a share such as 25%, or several: 12,18,24, 6..40, 10%..50%, 6..40:2.",
     ("--budget", "-b"),
@@ -48,7 +46,6 @@ _MAX_TOKENS = Flag(
 _BLOCK_SIZE = Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=MEMORY)
-_SEED = Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)
 _GRANULARITY = Flag(
     "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
 )
@@ -73,20 +70,15 @@ RecipeFile = Annotated[Path, _RECIPE_FILE]
 OptionalRecipeFile = Annotated[Path | None, _RECIPE_FILE]
 RecipeOption = Annotated[Path | None, Flag(_RECIPE)]
 Tau = Annotated[float | None, Flag("Threshold in [0, 1]; a higher one keeps fewer keys.")]
-Seed = Annotated[int, _SEED]
-OptionalSeed = Annotated[int | None, _SEED]
-MaxHeads = Annotated[
-    int | None, Flag("Most heads measured singly: of the layers that gain most.", low=1, high=MOST_SIZE)
-]
-NumLayouts = Annotated[int | None, Flag("Random layouts to score.", low=1, high=MOST_REPEATS)]
+Seed = Annotated[int, SEED]
+OptionalSeed = Annotated[int | None, SEED]
 Seeds = Annotated[int, Flag("Repetitions, each with a seed of its own.", low=1, high=MOST_REPEATS)]
-Steps = Annotated[int | None, Flag("Training steps.", low=1, high=MOST_STEPS)]
+Steps = Annotated[int | None, STEPS]
 
 # Measuring
-Signal = Annotated[str | None, Flag(f"{SIGNALS[0]}, or another: {', '.join(SIGNALS[1:])}.", values=SIGNALS)]
-GainTokens = Annotated[
-    int | None,
-    Flag("Judge the table by what each head saves alone, on so many tokens; 0: not at all.", low=0, high=MOST_WHOLE),
+Signal = Annotated[
+    str | None,
+    Flag(f"Score of heads. {'; '.join(f'{signal.name}: {signal.help}' for signal in SIGNALS)}.", values=SIGNALS.names),
 ]
 TauSweep = Annotated[
     str | None,
@@ -177,7 +169,7 @@ OptionalLayoutFiles = Annotated[list[Path] | None, _LAYOUTS]
 LayoutFile = Annotated[Path, _LAYOUT]
 OptionalLayoutFile = Annotated[Path | None, _LAYOUT]
 Layouts = Annotated[list[Path] | None, Flag("Layout file (YAML); repeat for several.")]
-OptionalBudget = Annotated[str | None, _BUDGET]
+OptionalBudget = Annotated[str | None, BUDGET]
 OptionalBudgets = Annotated[str | None, _BUDGETS]
 ChosenTau = Annotated[
     str | None,
@@ -205,7 +197,6 @@ GlobalLayers = Annotated[
 ]
 LocalLayers = Annotated[str | None, Flag("Layers with local heads alone, such as 3-5.", metavar="LAYERS", panel=MEMORY)]
 Granularity = Annotated[str, _GRANULARITY]
-OptionalGranularity = Annotated[str | None, _GRANULARITY]
 Uniform = Annotated[
     bool, Flag("The same number of global heads in every layer that mixes.", ("--uniform",), panel=MEMORY)
 ]

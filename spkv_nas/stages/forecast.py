@@ -9,19 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spkv_nas.artifacts import signals
 from spkv_nas.artifacts.defaults import (
     BLOCK_SIZE,
     GAIN_TOKENS,
-    HEAD_GATE_STEPS,
     PRICED_STEPS,
-    REGRESSION_LAYOUTS,
     SCORING_TOKENS,
 )
 from spkv_nas.artifacts.gate_config import GateConfig, suitable_window
 from spkv_nas.artifacts.shape import ModelSize
 from spkv_nas.base.device import choose_device, choose_dtype, dtype_name
-from spkv_nas.base.errors import UserError
 from spkv_nas.base.limits import MOST_WHOLE
 from spkv_nas.base.memory import available_bytes
 from spkv_nas.base.progress import SILENT, Reporter
@@ -30,12 +26,14 @@ from spkv_nas.cost.stage_costs import BFLOAT16, Site, StageCost, Stages
 from spkv_nas.data.config import DataConfig
 from spkv_nas.evaluation.micro_batch import BATCH_SIZE
 from spkv_nas.model.checkpoint import load_tokenizer, read_gates, read_size, saved_dtype
-from spkv_nas.probing import head_gates
+from spkv_nas.probing.flags import ablation_passes
 from spkv_nas.probing.frozen import ROOM
-from spkv_nas.probing.gains import num_passes
 from spkv_nas.probing.priced import STEP_TOKENS
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signal import Signal
+from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages.options import ProbeOptions
-from spkv_nas.stages.probe import chosen_signal
+from spkv_nas.stages.probe import chosen_options, chosen_signal
 from spkv_nas.stages.subject import Subject
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
 from spkv_nas.training.text_size import count_text
@@ -68,7 +66,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     """Estimate the cost of ``probe`` without a recipe, on this machine.
 
     Raises:
-        UserError: the signal's cost cannot be estimated, or as ``probe``.
+        UserError: as ``probe``.
     """
     options = replace(options, signal=chosen_signal(options))
     subject = Subject.of_command(options)
@@ -82,7 +80,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
     reporter.announce("measuring the speed of a matrix product")
     speed = EFFICIENCY * matmul_speed(device, bfloat16=num_bytes == BFLOAT16)
     # Count the text
-    learns = gates is None and options.signal == signals.DENSITY
+    learns = gates is None and SIGNALS[str(options.signal)].needs_gates
     num_tokens = MOST_WHOLE  # above every --max-tokens
     if options.max_tokens is None:
         reporter.announce("counting the tokens of the text")
@@ -114,45 +112,32 @@ def gate_training(stages: Stages, steps: int | None) -> Iterator[StageCost]:
 
 def _probed(stages: Stages, options: ProbeOptions, tokens: int) -> Iterator[StageCost]:
     """Yield the stages of ``probe`` on a text of ``tokens`` tokens."""
-    limit = options.max_tokens or (SCORING_TOKENS if options.signal in signals.SCORING else tokens)
-    num_tokens = min(limit, tokens)
-    if options.signal == signals.DENSITY:
-        yield _density(stages, num_tokens)
-        if options.gain_tokens != 0:
-            yield _gains(stages, "judge the table", min(options.gain_tokens or GAIN_TOKENS, tokens))
-    elif options.signal == signals.REGRESSION:
-        passes = 1 + (options.num_layouts or REGRESSION_LAYOUTS)
-        yield stages.measure("signal regression, at most", num_tokens, passes, shares=_OF_LAYOUTS)
-    elif options.signal in signals.SCORING:
-        yield _gains(stages, f"signal {options.signal}", num_tokens)
-    elif options.signal == signals.HEAD_GATES:
-        yield _head_gates(stages, options.steps)
-    else:
-        raise UserError(f"--dry-run knows density, head-gates, opening, closing, regression, and not {options.signal}")
+    signal, values = SIGNALS[str(options.signal)], chosen_options(options)
+    limit = options.max_tokens or _most_tokens(signal, tokens)
+    yield signal.cost(stages, min(limit, tokens), **values)
+    if signal.option("gain_tokens") and options.gain_tokens != 0:
+        yield _judging(stages, min(options.gain_tokens or GAIN_TOKENS, tokens))
 
 
 def measuring_stages(stages: Stages, tokens: int) -> Iterator[StageCost]:
     """Yield the stages that need no training, on ``tokens`` tokens of text."""
-    yield _density(stages, tokens)
-    yield _gains(stages, "judge the table", min(GAIN_TOKENS, tokens))
-    yield _head_gates(stages, None)
-    for signal in (signals.OPENING, signals.CLOSING):
-        yield _gains(stages, f"signal {signal}", min(SCORING_TOKENS, tokens))
+    yield DENSITY.cost(stages, tokens)
+    yield _judging(stages, min(GAIN_TOKENS, tokens))
+    for signal in SIGNALS:
+        if signal is not DENSITY:
+            yield signal.cost(stages, _most_tokens(signal, tokens))
     yield stages.measure("score, each layout", tokens, shares=_OF_LAYOUTS)
     yield stages.measure("evaluate", tokens, gated=True)
 
 
-def _head_gates(stages: Stages, steps: int | None) -> StageCost:
-    name, number = f"signal {signals.HEAD_GATES}", steps or HEAD_GATE_STEPS
-    return stages.learn_gates(name, number, head_gates.STEP_TOKENS, ROOM, of_keys=False)
+def _most_tokens(signal: Signal, tokens: int) -> int:
+    """Return the tokens of a text that a signal measures by default."""
+    return min(SCORING_TOKENS, tokens) if signal.computes_logits else tokens
 
 
-def _density(stages: Stages, tokens: int) -> StageCost:
-    return stages.measure("probe", tokens, gated=True, scored=False)
-
-
-def _gains(stages: Stages, name: str, tokens: int) -> StageCost:
-    return stages.measure(name, tokens, num_passes(stages.size.heads.grid), shares=1.0)
+def _judging(stages: Stages, tokens: int) -> StageCost:
+    """Return the cost of the single-head gains that validate a table."""
+    return stages.measure("judge the table", tokens, ablation_passes(stages.size.heads.grid), shares=1.0)
 
 
 def item_bytes(source: str, site: Site, dtype: str | None) -> int:

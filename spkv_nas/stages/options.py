@@ -12,18 +12,19 @@ from pathlib import Path
 
 from spkv_nas.artifacts import defaults
 from spkv_nas.artifacts.baselines import EXACT
-from spkv_nas.artifacts.signals import DENSITY, RECOMMENDED, SCORING
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
-from spkv_nas.proposal.budget import DEFAULT_SHARE
+from spkv_nas.probing.registry import SIGNALS
+from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
+from spkv_nas.stages.signal_flags import with_signal_options
 
 DEFAULT_PROBE = EMBEDDED.name  # name of the embedded reference's probe
 PAPER = "paper"  # default name of results about the paper's model ladder
 REFERENCE, DENSE = f"{EMBEDDED_PREFIX}reference", f"{EMBEDDED_PREFIX}dense"
 ONLY_PROBE, EMBEDDED_RECIPE = "the only one there is", "the embedded models' own"
-PAPER_BUDGET = f"{DEFAULT_SHARE.numerator} of {DEFAULT_SHARE.denominator}"
 LONGEST = "128k, or what the model was made for if less"
 
 
@@ -95,30 +96,25 @@ class ConstraintOptions:
     uniform: flags.Uniform = False
 
 
+_SCORING = ", ".join(signal.name for signal in SIGNALS if signal.computes_logits)
+
+
 @dataclass(frozen=True, kw_only=True)
+@with_signal_options
 class ProbeOptions(SubjectOptions, Trains):
-    """Options of the ``probe`` command."""
+    """Options of the ``probe`` command: those here and those of every signal, which have their flags from it."""
 
     recipe: flags.OptionalRecipeFile = None
-    max_tokens: flags.OptionalMaxTokens = default(
-        None, f"all; for {', '.join(SCORING)} {defaults.SCORING_TOKENS:,}, spread"
-    )
-    tau: flags.Tau = default(None, "the checkpoint's")
-    signal: flags.Signal = default(None, f"{DENSITY}; {RECOMMENDED} of a model without gates")
-    gain_tokens: flags.GainTokens = default(None, f"{defaults.GAIN_TOKENS:,}", note="Of density.")
+    max_tokens: flags.OptionalMaxTokens = default(None, f"all; for {_SCORING} {defaults.SCORING_TOKENS:,}, spread")
+    signal: flags.Signal = default(None, f"{DENSITY.name}; {defaults.RECOMMENDED} of a model without gates")
     window: flags.OptionalWindow = default(None, "the model's, or a sixteenth of a block, at most 128")
-    granularity: flags.OptionalGranularity = default(None, "head", note="For opening and closing.")
-    max_heads: flags.MaxHeads = default(None, "all", note="For opening and closing.")
-    steps: flags.Steps = default(
-        None,
-        str(defaults.PRICED_STEPS),
-        note=f"Of gates on a model without; of head-gates {defaults.HEAD_GATE_STEPS}, of duo {defaults.DUO_STEPS}.",
-    )
-    budget: flags.OptionalBudget = default(
-        None, PAPER_BUDGET, note="The price of gates on a model without, and for head-gates and regression."
-    )
-    num_layouts: flags.NumLayouts = default(None, str(defaults.REGRESSION_LAYOUTS), note="For regression.")
-    seed: flags.OptionalSeed = default(None, "0")
+    # Options of signals that the stage reads too
+    tau: float | None = None
+    gain_tokens: int | None = None
+    steps: int | None = None
+    budget: str | None = None
+    seed: int | None = None
+    granularity: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

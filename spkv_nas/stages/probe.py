@@ -9,11 +9,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from spkv_nas.artifacts import signals
-from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS, SCORING_TOKENS
+from spkv_nas.artifacts.defaults import GAIN_TOKENS, PRICED_STEPS, RECOMMENDED, SCORING_TOKENS
 from spkv_nas.artifacts.gate_config import GateConfig
 from spkv_nas.artifacts.head_scores import HeadScores
-from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.distributed import on_main
 from spkv_nas.base.errors import UserError, first_line
@@ -25,10 +23,12 @@ from spkv_nas.model.checkpoint import checkpoint_hash, model_origin, read_gates
 from spkv_nas.model.model_shape import check_tokens, config_shape
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.model.windows import default_window
-from spkv_nas.probing import density
-from spkv_nas.probing.gains import LAYER, opening_gains
+from spkv_nas.probing.flags import LAYER
+from spkv_nas.probing.gains import opening_gains
+from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import STEP_TOKENS, learn_gates
-from spkv_nas.probing.signals import measure_signal
+from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
+from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
 from spkv_nas.stages.options import ProbeOptions
@@ -39,6 +39,7 @@ from spkv_nas.stages.train.stage import train, train_dense_model
 from spkv_nas.training.run_files import run_lock
 
 _LEARNING = ("budget", "steps", "window", "seed")  # options that apply where gates are learned
+_GAINS = "gain_tokens"  # option of signals whose ranking is validated
 _MOST_TARGET = 0.99  # maximum target density of learned gates
 
 
@@ -52,32 +53,37 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
     check(options)
     quiet_transformers(reporter)
     options = replace(options, signal=chosen_signal(options))
-    assert options.signal is not None
-    signal_options = _signal_options(options, options.signal)
+    signal = SIGNALS[str(options.signal)]
+    measured_values = {name: value for name, value in chosen_options(options).items() if signal.measures(name)}
     subject = _subject(options, reporter)
-    scores_layouts = options.signal in signals.SCORING  # other signals compute few logits
-    measures_density = options.signal == signals.DENSITY
     measured = subject.load(
-        reporter, with_logits=scores_layouts, tokens=SCORING_TOKENS if scores_layouts else None, learns=measures_density
+        reporter,
+        with_logits=signal.computes_logits,
+        tokens=SCORING_TOKENS if signal.computes_logits else None,
+        learns=signal.needs_gates,
     )
-    if options.signal == signals.REGRESSION:
+    if signal.caches_scores:
         root = options.folders.run_dir(subject.family) / "zero-shot"  # shared with searches
-        signal_options["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
-    if scores_layouts:
-        signal_options["batch_size"] = measured.batch_size
+        measured_values["cache"] = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    if signal.computes_logits or signal.needs_gates:
+        measured_values["batch_size"] = measured.batch_size
     # Learn gates
     learned: dict[str, Any] = {}
     if measured.train is not None:
         subject = _rename(subject, options)
         learned = _learn(subject, measured, options, reporter)
-    elif measures_density and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
+    elif signal.needs_gates and (unused := [name for name in _LEARNING if getattr(options, name) is not None]):
         raise UserError(f"--{unused[0]} is for a model that has yet to learn gates; {subject.source} has its own")
     # Measure the signal
     model_record = model_origin(subject.source) if options.recipe is None else {"model": subject.recipe.name}
     with reporter.bar("probing") as progress:
-        probe_kwargs: dict[str, Any] = {
-            "name": subject.name,
-            "metadata": {
+        table = measure_signal(
+            signal.name,
+            measured.model,
+            measured.blocks,
+            window=options.window,
+            name=subject.name,
+            metadata={
                 **model_record,
                 "data": measured.text,
                 **measured.dtypes,
@@ -85,32 +91,23 @@ def probe(options: ProbeOptions, reporter: Reporter = SILENT) -> HeadScores:
                 OPTIONS: recorded(options),
                 "environment": environment(),
             },
-            "progress": progress,
-        }
-        if measures_density:
-            table = density.probe(
-                measured.model, measured.blocks, options.tau, batch_size=measured.batch_size, **probe_kwargs
-            )
-        else:
-            table = measure_signal(
-                options.signal, measured.model, measured.blocks, window=options.window, **signal_options, **probe_kwargs
-            )
+            progress=progress,
+            **measured_values,
+        )
     # Write the table, then measure gains
     folder = options.folders.probe_dir(subject.name)
     on_main(lambda: table.write(folder))
-    if measures_density and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
+    if signal.option(_GAINS) and (table_with_gains := _add_gains(table, measured, options, reporter)) is not table:
         on_main(lambda: table_with_gains.write(folder))
         return table_with_gains
     return table
 
 
-def _signal_options(options: ProbeOptions, signal: str) -> dict[str, Any]:
-    """Return the options of particular signals. Raises ``UserError`` for one that this signal does not take."""
-    names = ("steps", "granularity", "max_heads", "budget", "num_layouts", "seed")
-    signal_options: dict[str, Any] = {name: getattr(options, name) for name in names}
-    others = {"tau": options.tau, "window": options.window, "gain_tokens": options.gain_tokens}
-    signals.check_options(signal, **others, **signal_options)
-    return signal_options
+def chosen_options(options: ProbeOptions) -> dict[str, Any]:
+    """Return the options of the signal that the user set. Raises ``UserError`` for one that it does not take."""
+    values = {option.name: getattr(options, option.name) for option in signal_options()}
+    check_options(chosen_signal(options), **values)
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def chosen_signal(options: ProbeOptions) -> str:
@@ -118,9 +115,9 @@ def chosen_signal(options: ProbeOptions) -> str:
     if options.signal is not None:
         return options.signal
     if options.recipe is not None:
-        return signals.DENSITY
+        return DENSITY.name
     has_gates = read_gates(Subject.of_command(options).source) is not None
-    return signals.DENSITY if has_gates else RECOMMENDED
+    return DENSITY.name if has_gates else RECOMMENDED
 
 
 def _add_gains(table: HeadScores, measured: Measured, options: ProbeOptions, reporter: Reporter) -> HeadScores:
@@ -187,10 +184,10 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
         subject = Subject.of_command(options)
     else:
         training = TrainOptions(recipe=options.recipe, workspace=options.workspace, device=options.device)
-        is_gated = options.signal == signals.DENSITY
+        is_gated = SIGNALS[str(options.signal)].needs_gates
         checkpoint = train(training, reporter).reference if is_gated else train_dense_model(training, reporter)
         subject = Subject.of_recipe(options, options.recipe, checkpoint)
-    if options.name is None and options.signal != signals.DENSITY:
+    if options.name is None and options.signal != DENSITY.name:
         suffix = f"{options.signal}-layer" if options.granularity == LAYER else options.signal
         return replace(subject, name=f"{subject.name}-{suffix}")
     return subject

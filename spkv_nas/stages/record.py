@@ -17,11 +17,12 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from spkv_nas.artifacts.head_scores import RECORD
-from spkv_nas.artifacts.signals import DENSITY
+from spkv_nas.artifacts.kinds import DENSITY
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace
+from spkv_nas.probing.registry import signal_options
 from spkv_nas.stages.commands import command_line
 from spkv_nas.stages.options import ProbeOptions
 
@@ -105,16 +106,6 @@ def for_signal(options: ProbeOptions, signal: str, budget: str | None, *, learns
         learns: whether the signal is learned on the model, so that it takes a budget, a window and a seed.
     """
     name = options.name and f"{options.name}-{signal}"
-    changed = replace(
-        options,
-        signal=signal,
-        name=name,
-        tau=None,
-        gain_tokens=None,
-        granularity=None,
-        max_heads=None,
-        steps=None,
-        num_layouts=None,
-        budget=budget,
-    )
+    unset = {option.name: None for option in signal_options() if option.name != "seed"}
+    changed = replace(options, **{**unset, "signal": signal, "name": name, "budget": budget})  # type: ignore[arg-type]
     return changed if learns else replace(changed, signal=None, budget=None, window=None, seed=None)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.gains import Gains
 from spkv_nas.artifacts.head_scores import RECORD, HeadScores
-from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.errors import UserError, first_line
 from spkv_nas.base.records import read_unchecked
 from spkv_nas.base.workspace import Workspace

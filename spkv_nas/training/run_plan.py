@@ -207,9 +207,9 @@ class Planner:
         """Plan a new branch of a variant, whose layout may not be known yet."""
         return self._run(name, self.recipe.branch, 0, variant)
 
-    def heldout_pass(self, name: str, variant: Variant, times: int = 1, tokens: int | None = None) -> PlannedRun:
+    def heldout_pass(self, name: str, variant: Variant, times: float = 1, tokens: int | None = None) -> PlannedRun:
         """Plan ``times`` forward passes over the held-out text, or over ``tokens`` of it, without training."""
-        num_tokens = times * (self.text.heldout(self.recipe.data) if tokens is None else tokens)
+        num_tokens = round(times * (self.text.heldout(self.recipe.data) if tokens is None else tokens))
         return PlannedRun(name, 0, num_tokens, self._forward_seconds(variant, num_tokens))
 
     def cost(self, variant: Variant) -> StepCost:

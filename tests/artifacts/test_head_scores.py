@@ -22,7 +22,7 @@ def rows(density: object, domain: str = "all", num_tokens: int = 1, standard_err
     """One row per entry of ``density`` [L, Hkv]."""
     grid = np.asarray(density, dtype=float)
     layer, head = (axis.ravel() for axis in np.indices(grid.shape))
-    return pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+    return pd.DataFrame({"layer": layer, "kv_head": head, "score": grid.ravel()}).assign(
         domain=domain, num_tokens=num_tokens, num_documents=2, standard_error=standard_error
     )
 
@@ -262,7 +262,7 @@ def test_columns_keep_their_types(tmp_path: Path) -> None:
         assert types == {
             "layer": "int64",
             "kv_head": "int64",
-            "density": "float64",
+            "score": "float64",
             "num_tokens": "int64",
             "num_documents": "int64",
             "standard_error": "float64",

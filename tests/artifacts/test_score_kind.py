@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from helpers import make_domain_table
 
-from spkv_nas.artifacts.head_score_rows import NATS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import NATS, kind_of
 from spkv_nas.artifacts.score_kind import Measure
 
 GAINS = np.array([[0.0514, 0.0357], [0.0015, -0.0007]])
@@ -15,7 +15,7 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def measure(values: object = GAINS, signal: str = "opening", unit: str | None = NATS) -> Measure:
-    return Measure.of(signal, unit, np.asarray(values, dtype=float))
+    return Measure.of(kind_of({"signal": signal, "unit": unit}), signal, unit, np.asarray(values, dtype=float))
 
 
 def test_densities_are_percent_from_0_to_1() -> None:

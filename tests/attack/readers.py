@@ -55,7 +55,7 @@ def make_probe() -> HeadScores:
     density = counted.density()
     rows = [
         {
-            "layer": layer, "kv_head": head, "density": density[index, layer, head], "domain": name, "num_tokens": 900,
+            "layer": layer, "kv_head": head, "score": density[index, layer, head], "domain": name, "num_tokens": 900,
             "num_documents": 3, "standard_error": 0.01,
         }
         for index, name in enumerate(domains)

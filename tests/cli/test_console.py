@@ -20,13 +20,13 @@ from paths import ROOT
 from transformers.utils import logging
 
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.signals import SIGNALS
 from spkv_nas.base.console import out
 from spkv_nas.cli import main
 from spkv_nas.cli.present import plain, present
 from spkv_nas.cli.screen import working
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.cost.roofline import HARDWARE
+from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.stages import flags
 from spkv_nas.stages.result import Result
 
@@ -296,11 +296,11 @@ class TestCompletion:
         assert self.complete(tmp_path, "spkv-nas propose --probe mi") == []
 
     def test_choices(self, tmp_path: Path) -> None:
-        assert self.complete(tmp_path, "spkv-nas probe --signal ") == list(SIGNALS)
+        assert self.complete(tmp_path, "spkv-nas probe --signal ") == list(SIGNALS.names)
         assert self.complete(tmp_path, "spkv-nas train-h") == ["train-hybrid"]
 
     def test_choices_are_those_that_there_are(self) -> None:
         signals, levels, hardware = (one.__metadata__[0].values for one in (flags.Signal, flags.Level, flags.Hardware))
-        assert signals == SIGNALS
+        assert signals == SIGNALS.names
         assert [find_level(name).name for name in levels] == [*levels]
         assert [*hardware] == [*HARDWARE]

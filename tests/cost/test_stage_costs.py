@@ -145,6 +145,8 @@ class TestStages:
         gates = 6.0 * stages.num_predictor_parameters * 8192
         assert stages.train("", replace(training, learns=Learns.GATES), gated=True).flops == 2 * forward + gates
         assert stages.learn_gates("", 4, 2048, 0.5).flops == 2 * forward + gates
+        of_heads = stages.learn_gates("", 4, 2048, 0.5, of_keys=False)  # the unchanged model runs too
+        assert of_heads.flops == 3 * forward
         adapted = replace(training, learns=Learns.ADAPTERS, adapters=1000)
         assert stages.train("", adapted, gated=False).flops == 2 * forward + 6.0 * 1000 * 8192
 
@@ -301,7 +303,11 @@ class TestDryRunOfAProbe:
         assert list(regression) == ["signal regression, at most"]
         gates = self.run(capsys, tmp_path, *size, "--signal", "head-gates", "--steps", "3")
         assert gates["signal head-gates"]["tokens"] == 3 * 2048
-        assert "and not duo" in fails(capsys, "probe", "--dry-run", *size, "--signal", "duo")
+        duo = self.run(capsys, tmp_path, *size, "--signal", "duo", "--steps", "3")
+        assert duo["signal duo"]["tokens"] == 3 * 2 * 32
+        for signal in ("retrieval", "attention-mass"):
+            (stage,) = self.run(capsys, tmp_path, *size, "--signal", signal, "--max-tokens", "320").values()
+            assert (stage["name"], stage["tokens"], stage["fits"]) == (f"signal {signal}", 320, True)
 
     def test_of_the_embedded_reference(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         stages = self.run(capsys, tmp_path, "--max-tokens", "4096", "--gain-tokens", "0")

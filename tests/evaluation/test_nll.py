@@ -21,7 +21,7 @@ from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.gates import predictors
 from spkv_nas.model.generation import generate
 from spkv_nas.probing.density import probe
-from spkv_nas.probing.signals import measure_signal
+from spkv_nas.probing.measure import measure_signal
 
 
 def spoil(model: PreTrainedModel, value: float = math.nan) -> PreTrainedModel:

@@ -24,8 +24,8 @@ from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model import device_map
 from spkv_nas.model.checkpoint import save
 from spkv_nas.probing.density import probe
+from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.signals import measure_signal
 
 
 def parted(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from helpers import make_table, tiny_model, write_project
 from transformers import PreTrainedTokenizerBase
 
 import spkv_nas
+from spkv_nas.artifacts.defaults import RECOMMENDED
 from spkv_nas.artifacts.gate_config import suitable_window
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
@@ -22,7 +23,7 @@ from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.windows import apply_layout
-from spkv_nas.probing.signals import HEAD_GATES, measure_signal
+from spkv_nas.probing.measure import measure_signal
 from spkv_nas.stages.compare.command import CompareOptions
 from spkv_nas.stages.compare.stage import compare
 from spkv_nas.stages.propose.command import ProposeOptions
@@ -44,15 +45,15 @@ def subject(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase) -> list[str
 class TestOneRule:
     def test_head_gates_take_the_window_that_densities_take(self, subject: list[str], tmp_path: Path) -> None:
         """Head gates took 128 where densities took a sixteenth of a block, and failed in blocks of 128."""
-        main(["probe", *subject, "--signal", HEAD_GATES, "--steps", "2"])
+        main(["probe", *subject, "--signal", RECOMMENDED, "--steps", "2"])
         main(["probe", *subject, "--signal", "density", "--steps", "2", "--gain-tokens", "0"])
-        tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{HEAD_GATES}")]
+        tables = [HeadScores.read(tmp_path / "w" / "probes" / name) for name in ("mine", f"mine-{RECOMMENDED}")]
         assert [table.window for table in tables] == [suitable_window(128)] * 2 == [8, 8]
 
-    @pytest.mark.parametrize("signal", ["duo", "opening", "closing", "attention-mass", HEAD_GATES])
+    @pytest.mark.parametrize("signal", ["duo", "opening", "closing", "attention-mass", RECOMMENDED])
     def test_every_signal_leaves_keys_outside_the_window(self, signal: str, blocks: TokenBlocks) -> None:
         """Blocks of 40 tokens have nothing outside the 128 keys that were taken before."""
-        options = {"steps": 2} if signal in ("duo", HEAD_GATES) else {}
+        options = {"steps": 2} if signal in ("duo", RECOMMENDED) else {}
         model = tiny_model(vocab_size=300)
         assert measure_signal(signal, model, blocks, **options).window == suitable_window(blocks.block_size) == 8
 
@@ -109,7 +110,7 @@ class TestMixedWindows:
     def probes(self, place: Workspace, **windows: int) -> None:
         """Probes of one model: the recommended signal, named ``gates``, and densities."""
         for name, window in windows.items():
-            signal = {"signal": HEAD_GATES} if name == "gates" else {}
+            signal = {"signal": RECOMMENDED} if name == "gates" else {}
             table = make_table(np.linspace(0.1, 0.9, 4).reshape(2, 2))
             replace(table, name=name, window=window, metadata={"model": "m", **signal}).write(place.probe_dir(name))
 

@@ -13,8 +13,8 @@ import torch
 from helpers import fails, gated, tiny_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from spkv_nas.artifacts.head_score_rows import NATS
 from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import NATS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.statistics import jackknife_ratio
@@ -27,7 +27,7 @@ from spkv_nas.model.attention import attention_layers, layer_states
 from spkv_nas.model.checkpoint import load, save
 from spkv_nas.model.windows import full_attention
 from spkv_nas.probing.gains import closing, opening
-from spkv_nas.probing.signals import measure_signal
+from spkv_nas.probing.measure import measure_signal
 
 WINDOW = 6
 Signal = Callable[..., HeadScores]

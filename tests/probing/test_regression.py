@@ -115,7 +115,7 @@ class TestTable:
         assert table.values == pytest.approx(gains - gains.min(), abs=1e-4)
         odd = np.arange(10) % 2 == 1
         own = np.tensordot(evaluator.counts[odd] / evaluator.counts[odd].sum(), evaluator.gains[odd], 1)
-        found = table.rows.query("domain == 'b'")["density"].to_numpy().reshape(4, 2)
+        found = table.rows.query("domain == 'b'")["score"].to_numpy().reshape(4, 2)
         assert found - found.mean() == pytest.approx(own - own.mean(), abs=1e-4)
         assert np.isfinite(table.standard_error).all()
 

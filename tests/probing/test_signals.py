@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.signals import SIGNALS, check_options
 from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import DocumentInfo, TokenBlocks
@@ -26,11 +25,12 @@ from spkv_nas.model.windows import apply_layout, full_attention
 from spkv_nas.probing import heads
 from spkv_nas.probing.attention_mass import attention_mass
 from spkv_nas.probing.duo import Mixture, duo, sums_of_squares
+from spkv_nas.probing.measure import measure_signal
+from spkv_nas.probing.registry import SIGNALS, check_options
 from spkv_nas.probing.retrieval import needles, retrieval
-from spkv_nas.probing.signals import measure_signal
 
 WINDOW, LENGTH = 6, 40
-RIVALS = SIGNALS[1:]
+RIVALS = SIGNALS.names[1:]
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from spkv_nas.evaluation.zero_shot import zero_shot
 from spkv_nas.model.gates import predictors
 from spkv_nas.probing import priced
 from spkv_nas.probing.density import probe
+from spkv_nas.probing.measure import measure_signal
 from spkv_nas.probing.priced import learn_gates
-from spkv_nas.probing.signals import measure_signal
 from spkv_nas.training.branches import train_branch
 from spkv_nas.training.corpus import Corpus
 from spkv_nas.training.passes import train_in_fitting_passes

@@ -132,7 +132,7 @@ class TestMeasures:
                 spkv_nas.score(model, blocks, wrong)
 
     @pytest.mark.filterwarnings("ignore:the model predicts .* of the needles' tokens")  # being random
-    @pytest.mark.parametrize("signal", spkv_nas.SIGNALS)
+    @pytest.mark.parametrize("signal", spkv_nas.SIGNALS.names)
     def test_every_signal_by_its_name(self, signal: str, blocks: TokenBlocks) -> None:
         options = {"head-gates": {"steps": 2}, "duo": {"steps": 2}, "regression": {"num_layouts": 12}}
         model = gated() if signal == "density" else tiny_model(vocab_size=300)

@@ -29,7 +29,7 @@ def make_table(density: object, **options: object) -> HeadScores:
     """Make a table with one domain from ``density`` [L, Hkv]."""
     grid = np.asarray(density, dtype=float)
     layer, head = (axis.ravel() for axis in np.indices(grid.shape))
-    frame = pd.DataFrame({"layer": layer, "kv_head": head, "density": grid.ravel()}).assign(
+    frame = pd.DataFrame({"layer": layer, "kv_head": head, "score": grid.ravel()}).assign(
         domain="all", num_tokens=1000, num_documents=2, standard_error=math.nan
     )
     return HeadScores("p", frame, **options)  # type: ignore[arg-type]

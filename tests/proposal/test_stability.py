@@ -46,7 +46,7 @@ def make_probe(seed: int = 0, num_documents: int = 40, shape: tuple[int, int] = 
         (logits >= 0).sum(-1).astype(float), tokens, domain, ("code", "docs"), _histogram(logits, EDGES), EDGES
     )
     rows = [
-        {"layer": layer, "kv_head": head, "density": density, "domain": ("code", "docs")[number],
+        {"layer": layer, "kv_head": head, "score": density, "domain": ("code", "docs")[number],
          "num_tokens": tokens[domain == number].sum(), "num_documents": 20, "standard_error": 0.01}
         for (number, layer, head), density in np.ndenumerate(counts.density())
     ]  # fmt: skip
@@ -237,7 +237,7 @@ class TestBootstrap:
 class TestAgreement:
     def test_of_a_table_with_itself_and_with_its_opposite(self) -> None:
         table = make_probe()
-        opposite = replace(table, name="o", rows=table.rows.assign(density=1 - table.rows["density"]))
+        opposite = replace(table, name="o", rows=table.rows.assign(score=1 - table.rows["score"]))
         rows = agreement({"p": table, "q": table, "o": opposite}, 4).set_index(["first", "second"])
         assert rows.loc[("p", "q"), ["jaccard", "spearman", "transfer"]].tolist() == pytest.approx([1, 1, 1])
         assert rows.loc[("p", "o"), ["jaccard", "spearman"]].tolist() == pytest.approx([0, -1])
@@ -248,8 +248,8 @@ class TestAgreement:
         table = make_probe()
         (_, even), (_, odd) = parse_probe("p", lambda _: table, "half")
         weight = [half.rows["num_tokens"].to_numpy() for half in (even, odd)]
-        whole = (even.rows["density"] * weight[0] + odd.rows["density"] * weight[1]) / (weight[0] + weight[1])
-        np.testing.assert_allclose(whole, table.rows["density"])
+        whole = (even.rows["score"] * weight[0] + odd.rows["score"] * weight[1]) / (weight[0] + weight[1])
+        np.testing.assert_allclose(whole, table.rows["score"])
         assert even.rows["num_tokens"].sum() != odd.rows["num_tokens"].sum()
 
     def test_parts_and_thresholds_have_labels(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import make_comparison, make_domain_table, make_layouts, make_search, make_table
 
-from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.kinds import NATS, kind_of
 from spkv_nas.artifacts.score_kind import Measure
 from spkv_nas.base.errors import UserError
 from spkv_nas.proposal.coverage import coverage, densest_coverage
@@ -31,8 +31,9 @@ def test_levels_are_written_like_the_values(signal: str, unit: str | None, large
     generator = np.random.default_rng(0)
     values = np.concatenate([generator.uniform(0 if unit is None else -largest, largest, 2000), [0.0, largest]])
     halves = np.arange(33) / 32 * (1.0 if largest == 1.0 else 1 / 32)
+    kind = kind_of({"signal": signal, "unit": unit})
     measure = Measure.of(
-        signal, unit, np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest])
+        kind, signal, unit, np.concatenate([values, halves, generator.integers(0, 2000, 500) / 2000 * largest])
     )
     for value, level in zip(values, levels(values, measure), strict=True):
         shown = (level + 0.5) / (2 * 10**measure.decimals)

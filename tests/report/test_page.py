@@ -19,7 +19,7 @@ import pytest
 from helpers import DENSITY, Page, make_comparison, make_domain_table, make_layouts, make_positions, make_search
 
 from spkv_nas.artifacts.comparison import read_comparison, write_comparison
-from spkv_nas.artifacts.head_score_rows import NATS
+from spkv_nas.artifacts.kinds import NATS
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.artifacts.search_table import read_search, whole_scores
 from spkv_nas.base.errors import UserError

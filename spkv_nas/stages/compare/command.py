@@ -7,8 +7,9 @@ from typing import Annotated
 
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.progress import Reporter
+from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import PAPER_BUDGET, InWorkspace
+from spkv_nas.stages.options import InWorkspace
 from spkv_nas.stages.result import Result
 
 Probes = Annotated[

@@ -11,9 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from spkv_nas.artifacts.comparison import FULL_ATTENTION, SP_KV
-from spkv_nas.artifacts.defaults import FIRST_STEPS
+from spkv_nas.artifacts.defaults import (
+    FIRST_STEPS,
+    FROZEN_STEP_PASSES,
+    HEAD_GATE_STEPS,
+    LEARNING_TOKENS,
+    RECOMMENDED,
+)
 from spkv_nas.artifacts.layout import Layout
-from spkv_nas.artifacts.signals import RECOMMENDED
 from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import choose_device
 from spkv_nas.base.errors import UserError
@@ -24,7 +29,6 @@ from spkv_nas.base.units import format_seconds
 from spkv_nas.data.readers import AT_HAND
 from spkv_nas.model.checkpoint import load_tokenizer, read_size
 from spkv_nas.model.transformers_logging import quiet_transformers
-from spkv_nas.probing import head_gates
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.proposal.registry import STRATEGIES
 from spkv_nas.stages.checks import check
@@ -125,7 +129,9 @@ def _heldout_passes(planner: Planner) -> tuple[PlannedRun, PlannedRun]:
     """Return the runs on held-out text: head gates, and zero-shot scores of the layouts."""
     scored = 1 + _num_layouts()
     return (
-        planner.heldout_pass(RECOMMENDED, Variant.full_attention(), *head_gates.forward_passes()),
+        planner.heldout_pass(
+            RECOMMENDED, Variant.full_attention(), FROZEN_STEP_PASSES * HEAD_GATE_STEPS, LEARNING_TOKENS
+        ),
         planner.heldout_pass("zero-shot scores", Variant.full_attention(), scored),
     )
 

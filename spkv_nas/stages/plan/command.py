@@ -10,8 +10,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_WHOLE
 from spkv_nas.base.progress import Reporter
+from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import LONGEST, PAPER_BUDGET, InDtype, InWorkspace
+from spkv_nas.stages.options import LONGEST, InDtype, InWorkspace
 from spkv_nas.stages.result import Result
 
 _MOST_DEVICES = 1024

@@ -9,8 +9,9 @@ from typing import Annotated
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_REPEATS
 from spkv_nas.base.progress import Reporter
+from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import ONLY_PROBE, PAPER_BUDGET, ConstraintOptions, InWorkspace
+from spkv_nas.stages.options import ONLY_PROBE, ConstraintOptions, InWorkspace
 from spkv_nas.stages.result import Result
 
 NumRandom = Annotated[int, Flag("Number of random layouts.", low=0, high=MOST_REPEATS)]

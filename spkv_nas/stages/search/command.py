@@ -10,8 +10,9 @@ from spkv_nas.artifacts.samplers import SAMPLERS
 from spkv_nas.base.flag import Flag, default
 from spkv_nas.base.limits import MOST_REPEATS, MOST_STEPS
 from spkv_nas.base.progress import Reporter
+from spkv_nas.proposal.budget import PAPER_BUDGET
 from spkv_nas.stages import flags
-from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, PAPER_BUDGET, ConstraintOptions, InPrecision, Trains
+from spkv_nas.stages.options import EMBEDDED_RECIPE, ONLY_PROBE, ConstraintOptions, InPrecision, Trains
 from spkv_nas.stages.result import Result
 
 _EFFORT = "How much to search"  # panel of the help

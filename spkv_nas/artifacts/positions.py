@@ -1,0 +1,36 @@
+"""Density of each KV head by position in the block (``positions.csv``), a file beside a table of densities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.artifacts.grid import Grid, grid_words
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.files import is_file
+from spkv_nas.base.tables import Column, read_table
+
+_COLUMNS = (
+    Column("layer", "whole"),
+    Column("kv_head", "whole"),
+    Column("start", "whole"),
+    Column("end", "whole"),
+    Column("density", "number", high=1.0),
+    Column("num_tokens", "whole"),
+)
+
+
+def read_positions(path: Path, grid: Grid) -> pd.DataFrame | None:
+    """Read the density by position, None without a file. Raises ``UserError`` if a head is outside ``grid``."""
+    if not is_file(path):
+        return None
+    rows = read_table(path, "positions", _COLUMNS)
+    is_invalid = (rows["layer"] >= grid[0]) | (rows["kv_head"] >= grid[1]) | (rows["start"] >= rows["end"])
+    if is_invalid.any():
+        line = rows.index[int(is_invalid.to_numpy().argmax())]
+        raise UserError(
+            f"positions {path}, line {line}: expected a head of {grid_words(grid)}, and a start before the end\n"
+            "probe again, or remove the file: only a figure needs it"
+        )
+    return rows.reset_index(drop=True)

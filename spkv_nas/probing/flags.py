@@ -1,0 +1,37 @@
+"""Flags that several signals share. Imports nothing heavy, because every ``--help`` loads it."""
+
+from __future__ import annotations
+
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.base.flag import Flag
+from spkv_nas.base.limits import MOST_SEED, MOST_SIZE, MOST_STEPS
+from spkv_nas.probing.signal import Option
+from spkv_nas.proposal.budget import PAPER_BUDGET
+
+STEPS = Flag("Training steps.", low=1, high=MOST_STEPS)
+SEED = Flag("Seed of what is drawn at random.", low=0, high=MOST_SEED)
+BUDGET = Flag("Global KV heads: a number, or a share such as 25%.", ("--budget", "-b"), "N|N%")
+GRANULARITIES = HEAD, LAYER = "head", "layer"
+
+SEED_OPTION = Option("seed", int, SEED, 0)
+BUDGET_OPTION = Option("budget", str, BUDGET, shown=PAPER_BUDGET)
+ABLATION_OPTIONS = (
+    Option(
+        "granularity",
+        str,
+        Flag("head, or layer for whole layers only.", metavar="head|layer", values=GRANULARITIES),
+        HEAD,
+    ),
+    Option(
+        "max_heads",
+        int,
+        Flag("Maximum number of heads to measure singly, in the layers that gain most.", low=1, high=MOST_SIZE),
+        shown="all",
+    ),
+)
+
+
+def ablation_passes(grid: Grid) -> float:
+    """Return the forward passes needed to measure every head of a (layers, KV heads) grid, including the baseline."""
+    num_layers, num_heads = grid
+    return 1.0 + (num_layers + 1) / 2 * num_heads

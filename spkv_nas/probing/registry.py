@@ -1,0 +1,106 @@
+"""Registry of the signals that ``probe --signal`` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag
+from spkv_nas.base.registry import Registry
+from spkv_nas.probing.signal import Option, Signal
+from spkv_nas.probing.signals.attention_mass import ATTENTION_MASS
+from spkv_nas.probing.signals.closing import CLOSING
+from spkv_nas.probing.signals.density import DENSITY
+from spkv_nas.probing.signals.duo import DUO
+from spkv_nas.probing.signals.head_gates import HEAD_GATES
+from spkv_nas.probing.signals.opening import OPENING
+from spkv_nas.probing.signals.regression import REGRESSION
+from spkv_nas.probing.signals.retrieval import RETRIEVAL
+
+SIGNALS = Registry(
+    "spkv_nas.signals",
+    "signal",
+    Signal,
+    (DENSITY, HEAD_GATES, OPENING, CLOSING, REGRESSION, DUO, RETRIEVAL, ATTENTION_MASS),
+)
+
+
+@dataclass(frozen=True)
+class SharedOption:
+    """Option of one or several signals, as one flag of ``probe``.
+
+    Attributes:
+        name: parameter of ``Signal.measure``.
+        declared: the option of each signal that takes it, by the signal's name.
+    """
+
+    name: str
+    declared: dict[str, Option]
+
+    @property
+    def type(self) -> type:
+        """Return the type of its values."""
+        return next(iter(self.declared.values())).type
+
+    @property
+    def flag(self) -> Flag:
+        """Return its help text and bounds."""
+        return next(iter(self.declared.values())).flag
+
+    @property
+    def takers(self) -> str:
+        """Return the signals that take it, for the help."""
+        *most, last = self.declared
+        return f"For {', '.join(most)} and {last}." if most else f"For {last}."
+
+    @property
+    def default_text(self) -> str:
+        """Return its default, or the defaults of its signals, as the help shows them."""
+        texts = {name: option.default_text for name, option in self.declared.items()}
+        if len({*texts.values()}) == 1:
+            return next(iter(texts.values()))
+        return "; ".join(f"{name}: {text}" for name, text in texts.items())
+
+
+def signal_options() -> tuple[SharedOption, ...]:
+    """Return the options of all signals, in the order of the signals.
+
+    Raises:
+        UserError: two signals declare an option of one name with different flags.
+    """
+    declared: dict[str, dict[str, Option]] = {}
+    for signal in SIGNALS:
+        for option in signal.options:
+            others = declared.setdefault(option.name, {})
+            for other, known in others.items():
+                if (known.type, known.flag) != (option.type, option.flag):
+                    raise UserError(
+                        f"signals {other} and {signal.name} declare different options --{_dashed(option.name)}\n"
+                        f"rename that of {signal.name}, or share the flag of {other}"
+                    )
+            others[signal.name] = option
+    return tuple(SharedOption(name, options) for name, options in declared.items())
+
+
+def check_options(signal: str, **options: object) -> None:
+    """Check that a signal exists and takes every option that is not None.
+
+    Args:
+        signal: name of a signal.
+        **options: values by option name; names that no signal declares are not checked.
+
+    Raises:
+        UserError: the signal is unknown, or an option is not for it.
+    """
+    entry = SIGNALS[signal]
+    for option in signal_options():
+        if options.get(option.name) is not None and entry.option(option.name) is None:
+            raise UserError(
+                f"--{_dashed(option.name)} does not apply to --signal {signal}; "
+                f"it applies to {', '.join(option.declared)}"
+            )
+
+
+def _dashed(name: str) -> str:
+    """Return the flag's spelling of an option's name."""
+    return name.replace("_", "-")

@@ -1,0 +1,26 @@
+"""Attention mass: share of attention outside the window (``probing.attention_mass``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.probing.signal import Signal
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.head_scores import HeadScores
+
+
+class AttentionMass(Signal):
+    """Attention weight on keys outside the window."""
+
+    name, help = "attention-mass", "share of attention outside the window"
+    unit = "share of attention"
+
+    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+        """Measure the mass in one pass."""
+        from spkv_nas.probing.attention_mass import attention_mass
+
+        return attention_mass(model, blocks, window, **options)
+
+
+ATTENTION_MASS = AttentionMass()

@@ -1,0 +1,41 @@
+"""DuoAttention's alpha: a learned mixture of full and local attention (``probing.duo``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.artifacts.defaults import DUO_STEP_BLOCKS, DUO_STEPS, FROZEN_STEP_PASSES
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.probing.flags import SEED_OPTION, STEPS
+from spkv_nas.probing.signal import Option, Signal, Work
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.head_scores import HeadScores
+    from spkv_nas.cost.stage_costs import StageCost, Stages
+
+
+class Duo(Signal):
+    """Share of full attention that each head needs to preserve the last hidden states."""
+
+    name, help = "duo", "DuoAttention's learned share of full attention"
+    unit = "alpha in [0, 1]"
+    options = (Option("steps", int, STEPS, DUO_STEPS), SEED_OPTION)
+
+    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+        """Learn alpha with ``steps`` and ``seed``."""
+        from spkv_nas.probing.duo import duo
+
+        return duo(model, blocks, window, **options)
+
+    def work(self, grid: Grid, tokens: int, block_size: int, *, steps: int = DUO_STEPS, **options: Any) -> Work:
+        """Return the passes over the blocks of a step."""
+        return Work(FROZEN_STEP_PASSES * steps, min(tokens, DUO_STEP_BLOCKS * block_size))
+
+    def cost(self, stages: Stages, tokens: int, *, steps: int = DUO_STEPS, **options: Any) -> StageCost:
+        """Return the cost of training alphas on a frozen model."""
+        from spkv_nas.probing.frozen import ROOM
+
+        return stages.learn_gates(self.stage_name, steps, DUO_STEP_BLOCKS * stages.block_size, ROOM, of_keys=False)
+
+
+DUO = Duo()

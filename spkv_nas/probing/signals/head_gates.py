@@ -1,0 +1,41 @@
+"""Head gates: one learned gate per KV head, under a budget (``probing.head_gates``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spkv_nas.artifacts.defaults import FROZEN_STEP_PASSES, HEAD_GATE_STEPS, LEARNING_TOKENS
+from spkv_nas.artifacts.grid import Grid
+from spkv_nas.probing.flags import BUDGET_OPTION, SEED_OPTION, STEPS
+from spkv_nas.probing.signal import Option, Signal, Work
+
+if TYPE_CHECKING:
+    from spkv_nas.artifacts.head_scores import HeadScores
+    from spkv_nas.cost.stage_costs import StageCost, Stages
+
+
+class HeadGates(Signal):
+    """Gate that each head learns while the gates of all heads sum to the budget."""
+
+    name, help = "head-gates", "learned gates that share a budget"
+    unit = "gate in [0, 1]"
+    options = (Option("steps", int, STEPS, HEAD_GATE_STEPS), BUDGET_OPTION, SEED_OPTION)
+
+    def measure(self, model: Any, blocks: Any, window: int, **options: Any) -> HeadScores:
+        """Learn the gates with ``steps``, ``budget`` and ``seed``."""
+        from spkv_nas.probing.head_gates import head_gates
+
+        return head_gates(model, blocks, window, **options)
+
+    def work(self, grid: Grid, tokens: int, block_size: int, *, steps: int = HEAD_GATE_STEPS, **options: Any) -> Work:
+        """Return the passes over the tokens of a step."""
+        return Work(FROZEN_STEP_PASSES * steps, LEARNING_TOKENS)
+
+    def cost(self, stages: Stages, tokens: int, *, steps: int = HEAD_GATE_STEPS, **options: Any) -> StageCost:
+        """Return the cost of training gates of heads on a frozen model."""
+        from spkv_nas.probing.frozen import ROOM
+
+        return stages.learn_gates(self.stage_name, steps, LEARNING_TOKENS, ROOM, of_keys=False)
+
+
+HEAD_GATES = HeadGates()

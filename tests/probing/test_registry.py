@@ -1,0 +1,161 @@
+"""Signals of installed packages: a real package is built, and the command line finds what it declares."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from helpers import tiny_model
+from paths import ROOT, TESTS
+from transformers import PreTrainedTokenizerBase
+
+from spkv_nas.artifacts.defaults import RECOMMENDED
+from spkv_nas.artifacts.head_scores import HeadScores
+from spkv_nas.artifacts.kinds import KINDS
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag
+from spkv_nas.data.splits import load_text
+from spkv_nas.model.checkpoint import save
+from spkv_nas.probing import registry
+from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
+from spkv_nas.probing.signal import Option, Signal
+from spkv_nas.stages.options import ProbeOptions, SubjectOptions
+from spkv_nas.stages.signal_flags import with_signal_options
+
+PLUGIN = TESTS / "plugin"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that holds the package, as ``pip install --target`` leaves it."""
+    folder = tmp_path_factory.mktemp("plugin")
+    arguments = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "wheel")]
+    subprocess.run(arguments, cwd=PLUGIN, check=True, capture_output=True, timeout=300)
+    (wheel,) = (folder / "wheel").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run(installed: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "160", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "spkv_nas", *map(str, words)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def output(installed: Path, *words: str | Path) -> str:
+    done = run(installed, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_line_takes_a_signal_of_a_package(
+    installed: Path, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """From --help to the report, which shows the table where the package is no longer installed too."""
+    model, text = tiny_model(vocab_size=300), tmp_path / "text.txt"
+    save(model, tiny_tokenizer, tmp_path / "mine")
+    text.write_text("".join(f"the fox {(7 * i) % 31} jumps over {i}. " for i in range(60)))
+    subject = ("--model", tmp_path / "mine", "--data", text, "--block-size", "32", "-w", tmp_path)
+    # Help
+    said = re.sub(r"[│\s]+", " ", output(installed, "probe", "--help"))
+    assert "value-norm: mean norm of a head's values" in said
+    assert re.search(r"--order .*Order p of the norm\. For value-norm\. .*default: \(2\.0\)", said)
+    # Cost
+    planned = json.loads(output(installed, "probe", *subject, "--signal", "value-norm", "--dry-run", "--json"))
+    assert [stage["name"] for stage in planned["stages"]] == ["signal value-norm"]
+    # Scores
+    output(installed, "probe", *subject, "--signal", "value-norm", "--order", "1", "--window", "4")
+    table = HeadScores.read(tmp_path / "probes" / "mine-value-norm")
+    facts = ("signal", "kind", "unit", "order")
+    assert [table.metadata[name] for name in facts] == ["value-norm", "score", "p-norm", 1.0]
+    assert (tmp_path / "probes" / "mine-value-norm" / "density.csv").read_text().startswith("layer,kv_head,score,")
+    blocks = load_text([str(text)], tiny_tokenizer, tmp_path / "cache", Path(), block_size=32)
+    assert table.metadata["tokens"] == blocks.tokens.size == planned["stages"][0]["tokens"] // 32 * 32
+    assert 0.0 < table.values.std() < table.values.min()
+    # Layouts and the page, without the package
+    probe = ("--probe", "mine-value-norm", "-w", tmp_path)
+    output(tmp_path, "propose", *probe, "--budget", "3")
+    output(tmp_path, "report", *probe)
+    page = (tmp_path / "reports" / "mine-value-norm" / "index.html").read_text()
+    assert "Value-norm score, p-norm" in page
+    assert "The signal value-norm: p-norm; higher for KV heads that need global attention." in page
+    # A wrong option
+    done = run(installed, "probe", *subject, "--signal", "duo", "--order", "1")
+    assert done.returncode == 2
+    assert "--order does not apply to --signal duo; it applies to value-norm" in done.stderr
+
+
+def test_the_tutorial_shows_this_package() -> None:
+    """So that its code is what was installed above, and what ``test_documentation`` runs."""
+    page = (ROOT / "docs" / "tutorials" / "extend.md").read_text()
+    for file, language in (("value_norm.py", "python"), ("pyproject.toml", "toml")):
+        assert f"```{language}\n{(PLUGIN / file).read_text()}```" in page
+
+
+def test_what_every_signal_declares() -> None:
+    assert RECOMMENDED in SIGNALS.names
+    options = {option.name: option for option in signal_options()}
+    declared = {field.name for field in fields(ProbeOptions)}
+    for signal in SIGNALS:
+        assert not signal.help.endswith(".")
+        assert signal.kind in KINDS
+        assert len(signal.help) * len(signal.unit) > 0
+        assert {option.name for option in signal.options} <= options.keys() <= declared
+        assert signal.work((4, 2), 4096, 512).tokens <= 4096
+
+
+@pytest.mark.parametrize(
+    ("signal", "options", "passes", "tokens"),
+    [
+        ("density", {}, 1.0, 4096),
+        ("head-gates", {}, 150, 2048),
+        ("head-gates", {"steps": 2, "budget": "3"}, 6, 2048),
+        ("opening", {}, 1 + 5 / 2 * 2, 4096),
+        ("regression", {"num_layouts": 9}, 10, 4096),
+        ("duo", {}, 600, 1024),
+        ("duo", {"steps": 5}, 15, 1024),
+        ("retrieval", {"seed": 1}, 1.0, 4096),
+        ("attention-mass", {}, 1.0, 4096),
+    ],
+)
+def test_passes(signal: str, options: dict[str, object], passes: float, tokens: int) -> None:
+    work = SIGNALS[signal].work((4, 2), 4096, 512, **options)
+    assert (work.passes, work.tokens) == (passes, tokens)
+
+
+class _Other(Signal):
+    name, help = "other", "another"
+
+    def __init__(self, *options: Option) -> None:
+        self.options = options
+
+
+def _with(monkeypatch: pytest.MonkeyPatch, *options: Option) -> None:
+    monkeypatch.setitem(registry.SIGNALS.entries, "other", _Other(*options))
+
+
+def test_signals_may_share_an_option_but_not_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    duo = SIGNALS["duo"].option("steps")
+    assert duo is not None
+    _with(monkeypatch, Option("steps", int, duo.flag, 7))
+    steps = next(option for option in signal_options() if option.name == "steps")
+    assert steps.takers == "For density, head-gates, duo and other."
+    assert steps.default_text == "density: 160; head-gates: 50; duo: 200; other: 7"
+    check_options("other", steps=3)
+    _with(monkeypatch, Option("steps", int, Flag("Other steps.")))
+    with pytest.raises(UserError, match="density and other declare different options --steps"):
+        signal_options()
+
+
+def test_an_option_cannot_be_called_like_one_of_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with(monkeypatch, Option("data", int, Flag("Numbers.")))
+    with pytest.raises(UserError, match=r"signal other has an option 'data', which is one of probe itself"):
+        with_signal_options(type("Options", (SubjectOptions,), {}))
