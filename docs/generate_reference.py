@@ -48,8 +48,10 @@ def _cli() -> Iterator[str]:
 
 def _commands(group: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield (full name, command) of every command below ``group``, subcommands in place of their groups."""
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
+    context = typer.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if hasattr(command, "list_commands"):
             yield from _commands(command, f"{path} {name}")
         else:
             yield f"{path} {name}", command

@@ -15,6 +15,7 @@ from spkv_nas.cli import pipeline, reproduce
 from spkv_nas.cli.app import COMMANDS, NAMES, TwoWordGroup
 from spkv_nas.cli.options import command
 from spkv_nas.stages.commands import PROGRAM
+from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.layout.convert.command import ConvertOptions
 from spkv_nas.stages.layout.diff.command import DiffOptions
 from spkv_nas.stages.layout.show.command import ShowLayoutsOptions
@@ -33,6 +34,11 @@ def parsed(line: str) -> Any:
     for name, kind in (("show", ShowLayoutsOptions), ("diff", DiffOptions), ("convert", ConvertOptions)):
         command(layouts)(_recorder(name, kind, seen))
     app.add_typer(layouts, name="layout")
+    evaluations = typer.Typer()
+    for entry in EVALUATIONS:
+        kind = next(iter(get_type_hints(entry.run).values()))
+        command(evaluations, entry.name)(_recorder(entry.name, kind, seen))
+    app.add_typer(evaluations, name="evaluate")
     app.add_typer(experiments, name="reproduce")
     program, *arguments = shlex.split(line)
     assert program == PROGRAM

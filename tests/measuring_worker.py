@@ -6,7 +6,6 @@ import math
 import os
 import pickle
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,14 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.cli import main
 from spkv_nas.evaluation.nll import document_nll
 from spkv_nas.probing.registry import SIGNALS
-from spkv_nas.stages.evaluate import evaluate, score
-from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions
+from spkv_nas.stages.evaluate.nll.command import NLLOptions
+from spkv_nas.stages.evaluate.nll.stage import nll
+from spkv_nas.stages.evaluate.sweep.command import SweepOptions
+from spkv_nas.stages.evaluate.sweep.stage import sweep
+from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.probe import probe
+from spkv_nas.stages.score.command import ScoreOptions
+from spkv_nas.stages.score.stage import score
 from spkv_nas.stages.subject import Subject
 
 SHORT = 48  # tokens of a text of one block: fewer than there are processes
@@ -44,12 +48,10 @@ def measure_all(ground: Path, workspace: Path) -> Found:
         found.update(_arrays(name, table))
 
     for name, tokens in (("long", None), ("short", SHORT)):
-        options = EvaluateOptions(model=gated, max_tokens=tokens, name=name, **subject)
-        at_tau = evaluate(options).evaluation
+        options: dict[str, Any] = {"model": gated, "max_tokens": tokens, "name": name, **subject}
+        at_tau = nll(NLLOptions(**options)).evaluation
         found[name] = np.array([at_tau.density, *at_tau.nll.total, *at_tau.nll.num_tokens])
-        sweep = evaluate(replace(options, tau_sweep="0.2..0.8", points=3)).sweep
-        assert sweep is not None
-        found[f"{name}, sweep"] = sweep
+        found[f"{name}, sweep"] = sweep(SweepOptions(**options, taus="0.2..0.8", points=3)).rows
     found["score"] = score(ScoreOptions(model=dense, layouts=sorted(ground.glob("*.yaml")), **subject)).rows
     take("density", model=gated, gain_tokens=200)
     take("learned", signal="density", steps=6, gain_tokens=0)
@@ -77,7 +79,7 @@ def _arrays(name: str, table: HeadScores) -> Found:
 
 def spoil_one(ground: Path, workspace: Path) -> None:
     """What one process cannot measure is an error of all, in the same words."""
-    options = EvaluateOptions(
+    options = NLLOptions(
         workspace=workspace, model=str(ground / "dense"), data=[str(ground / "text")], block_size=48, device="cpu"
     )
     measured = Subject.of(options, "", "measure").load()

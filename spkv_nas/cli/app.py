@@ -40,6 +40,7 @@ from spkv_nas.stages.propose.command import propose
 from spkv_nas.stages.report.command import report
 from spkv_nas.stages.result import Results
 from spkv_nas.stages.schema.command import schema
+from spkv_nas.stages.score.command import score
 from spkv_nas.stages.search.command import search
 from spkv_nas.stages.train.command import train
 from spkv_nas.stages.train_hybrid.command import train_hybrid
@@ -77,9 +78,7 @@ COMMANDS: tuple[Callable[[Any, Reporter], Results | None], ...] = (
     search,
     train_hybrid,
     report,
-    evaluate.evaluate,
-    evaluate.score,
-    evaluate.baselines,
+    score,
     generate,
     plan,
     attention,
@@ -95,6 +94,7 @@ for _function in COMMANDS:
 layout = typer.Typer(name="layout", no_args_is_help=True, help="Show, compare and convert layout files.")
 for _function in LAYOUT_COMMANDS:
     command(layout)(_function)
+app.add_typer(evaluate.app)
 app.add_typer(layout)
 app.add_typer(reproduce.app)
 command(app)(pipeline.demo)

@@ -1,59 +1,62 @@
-"""Commands ``evaluate``, ``score`` and ``baselines``: measure a checkpoint."""
+"""Make the registered evaluations the subcommands of ``evaluate``; without one, it runs the default."""
 
 from __future__ import annotations
 
-from spkv_nas.base.progress import Reporter
-from spkv_nas.cli import json_documents, show, show_evaluation
-from spkv_nas.stages.options import BaselinesOptions, EvaluateOptions, ScoreOptions
-from spkv_nas.stages.result import Result
+from functools import cache
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from spkv_nas.base.distributed import num_processes
+from spkv_nas.base.errors import UserError
+from spkv_nas.cli.options import command
+from spkv_nas.stages.evaluate.registry import DEFAULT, EVALUATIONS
 
 
-def evaluate(options: EvaluateOptions, reporter: Reporter) -> Result:
-    """Measure held-out NLL. With --tau-sweep: NLL against density as tau moves. Writes reports/NAME/tau-sweep.csv.
+class EvaluationGroup(TyperGroup):
+    """Group of the registered evaluations. Those of installed packages are imported when ``evaluate`` is used.
 
-    Of any checkpoint, with or without gates. Without --data: the held-out standard library text of the embedded
-    models. With --against: the difference to another checkpoint, paired by document; adds both to
-    reports/NAME/evaluation.csv. Without these two no result is written; runs/NAME/blocks/ keeps the tokens of the text.
-    With --ruler LENGTHS: the share of answers found in RULER's tasks, beside the floor, the same model with every head
-    local. Writes reports/NAME/ruler.csv. With --tasks NAMES: downstream tasks of lm-eval. Writes
-    reports/NAME/tasks.csv, and samples to runs/NAME/tasks/, which are not asked again. With --longppl: perplexity of
-    tokens that need the long context. Writes reports/NAME/longppl.csv. NAME is by default that of the checkpoint's
-    recipe.
+    Contexts and commands are those of click, of which some versions of typer have a copy: their types are not named.
     """
-    if options.ruler is not None:
-        from spkv_nas.stages.ruler import ruler
 
-        return Result(ruler(options, reporter), show_evaluation.ruler)
-    if options.tasks is not None:
-        from spkv_nas.stages.tasks import tasks
+    def list_commands(self, _context: Any) -> list[str]:
+        """Return the names of all evaluations."""
+        return list(EVALUATIONS.names)
 
-        return Result(tasks(options, reporter), show_evaluation.tasks)
-    if options.longppl:
-        from spkv_nas.stages.longppl import longppl
+    def get_command(self, _context: Any, name: str) -> Any:
+        """Return the command of an evaluation; None if there is none of that name."""
+        return _command(name) if name in EVALUATIONS.names else None
 
-        return Result(longppl(options, reporter), show_evaluation.longppl)
-    from spkv_nas.stages import evaluate as stage
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        """Put the default evaluation before options that follow ``evaluate``."""
+        is_help = arguments[:1] and arguments[0] in context.help_option_names
+        is_completed = not arguments and context.resilient_parsing
+        if not (is_help or is_completed) and (not arguments or arguments[0].startswith("-")):
+            arguments = [DEFAULT, *arguments]
+        return super().parse_args(context, arguments)
 
-    return Result(stage.evaluate(options, reporter), show_evaluation.evaluation, json_documents.evaluation)
-
-
-def score(options: ScoreOptions, reporter: Reporter) -> Result:
-    """Score layouts without training: NLL of a checkpoint with each on it. Writes reports/NAME/zero-shot.csv.
-
-    Of any checkpoint, dense or SP-KV. With --probe the table says the layouts' coverage too. Finished scores are kept
-    in runs/NAME/zero-shot/ and not computed again.
-    """
-    from spkv_nas.stages import evaluate as stage
-
-    return Result(stage.score(options, reporter), show.scores)
+    def shell_complete(self, context: Any, incomplete: str) -> list[Any]:
+        """Complete evaluations, and the options of the default one."""
+        items = super().shell_complete(context, incomplete)
+        return items + _command(DEFAULT).shell_complete(context, incomplete) if incomplete.startswith("-") else items
 
 
-def baselines(options: BaselinesOptions, reporter: Reporter) -> Result:
-    """Prune a dense model after the fact, by five rules at equal density. Writes reports/NAME/baselines.csv.
+@cache
+def _command(name: str) -> Any:
+    """Return the command of an evaluation."""
+    holder = typer.Typer(add_completion=False)
+    command(holder, name)(EVALUATIONS[name].run)
+    return typer.main.get_command(holder)
 
-    streaming keeps sinks and the window alone; random, kvzap, h2o and expected-attention keep a share of the other keys
-    too. With --against an SP-KV checkpoint is measured beside them. kvzap learns on other documents of the text.
-    """
-    from spkv_nas.stages import baselines as stage
 
-    return Result(stage.baselines(options, reporter), show.baselines)
+app = typer.Typer(name="evaluate", cls=EvaluationGroup)
+
+
+@app.callback()
+def _check_processes(context: typer.Context) -> None:
+    """Evaluate a checkpoint on text, tasks or questions. Without a subcommand: evaluate nll."""
+    name = context.invoked_subcommand
+    if name is not None and num_processes() > 1 and not EVALUATIONS[name].distributed:
+        distributed = ", ".join(entry.name for entry in EVALUATIONS if entry.distributed)
+        raise UserError(f"torchrun is for evaluate {distributed}: run evaluate {name} without it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_TAKE_SEVERAL = ("--data", "--haystack", "--qa", "--include")
+_TAKE_SEVERAL = ("--data", "--data-sets", "--haystack", "--qa", "--include")
 _ARGUMENTS = (".yaml", ".yml")  # recipes and layouts: always arguments of the command
 
 

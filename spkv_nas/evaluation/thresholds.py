@@ -1,4 +1,4 @@
-"""Parse the thresholds of a sweep (``--tau-sweep``). Needs no torch, so that mistakes show before it is imported."""
+"""Parse the thresholds of a sweep (``--taus``). Needs no torch, so that mistakes show before it is imported."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def check_tau(tau: float | None) -> None:
         raise UserError(f"--tau must lie in [0, 1]; found {tau:g}")
 
 
-def check_sweep(tau: float | None, tau_sweep: str | None, points: int | None) -> list[float] | None:
-    """Parse the options ``--tau``, ``--tau-sweep`` and ``--points`` into thresholds; None without a sweep.
+def check_sweep(tau: float | None, taus: str | None, points: int | None) -> list[float] | None:
+    """Parse the options ``--tau``, ``--taus`` and ``--points`` into thresholds; None without a sweep.
 
     Raises:
         UserError: if a threshold is outside [0, 1], the range is malformed, or options exclude each other.
     """
-    if tau is not None and tau_sweep is not None:
-        raise UserError("give --tau for one threshold or --tau-sweep for many, not both")
-    if points is not None and tau_sweep is None:
-        raise UserError("--points goes with --tau-sweep LOW..HIGH")
+    if tau is not None and taus is not None:
+        raise UserError("give --tau for one threshold or --taus for several, not both")
+    if points is not None and taus is None:
+        raise UserError("--points needs a range --taus LOW..HIGH")
     check_tau(tau)
-    return None if tau_sweep is None else parse_taus(tau_sweep, points)
+    return None if taus is None else parse_taus(taus, points)
 
 
 def parse_taus(text: str, points: int | None = None) -> list[float]:
@@ -60,7 +60,7 @@ def parse_taus(text: str, points: int | None = None) -> list[float]:
     if dots:
         return _logit_spaced(taus[0], taus[1], TAU_POINTS if points is None else points)
     if points is not None:
-        raise UserError(f"a number of points goes with a range LOW..HIGH; '{text}' says its thresholds itself")
+        raise UserError(f"--points needs a range --taus LOW..HIGH; '{text}' is a list")
     if len(set(taus)) < 2:
         raise UserError(f"a sweep needs at least two thresholds; found '{text}'")
     return sorted(set(taus))

@@ -18,23 +18,18 @@ from spkv_nas.base.assets import EMBEDDED
 from spkv_nas.base.device import check_device, check_dtype
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.names import check_name
-from spkv_nas.base.units import parse_context
 from spkv_nas.cost.ladder import find_level
 from spkv_nas.data.config import SourceConfig
 from spkv_nas.data.readers import open_source
-from spkv_nas.data.ruler.tasks import check_task
-from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
-from spkv_nas.evaluation.thresholds import check_sweep, check_tau
+from spkv_nas.evaluation.thresholds import check_tau
 from spkv_nas.model.source import check_checkpoint, check_config
 from spkv_nas.probing.registry import check_options, signal_options
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.stages import options
-from spkv_nas.stages.eval_modes import check_mode
-from spkv_nas.stages.lookup import find_proposal, find_table
 from spkv_nas.stages.subject import Subject
 from spkv_nas.training.recipe import Recipe
 
-_WRITING = (options.SubjectOptions, options.Trains)
+_WRITING = (options.Measures, options.Trains)
 
 
 def check(given: object) -> None:
@@ -97,7 +92,7 @@ def _in_workspace(opts: options.InWorkspace) -> None:
 
 
 def _on_device(opts: options.OnDevice) -> None:
-    check_device(opts.device, spreads=isinstance(opts, options.SubjectOptions))
+    check_device(opts.device, spreads=isinstance(opts, options.Measures))
 
 
 def _in_dtype(opts: options.InDtype) -> None:
@@ -111,55 +106,11 @@ def _probe(opts: options.ProbeOptions) -> None:
         check_options(signal, **{option.name: getattr(opts, option.name) for option in signal_options()})
     check_tau(opts.tau)
     if opts.recipe is None:
-        Subject.of_command(opts).check()
+        Subject.of(opts, options.REFERENCE, "probe on").check()
     elif opts.model is not None or opts.data:
         raise UserError("give a recipe, or --model with --data, not both: a recipe says its own model and text")
     else:
         check_recipe(opts.recipe)
-
-
-def _evaluate(opts: options.EvaluateOptions) -> None:
-    """Check ``evaluate``: its mode, the checkpoints, and the mode's files."""
-    check_mode(opts)
-    check_sweep(opts.tau, opts.tau_sweep, opts.points)
-    for source in (opts.against, opts.evaluator):
-        if source is not None:
-            check_checkpoint(source)
-    if opts.ruler is not None:
-        for length in opts.ruler.split(","):
-            parse_context(length)
-        for task in (opts.ruler_tasks or "").split(",") if opts.ruler_tasks is not None else ():
-            check_task(task.strip())
-        check_text(opts.haystack or ())
-        check_exist(opts.qa or (), "questions")
-    elif opts.tasks is not None:
-        check_exist(opts.include or (), "folder of tasks")
-    else:
-        subject = Subject.of_command(opts)
-        subject.check(in_blocks=not opts.longppl)
-        return
-    check_checkpoint(str(opts.model))
-
-
-def _score(opts: options.ScoreOptions) -> None:
-    """Check ``score``: the layouts, the model and the text."""
-    subject = Subject.of_command(opts)
-    family = subject.family if opts.probe is None else find_table(opts.folders, opts.probe).name
-    find_proposal(opts.folders, opts.name or family, opts.layouts)
-    subject.check()
-
-
-def _baselines(opts: options.BaselinesOptions) -> None:
-    """Check ``baselines``: its lists of settings and the checkpoints."""
-    parse_methods(opts.methods)
-    parse_densities(opts.densities)
-    parse_sinks(opts.sinks)
-    check_sweep(opts.tau, opts.tau_sweep, opts.points)
-    if opts.against is not None:
-        check_checkpoint(opts.against)
-    elif opts.tau is not None or opts.tau_sweep is not None:
-        raise UserError("--tau and --tau-sweep are those of --against: give an SP-KV checkpoint")
-    Subject.of_command(opts).check()
 
 
 def _demo(opts: options.DemoOptions) -> None:
@@ -190,8 +141,5 @@ _CHECKS: dict[type, Callable[[Any], None]] = {
     options.OnDevice: _on_device,
     options.InDtype: _in_dtype,
     options.ProbeOptions: _probe,
-    options.EvaluateOptions: _evaluate,
-    options.ScoreOptions: _score,
-    options.BaselinesOptions: _baselines,
     options.DemoOptions: _demo,
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from spkv_nas.artifacts.baselines import METHODS, PROTOCOLS
 from spkv_nas.base.device import DTYPES
 from spkv_nas.base.flag import Flag
 from spkv_nas.base.limits import (
@@ -23,8 +22,7 @@ from spkv_nas.base.limits import (
 from spkv_nas.probing.flags import BUDGET, SEED, STEPS
 from spkv_nas.probing.registry import SIGNALS
 
-MEMORY, _RULER, _TASKS = "Constraints and memory", "RULER", "Downstream tasks"
-_LONGPPL = "LongPPL"
+MEMORY = "Constraints and memory"
 _MOST_DEVICES = 1 << 16
 _LEVELS = (*(f"level-{n}" for n in (*range(11), 13)), "llama-3-8b", *(f"micro-{n}" for n in range(5)))
 _RECIPE = "Recipe (YAML): model, text, training, gates."
@@ -46,6 +44,10 @@ _MAX_TOKENS = Flag(
 _BLOCK_SIZE = Flag("Tokens per block, with --data.", low=2, high=MOST_BLOCK_SIZE)
 _WINDOW = Flag("Visible recent keys of a local head, the query's own included.", low=1, high=MOST_WINDOW)
 _CONTEXT = Flag("Tokens per sequence; k is 1,024.", metavar="N|Nk", panel=MEMORY)
+_TAUS = Flag(
+    "Thresholds: a range, evenly spaced in logit, or a comma-separated list; open gates are always measured.",
+    metavar="LOW..HIGH|LIST",
+)
 _GRANULARITY = Flag(
     "head, or layer for whole layers only.", metavar="head|layer", values=("head", "layer"), panel=MEMORY
 )
@@ -80,88 +82,16 @@ Signal = Annotated[
     str | None,
     Flag(f"Score of heads. {'; '.join(f'{signal.name}: {signal.help}' for signal in SIGNALS)}.", values=SIGNALS.names),
 ]
-TauSweep = Annotated[
-    str | None,
-    Flag(
-        "Thresholds to compare with open gates: a range, evenly spaced in logit, or a list.", metavar="LOW..HIGH|LIST"
-    ),
-]
-Points = Annotated[int | None, Flag("Thresholds of a range, its ends included.", high=MOST_REPEATS)]
-Ruler = Annotated[
-    str | None,
-    Flag("In place of NLL: RULER's tasks at these lengths in tokens, such as 512,4k.", metavar="LENGTHS", panel=_RULER),
-]
-RulerTasks = Annotated[str | None, Flag("Tasks of RULER by comma, such as niah_single_1,vt.", panel=_RULER)]
-Samples = Annotated[int | None, Flag("Samples of each task at each length.", low=1, high=MOST_REPEATS, panel=_RULER)]
-Haystack = Annotated[
-    list[str] | None, Flag("Essays to hide needles in: files or folders; repeat for several.", panel=_RULER)
-]
-Questions = Annotated[
-    list[str] | None,
-    Flag(
-        "Questions on documents, as SQuAD (qa_1) or HotpotQA (qa_2) has them; repeat for both.", metavar="FILE.json",
-        panel=_RULER,
-    ),
-]  # fmt: skip
-Tasks = Annotated[
-    str | None,
-    Flag(
-        "In place of NLL: tasks of lm-eval by comma. paper: the paper's sixteen; stdlib_completions is here already.",
-        metavar="NAMES",
-        panel=_TASKS,
-    ),
-]
-Include = Annotated[
-    list[str] | None,
-    Flag(
-        "Folder with YAML files of tasks, whose Python code runs; repeat for several.", metavar="FOLDER", panel=_TASKS
-    ),
-]
-Limit = Annotated[int | None, Flag("The first samples of each task alone.", low=1, high=MOST_WHOLE, panel=_TASKS)]
-AllowCode = Annotated[
-    bool,
-    Flag(
-        "Let tasks such as mbpp run the code that the model writes, on this machine.", ("--allow-code",), panel=_TASKS
-    ),
-]
-LongPPL = Annotated[
-    bool,
-    Flag(
-        "In place of NLL: perplexity of the tokens that only the long context makes likely.",
-        ("--longppl",),
-        panel=_LONGPPL,
-    ),
-]
-Evaluator = Annotated[
-    str | None, Flag("Checkpoint that finds those tokens, its gates open.", metavar="CHECKPOINT", panel=_LONGPPL)
-]
-ShortContext = Annotated[int | None, Flag("Tokens of the short context.", low=1, high=MOST_BLOCK_SIZE, panel=_LONGPPL)]
-Stride = Annotated[int | None, Flag("Tokens that share a short context.", low=1, high=MOST_BLOCK_SIZE, panel=_LONGPPL)]
-Alpha = Annotated[
-    float | None, Flag("Nats that the short context must cost a token.", low=0.0, high=1e6, panel=_LONGPPL)
-]
-Beta = Annotated[
-    float | None, Flag("Log-likelihood that the whole text must give it.", low=-1e6, high=0.0, panel=_LONGPPL)
+Taus = Annotated[str, _TAUS]
+OptionalTaus = Annotated[str | None, _TAUS]
+Points = Annotated[
+    int | None, Flag("Number of thresholds in the range --taus LOW..HIGH, endpoints included.", high=MOST_REPEATS)
 ]
 OptionalProbe = Annotated[str | None, _PROBE]
 
-# Post-hoc KV-cache pruning
-Methods = Annotated[
-    str | None, Flag("What chooses the keys that are kept; several by comma.", metavar="NAMES", values=METHODS)
+Against = Annotated[
+    str | None, Flag("Baseline checkpoint to compare with, on the same text or questions.", metavar="CHECKPOINT")
 ]
-Densities = Annotated[
-    str, Flag("Shares of the keys outside the window to keep; several by comma.", ("--density",), "N%|LIST")
-]
-Sinks = Annotated[str, Flag("First keys of a block that are always kept; several numbers by comma.", metavar="N|LIST")]
-Chunk = Annotated[int | None, Flag("Tokens read between two evictions.", low=1, high=MOST_WINDOW)]
-ReadingProtocol = Annotated[
-    str,
-    Flag(
-        "exact: every query sees exactly --window recent keys. kvpress: those before its chunk, and its chunk.",
-        metavar="|".join(PROTOCOLS), values=PROTOCOLS,
-    ),
-]  # fmt: skip
-Against = Annotated[str | None, Flag("Checkpoint to put beside, measured on the same text.", metavar="CHECKPOINT")]
 
 # Layouts and budgets
 LayoutFiles = Annotated[list[Path], _LAYOUTS]

@@ -32,7 +32,7 @@ from spkv_nas.probing.priced import STEP_TOKENS
 from spkv_nas.probing.registry import SIGNALS
 from spkv_nas.probing.signal import Signal
 from spkv_nas.probing.signals.density import DENSITY
-from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.options import REFERENCE, ProbeOptions
 from spkv_nas.stages.probe import chosen_options, chosen_signal
 from spkv_nas.stages.subject import Subject
 from spkv_nas.training.step_cost import EFFICIENCY, matmul_speed
@@ -69,7 +69,7 @@ def plan_probe(options: ProbeOptions, reporter: Reporter = SILENT) -> Forecast:
         UserError: as ``probe``.
     """
     options = replace(options, signal=chosen_signal(options))
-    subject = Subject.of_command(options)
+    subject = Subject.of(options, REFERENCE, "probe on")
     device = choose_device(options.device)
     data, base = subject.recipe.data, subject.base
     if options.data:

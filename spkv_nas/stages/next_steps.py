@@ -17,10 +17,11 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.workspace import Workspace
 from spkv_nas.stages.commands import Suggestion
 from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.options import ProbeOptions, ScoreOptions
+from spkv_nas.stages.options import ProbeOptions
 from spkv_nas.stages.propose.command import ProposeOptions
 from spkv_nas.stages.record import absolute, for_signal, is_of, model_identity, probe_records, read_options
 from spkv_nas.stages.report.command import ReportOptions
+from spkv_nas.stages.score.command import ScoreOptions
 from spkv_nas.stages.train.command import TrainOptions
 from spkv_nas.stages.train_hybrid.command import TrainHybridOptions
 

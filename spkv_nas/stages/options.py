@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spkv_nas.artifacts import defaults
-from spkv_nas.artifacts.baselines import EXACT
 from spkv_nas.base.assets import EMBEDDED, EMBEDDED_PREFIX
 from spkv_nas.base.flag import default
 from spkv_nas.base.workspace import Workspace
@@ -69,10 +68,16 @@ class Trains(InWorkspace, OnDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SubjectOptions(InWorkspace, InDtype):
-    """Options that name a model and the text to measure it on."""
+class Measures(InWorkspace, InDtype):
+    """Options of a command that measures a model, which it can spread over all GPUs."""
 
     device: flags.AnyDevice = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectOptions(Measures):
+    """Options that name a model and the text to measure it on."""
+
     model: flags.OptionalModel = None
     data: flags.Data = None
     max_tokens: flags.OptionalMaxTokens = default(None, "all")
@@ -115,69 +120,6 @@ class ProbeOptions(SubjectOptions, Trains):
     budget: str | None = None
     seed: int | None = None
     granularity: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(SubjectOptions):
-    """Options of the ``evaluate`` command."""
-
-    model: flags.OptionalModel = REFERENCE
-    tau: flags.Tau = default(None, "the checkpoint's")
-    tau_sweep: flags.TauSweep = None
-    points: flags.Points = default(None, str(defaults.TAU_POINTS))
-    ruler: flags.Ruler = None
-    ruler_tasks: flags.RulerTasks = default(None, "all")
-    samples: flags.Samples = default(None, str(defaults.RULER_SAMPLES))
-    against: flags.Against = None
-    haystack: flags.Haystack = default(None, "RULER's noise")
-    qa: flags.Questions = default(None, "none, and no qa_1 and qa_2")
-    window: flags.OptionalWindow = default(None, "the checkpoint's", note="For the floor of RULER.")
-    seed: flags.OptionalSeed = default(None, "0", note="For RULER.")
-    data: flags.Data = default(note="With --tasks: folders with data sets by their ids.")
-    tasks: flags.Tasks = None
-    include: flags.Include = None
-    limit: flags.Limit = default(None, "all")
-    allow_code: flags.AllowCode = False
-    block_size: flags.BlockSize = default(
-        None,
-        str(defaults.BLOCK_SIZE),
-        note=f"With --longppl: of a text, the model's positions, at most {defaults.LONGPPL_LENGTH >> 10}k.",
-    )
-    longppl: flags.LongPPL = False
-    evaluator: flags.Evaluator = default(None, "--against, or the model")
-    short: flags.ShortContext = default(None, f"{defaults.LONGPPL_SHORT:,}, at most a fourth of a text")
-    stride: flags.Stride = default(None, "a fourth of --short")
-    alpha: flags.Alpha = default(None, f"{defaults.LONGPPL_ALPHA:g}")
-    beta: flags.Beta = default(None, f"{defaults.LONGPPL_BETA:g}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreOptions(SubjectOptions):
-    """Options of the ``score`` command."""
-
-    layouts: flags.OptionalLayoutFiles = default(None, "all of layouts/NAME/")
-    model: flags.OptionalModel = DENSE
-    probe: flags.OptionalProbe = default(note="Counts coverage.")
-    name: flags.Name = default(None, "the probe's or the model's")
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaselinesOptions(SubjectOptions):
-    """Options of the ``baselines`` command."""
-
-    model: flags.OptionalModel = DENSE
-    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}, spread")
-    methods: flags.Methods = default(None, "all")
-    densities: flags.Densities = "20%,15%"
-    window: flags.OptionalWindow = default(None, "that of --against, or a sixteenth of a block, at most 128")
-    sinks: flags.Sinks = "0,4"
-    chunk: flags.Chunk = default(None, f"{defaults.BASELINE_CHUNK}, at most the window")
-    protocol: flags.ReadingProtocol = EXACT
-    against: flags.Against = default(note="With gates.")
-    tau: flags.Tau = default(None, "the checkpoint's", note="Of --against.")
-    tau_sweep: flags.TauSweep = default(note="Of --against.")
-    points: flags.Points = default(None, str(defaults.TAU_POINTS))
-    seed: flags.Seed = default(0, note="Of random keys and of kvzap's networks.")
 
 
 @dataclass(frozen=True, kw_only=True)

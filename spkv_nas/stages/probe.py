@@ -31,7 +31,7 @@ from spkv_nas.probing.registry import SIGNALS, check_options, signal_options
 from spkv_nas.probing.signals.density import DENSITY
 from spkv_nas.proposal.budget import parse_budget
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.options import REFERENCE, ProbeOptions
 from spkv_nas.stages.record import OPTIONS, recorded
 from spkv_nas.stages.subject import Measured, Subject
 from spkv_nas.stages.train.command import TrainOptions
@@ -116,7 +116,7 @@ def chosen_signal(options: ProbeOptions) -> str:
         return options.signal
     if options.recipe is not None:
         return DENSITY.name
-    has_gates = read_gates(Subject.of_command(options).source) is not None
+    has_gates = read_gates(Subject.of(options, REFERENCE, "probe on").source) is not None
     return DENSITY.name if has_gates else RECOMMENDED
 
 
@@ -181,7 +181,7 @@ def _subject(options: ProbeOptions, reporter: Reporter) -> Subject:
     Of a recipe that is its reference, or its dense model for a signal that needs no gates; either is trained first.
     """
     if options.recipe is None:
-        subject = Subject.of_command(options)
+        subject = Subject.of(options, REFERENCE, "probe on")
     else:
         training = TrainOptions(recipe=options.recipe, workspace=options.workspace, device=options.device)
         is_gated = SIGNALS[str(options.signal)].needs_gates

@@ -20,12 +20,6 @@ from spkv_nas.evaluation.micro_batch import BATCH_SIZE, check_positions, fitting
 from spkv_nas.model.source import check_checkpoint
 from spkv_nas.stages.names import model_name
 from spkv_nas.stages.options import (
-    DENSE,
-    REFERENCE,
-    BaselinesOptions,
-    EvaluateOptions,
-    ProbeOptions,
-    ScoreOptions,
     SubjectOptions,
 )
 
@@ -37,12 +31,6 @@ if TYPE_CHECKING:
     from spkv_nas.training.recipe import Recipe
 
 
-_COMMANDS: dict[type, tuple[str, str]] = {  # by command: default model, purpose of the text
-    ProbeOptions: (REFERENCE, "probe on"),
-    EvaluateOptions: (REFERENCE, "evaluate on"),
-    ScoreOptions: (DENSE, "score on"),
-    BaselinesOptions: (DENSE, "prune on"),
-}
 _LEAST_SAMPLES = 2  # minimum number of RULER blocks, so that a domain has a standard error
 
 
@@ -120,11 +108,6 @@ class Subject:
         has_custom_text = bool(options.data) and source.startswith(EMBEDDED_PREFIX)
         name = source.replace(":", "-") if has_custom_text else family
         return cls(source, family, options.name or name, Recipe.read(EMBEDDED / "recipe.yaml"), EMBEDDED, options)
-
-    @classmethod
-    def of_command(cls, options: SubjectOptions) -> Subject:
-        """Make the subject of a measuring command, with its default model. Raises ``UserError`` as ``of``."""
-        return cls.of(options, *_COMMANDS[type(options)])
 
     @classmethod
     def of_recipe(cls, options: SubjectOptions, file: Path, checkpoint: Path) -> Subject:

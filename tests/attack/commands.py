@@ -92,7 +92,7 @@ COMMANDS = {
             "search", reader="report",
         ),
         Command(
-            "evaluate", ("evaluate", "--model", "{reference}", "--name", "tiny", "--tau-sweep", "0.2,0.6", *TEXT),
+            "evaluate", ("evaluate", "sweep", "--model", "{reference}", "--name", "tiny", "--taus", "0.2,0.6", *TEXT),
             "train",
         ),
         Command("compare", ("compare", "tiny", "mine", "--budget", "2"), "probe-checkpoint"),

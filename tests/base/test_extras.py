@@ -68,7 +68,7 @@ NEED = {
     "reproduce palindrome": "train",
     "score": "train", "evaluate": "train", "generate hello": "train", "calibrate": "train", "plan attention": "train",
     f"export {LAYOUT} --model embedded:dense --out new": "train", "demo": "train",
-    "search": "search", "report": "report", "evaluate --tasks paper": "tasks",
+    "search": "search", "report": "report", "evaluate tasks paper": "tasks",
 }  # fmt: skip
 
 

@@ -18,8 +18,9 @@ from spkv_nas.base.errors import UserError
 from spkv_nas.base.memory import available_bytes, require
 from spkv_nas.model.checkpoint import save
 from spkv_nas.model.model_shape import check_keys, check_size, check_tokens
-from spkv_nas.stages.evaluate import evaluate
-from spkv_nas.stages.options import EvaluateOptions, SubjectOptions
+from spkv_nas.stages.evaluate.nll.command import NLLOptions
+from spkv_nas.stages.evaluate.nll.stage import nll
+from spkv_nas.stages.options import SubjectOptions
 from spkv_nas.stages.subject import Subject
 
 GIB = 1 << 30
@@ -159,8 +160,8 @@ class TestPasses:
         self, folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """And what is measured is the same."""
-        options = EvaluateOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
-        whole = evaluate(options).evaluation.nll
+        options = NLLOptions(model=str(folder), data=[str(text)], block_size=64, device="cpu")
+        whole = nll(options).evaluation.nll
         sizes, said = [], []
         for free in (1 << 40, 1_500_000, 1):
             monkeypatch.setattr("spkv_nas.model.device_map.available_bytes_per_process", lambda device, free=free: free)
@@ -169,7 +170,7 @@ class TestPasses:
             measured = Subject.of(self.options(folder, text, 64), "", "measure").load(reporter)
             sizes.append(measured.batch_size)
             assert any("pass at once" in line for line in said) == (measured.batch_size < 8)
-            assert evaluate(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
+            assert nll(options).evaluation.nll.mean == pytest.approx(whole.mean, rel=1e-6)
         assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
 
     def test_tokens_that_the_model_does_not_have(

@@ -46,7 +46,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 LOADS_TORCH = (
-    "probe", "evaluate", "baselines", "generate hello", "reproduce palindrome", "reproduce ablate", "calibrate", "demo",
+    "probe", "evaluate", "evaluate baselines", "generate hello", "reproduce palindrome", "reproduce ablate",
+    "calibrate", "demo",
     "score --probe tiny --workspace WORKSPACE", "train-hybrid --recipe RECIPE --workspace WORKSPACE",
     "search --recipe RECIPE --workspace WORKSPACE --budget 2", "train RECIPE", "export --model embedded:dense --out o",
 )  # fmt: skip
@@ -124,7 +125,7 @@ class TestPipe:
         monkeypatch.setattr("spkv_nas.cli.screen.EVERY", 0.0)
         main(["evaluate", "--model", dense(workspace), *text(recipe), "--name", "told", "--workspace", str(workspace)])
         said = capsys.readouterr().err
-        assert said.startswith("evaluate: starting\n")
+        assert said.startswith("evaluate nll: starting\n")
         assert "evaluating: 16 of " in said
         assert " left\n" in said
 
@@ -217,7 +218,7 @@ class TestJson:
             ("report", *probe): {"report"},
             ("evaluate", *model): {"nll", "num_tokens", "num_documents", "tau", "density"},
             ("score", *layouts, *probe, *model): {"rows", "folder"},
-            ("baselines", *model, "--methods", "streaming"): {"name", "rows", "folder"},
+            ("evaluate", "baselines", *model, "--methods", "streaming"): {"name", "rows", "folder"},
             ("layout", "show", *layouts, *probe): {"layouts"},
             ("plan", "attention", "micro-0", "--context", "1k"): {"shape", "context", "costs", "times"},
             ("calibrate", "micro-0", "--context", "1k", "--window", "8"): {"case", "times", "source", "folder"},

@@ -292,7 +292,7 @@ class TestCommand:
         save(gated(), tiny_tokenizer, tmp_path / "mine")
         options = ["--model", dense, "--data", text, "--block-size", 128, "--sinks", "0,2"]
         options += ["--against", tmp_path / "mine", "--tau", 0.6, "--density", "30%,0.2", "-w", tmp_path / "w"]
-        main(["baselines", *map(str, options)])
+        main(["evaluate", "baselines", *map(str, options)])
         folder = tmp_path / "w" / "reports" / "dense"
         assert {p.name for p in folder.glob("[!.]*")} == {f"baselines.{kind}" for kind in ("csv", "yaml", "png", "svg")}
         rows = pd.read_csv(folder / "baselines.csv")
@@ -312,7 +312,7 @@ class TestCommand:
     ) -> None:
         """With nothing beside it no row has a threshold, which could not be printed."""
         options = ["--model", dense, "--data", text, "--block-size", BLOCK, "--methods", "streaming", "--sinks", "0,2"]
-        main(["baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
+        main(["evaluate", "baselines", *map(str, options), "--protocol", "kvpress", "-w", str(tmp_path / "w")])
         assert "│ streaming │ 2 " in " ".join(capsys.readouterr().out.replace("│", " │ ").split())
         rows = pd.read_csv(tmp_path / "w" / "reports" / "dense" / "baselines.csv")
         assert rows["density"].tolist() == [1.0, 0.0, pytest.approx(rows["density"][2])]
@@ -326,7 +326,7 @@ class TestCommand:
             (["--density", "20%,120%"], "found '120%'"),
             (["--density", "nan"], "found 'nan'"),
             (["--sinks", "four"], "--sinks are numbers of tokens; found 'four'"),
-            (["--tau", "0.5"], "--tau and --tau-sweep are those of --against"),
+            (["--tau", "0.5"], "--tau and --taus apply to --against"),
             (
                 ["--window", "31", "--sinks", "4"],
                 "window of 31 keys and 4 sinks leave nothing to prune in blocks of 32",
@@ -345,7 +345,7 @@ class TestCommand:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         told = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "--methods", "streaming"]
-        assert message in fails(capsys, "baselines", *told, *options, "-w", tmp_path / "w")
+        assert message in fails(capsys, "evaluate", "baselines", *told, *options, "-w", tmp_path / "w")
         assert not list(tmp_path.rglob("*.csv"))
 
     def test_a_model_that_is_pruned_already(
@@ -356,9 +356,8 @@ class TestCommand:
         for model, message in ((gated(), "the model has gates"), (hybrid, "the model is a hybrid")):
             folder = tmp_path / message[-4:]
             save(model, tiny_tokenizer, folder)
-            said = fails(
-                capsys, "baselines", "--model", folder, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"
-            )
+            options = ["--model", folder, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
+            said = fails(capsys, "evaluate", "baselines", *options)
             assert message in said
 
     def test_what_stands_beside(
@@ -371,14 +370,12 @@ class TestCommand:
     ) -> None:
         save(gated(), tiny_tokenizer, tmp_path / "mine")
         options = ["--model", dense, "--data", text, "--block-size", str(BLOCK), "-w", tmp_path / "w"]
-        assert "has no gates" in fails(capsys, "baselines", *options, "--against", dense)
-        said = fails(capsys, "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
+        assert "has no gates" in fails(capsys, "evaluate", "baselines", *options, "--against", dense)
+        said = fails(capsys, "evaluate", "baselines", *options, "--against", tmp_path / "mine", "--window", "8")
         assert "--window 8 is not that of --against, 6" in said
 
     def test_one_document(self, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "one.txt").write_text("a word " * 12)
-        said = fails(
-            capsys, "baselines", "--model", dense, "--data", tmp_path / "one.txt", "--block-size", "24", "--methods",
-            "streaming", "-w", tmp_path / "w",
-        )  # fmt: skip
+        options = ["--model", dense, "--data", tmp_path / "one.txt", "--block-size", "24", "--methods", "streaming"]
+        said = fails(capsys, "evaluate", "baselines", *options, "-w", tmp_path / "w")
         assert "document" in said

@@ -31,7 +31,7 @@ from spkv_nas.evaluation.longppl import reading
 from spkv_nas.evaluation.longppl.reading import Criterion, LongText, Reading, key_spans, key_tokens, read, stretches
 from spkv_nas.evaluation.longppl.table import longppl_table
 from spkv_nas.model.checkpoint import load, save
-from spkv_nas.stages import longppl as stage
+from spkv_nas.stages.evaluate.longppl import stage
 
 GOLDEN = json.loads((TESTS / "golden" / "longppl.json").read_text())
 
@@ -217,7 +217,7 @@ class TestCommand:
     ) -> None:  # fmt: skip
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         place, others = tmp_path / "w", ["--against", str(tmp_path / "hybrid"), "--evaluator", str(checkpoint)]
-        command = ["evaluate", "--model", str(checkpoint), "--data", str(text), "--longppl", *self.ANY, *others]
+        command = ["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), *self.ANY, *others]
         command += ["-w", str(place)]
         main(command)
         shown = " ".join(capsys.readouterr().out.split())
@@ -250,7 +250,7 @@ class TestCommand:
     def test_few_keys_are_said(
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        main(["evaluate", "--model", str(checkpoint), "--data", str(text), "--longppl", "-w", str(tmp_path / "w")])
+        main(["evaluate", "longppl", "--model", str(checkpoint), "--data", str(text), "-w", str(tmp_path / "w")])
         shown = capsys.readouterr()
         assert "all: 0 key tokens, fewer than 100: no LongPPL is given" in shown.out + shown.err
         assert "nan" not in shown.out
@@ -260,16 +260,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--longppl", "--ruler", "512"], "give --ruler or --longppl, one after the other"),
-            (["--longppl", "--tau-sweep", "0.1..0.9"], "--longppl judges key tokens, at one threshold"),
-            (["--longppl", "--tau", "2"], "--tau must lie in [0, 1]"),
-            (["--longppl", "--short", "128"], "128 tokens leaves nothing of texts of 128"),
-            (["--longppl", "--short", "900", "--block-size", "1000"], "no document has more than 900 tokens"),
-            (["--longppl", "--short", "90", "--max-tokens", "80"], "--max-tokens 80 leaves nothing beyond"),
-            (["--longppl", "--block-size", "100000"], "more than 16 times as long"),
-            (["--longppl", "--samples", "5"], "--samples goes with --ruler LENGTHS"),
-            (["--evaluator", "x"], "--evaluator goes with --longppl"),
-            (["--alpha", "1"], "--alpha goes with --longppl"),
+            (["--tau", "2"], "--tau must lie in [0, 1]"),
+            (["--short-context", "128"], "128 tokens leaves nothing of texts of 128"),
+            (["--short-context", "900", "--block-size", "1000"], "no document has more than 900 tokens"),
+            (["--short-context", "90", "--max-tokens", "80"], "--max-tokens 80 leaves nothing beyond"),
+            (["--block-size", "100000"], "more than 16 times as long"),
+            (["--samples", "5"], "No such option: --samples"),
         ],
         ids=" ".join,
     )  # fmt: skip
@@ -277,14 +273,16 @@ class TestCommand:
         self, options: list[str], message: str, checkpoint: Path, tmp_path: Path, text: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:  # fmt: skip
-        said = fails(capsys, "evaluate", "--model", checkpoint, "--data", text, *options, "-w", tmp_path / "w")
+        said = fails(
+            capsys, "evaluate", "longppl", "--model", checkpoint, "--data", text, *options, "-w", tmp_path / "w"
+        )
         assert message in said
 
     def test_a_pair_needs_one_tokenizer_and_an_evaluator_none(
         self, checkpoint: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
-        options = ["evaluate", "--model", checkpoint, "--data", text, "--longppl", "-w", tmp_path / "w", *self.ANY]
+        options = ["evaluate", "longppl", "--model", checkpoint, "--data", text, "-w", tmp_path / "w", *self.ANY]
         assert "has another tokenizer" in fails(capsys, *options, "--against", tmp_path / "other")
         main([str(one) for one in (*options, "--evaluator", tmp_path / "other")])
         assert pd.read_csv(tmp_path / "w" / "reports" / "mine" / "longppl.csv").loc[0, "num_keys"] > 100

@@ -201,8 +201,8 @@ class TestCommand:
     ) -> None:  # fmt: skip
         save(hybrid(), tiny_tokenizer, tmp_path / "hybrid")
         place = tmp_path / "w"
-        options = ["--model", checkpoint, "--ruler", "512,600", "--ruler-tasks", "vt", "--samples", 2]
-        command = ["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
+        options = ["--model", checkpoint, "--lengths", "512,600", "--tasks", "vt", "--samples", 2]
+        command = ["evaluate", "ruler", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
         main(command)
         shown = " ".join(capsys.readouterr().out.split())
         assert "average of 1" in shown
@@ -234,29 +234,26 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--ruler", "512,x"], "'x'"),
-            (["--ruler", "512", "--ruler-tasks", "vt,other"], "no task 'other'"),
-            (["--ruler", "512", "--ruler-tasks", "qa_2"], "give --qa FILE.json in HotpotQA format"),
-            (["--ruler", "512", "--tau-sweep", "0.1..0.9"], "leave --tau-sweep out"),
-            (["--ruler", "512", "--block-size", "64"], "leave --block-size out"),
-            (["--ruler", "512", "--tau", "2"], "--tau must lie in [0, 1]"),
-            (["--ruler", "100", "--ruler-tasks", "vt"], "vt needs at least"),
-            (["--ruler", "512", "--qa", "gone.json"], "questions not found: gone.json"),
-            (["--samples", "5"], "--samples goes with --ruler LENGTHS"),
-            (["--window", "5"], "--window goes with --ruler LENGTHS"),
+            (["--lengths", "512,x"], "'x'"),
+            (["--lengths", "512", "--tasks", "vt,other"], "unknown RULER task 'other'"),
+            (["--lengths", "512", "--tasks", "qa_2"], "give --qa FILE.json in HotpotQA format"),
+            (["--lengths", "512", "--block-size", "64"], "No such option: --block-size"),
+            (["--lengths", "512", "--tau", "2"], "--tau must lie in [0, 1]"),
+            (["--lengths", "100", "--tasks", "vt"], "vt needs at least"),
+            (["--lengths", "512", "--qa", "gone.json"], "questions not found: gone.json"),
+            (["--samples", "5"], "Missing option '--lengths'"),
         ],
     )
     def test_what_is_wrong(
-        self, options: list[str], message: str, checkpoint: Path, tmp_path: Path, text: Path,
+        self, options: list[str], message: str, checkpoint: Path, tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:  # fmt: skip
-        data = [] if "--ruler" in options else ["--data", text]
-        assert message in fails(capsys, "evaluate", "--model", checkpoint, *data, *options, "-w", tmp_path / "w")
+        assert message in fails(capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w")
 
     def test_a_pair_needs_one_tokenizer(
         self, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "other")
-        options = ["--ruler", "512", "--ruler-tasks", "vt", "--samples", "1", "--against", tmp_path / "other"]
-        message = fails(capsys, "evaluate", "--model", checkpoint, *options, "-w", tmp_path / "w")
+        options = ["--lengths", "512", "--tasks", "vt", "--samples", "1", "--against", tmp_path / "other"]
+        message = fails(capsys, "evaluate", "ruler", "--model", checkpoint, *options, "-w", tmp_path / "w")
         assert "has another tokenizer" in message

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from spkv_nas.artifacts.layout import Layout
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli import evaluate as cli_evaluate
 from spkv_nas.cli import main
 from spkv_nas.data.blocks import TokenBlocks, build_blocks
 from spkv_nas.data.sources import documents
@@ -34,6 +33,7 @@ from spkv_nas.model.windows import apply_layout
 from spkv_nas.probing.density import probe
 from spkv_nas.report.plot import draw
 from spkv_nas.report.result_charts import tau_sweep_chart
+from spkv_nas.stages.evaluate.nll.command import NLL
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ class TestCommand:
     def test_sweep(self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         place = tmp_path / "w"
         options = ["--model", str(checkpoint), "--data", str(text), "--block-size", str(BLOCK)]
-        main(["evaluate", *options, "--tau-sweep", "0.1..0.9", "--points", "3", "--workspace", str(place)])
+        main(["evaluate", "sweep", *options, "--taus", "0.1..0.9", "--points", "3", "--workspace", str(place)])
         shown = capsys.readouterr().out
         assert "open" in shown
         assert "tau-sweep.png" in shown.replace("\n", "")
@@ -163,8 +163,8 @@ class TestCommand:
             assert f"NLL {expected.nll.mean:.4f}, density {100 * expected.density:.1f} % at tau {tau}; 93" in shown
         assert [path.name for path in (tmp_path / "w").iterdir()] == ["runs"]
         assert [path.name for path in (tmp_path / "w" / "runs" / "mine").iterdir()] == ["blocks"]
-        help_text = " ".join((cli_evaluate.evaluate.__doc__ or "").split())
-        assert "runs/NAME/blocks/ keeps the tokens of the text" in help_text  # it once promised to write nothing
+        help_text = " ".join((NLL.run.__doc__ or "").split())
+        assert "The tokens of --data are kept in runs/NAME/blocks/" in help_text  # it once promised to write nothing
 
     @pytest.mark.parametrize("kind", ["dense", "hybrid"])
     def test_a_model_without_gates(
@@ -185,26 +185,32 @@ class TestCommand:
         shown = " ".join(capsys.readouterr().out.split())
         assert f"{kind}: NLL {document_nll(model, blocks).mean:.4f}; " in shown
         assert "no gates" in fails(capsys, "evaluate", *options, "--tau", "0.5")
-        assert "no gates" in fails(capsys, "evaluate", *options, "--tau-sweep", "0.1..0.9")
+        assert "no gates" in fails(capsys, "evaluate", "sweep", *options, "--taus", "0.1..0.9")
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--tau-sweep", "0.1..x"], "'0.1..x' is neither a range LOW..HIGH nor a list"),
-            (["--tau-sweep", "0.1..0.5..0.9"], "neither a range"),
-            (["--tau-sweep", "0.1,,0.9"], "neither a range"),
-            (["--tau-sweep", ""], "neither a range"),
-            (["--tau-sweep", "0.1..1.2"], "must lie in [0, 1]; found 1.2"),
-            (["--tau-sweep", "nan,0.5"], "must lie in [0, 1]; found nan"),
-            (["--tau-sweep", "0.9..0.1"], "must rise; found 0.9..0.1"),
-            (["--tau-sweep", "0.5..0.5"], "must rise"),
-            (["--tau-sweep", "0..0.9"], "its ends lie inside (0, 1)"),
-            (["--tau-sweep", "0.5"], "at least two thresholds"),
-            (["--tau-sweep", "0.1..0.9", "--points", "1"], "at least 2 points, its ends, and at most 10000; found 1"),
-            (["--tau-sweep", "0.1,0.9", "--points", "5"], "says its thresholds itself"),
-            (["--points", "5"], "--points goes with --tau-sweep"),
+            (["sweep", "--taus", "0.1..x"], "'0.1..x' is neither a range LOW..HIGH nor a list"),
+            (["sweep", "--taus", "0.1..0.5..0.9"], "neither a range"),
+            (["sweep", "--taus", "0.1,,0.9"], "neither a range"),
+            (["sweep", "--taus", ""], "neither a range"),
+            (["sweep", "--taus", "0.1..1.2"], "must lie in [0, 1]; found 1.2"),
+            (["sweep", "--taus", "nan,0.5"], "must lie in [0, 1]; found nan"),
+            (["sweep", "--taus", "0.9..0.1"], "must rise; found 0.9..0.1"),
+            (["sweep", "--taus", "0.5..0.5"], "must rise"),
+            (["sweep", "--taus", "0..0.9"], "its ends lie inside (0, 1)"),
+            (["sweep", "--taus", "0.5"], "at least two thresholds"),
+            (
+                ["sweep", "--taus", "0.1..0.9", "--points", "1"],
+                "at least 2 points, its ends, and at most 10000",
+            ),
+            (
+                ["sweep", "--taus", "0.1,0.9", "--points", "5"],
+                "--points needs a range --taus LOW..HIGH; '0.1,0.9' is a list",
+            ),
+            (["baselines", "--points", "5"], "--points needs a range --taus LOW..HIGH"),
             (["--tau", "-0.1"], "--tau must lie in [0, 1]; found -0.1"),
-            (["--tau", "0.5", "--tau-sweep", "0.1..0.9"], "not both"),
+            (["baselines", "--tau", "0.5", "--taus", "0.1..0.9"], "not both"),
             (["--max-tokens", "31"], "--max-tokens 31 is less than one block of 512 tokens"),
             (["--model", "somewhere"], "--model needs --data"),
         ],

@@ -41,7 +41,7 @@ SLOW = {  # whole workflows, of half a minute and more
     *("budget.md", "compare-signals.md", "own-model.md", "retrain.md"),
 }
 OTHERS = {"make", "pip", "uv", "optuna-dashboard"}  # programs that install, or serve a page
-PARSED = ("--tasks paper", "--train-step")  # data from the hub; a minute of timing
+PARSED = ("evaluate tasks paper", "--train-step")  # data from the hub; a minute of timing
 LIMITS = (  # options that keep a command short, by what it contains; the last of an option counts
     ("probe --signal density --model", "--steps 2 --block-size 64 --gain-tokens 0"),
     ("probe --signal opening --model", "--max-tokens 256 --block-size 64"),
@@ -56,11 +56,11 @@ LIMITS = (  # options that keep a command short, by what it contains; the last o
     ("init", "--steps 2"),
     ("search", "--dry-run"),
     ("score layouts/stdlib-21x3", "--max-tokens 1024"),
-    ("--tau-sweep 0.01", "--points 3 --max-tokens 1024"),
-    ("--ruler", "--samples 1 --ruler-tasks niah_single_1"),
-    ("--longppl", "--block-size 256"),
-    ("--tasks stdlib", "--limit 2"),
-    ("baselines", "--methods streaming --max-tokens 8192"),
+    ("evaluate sweep", "--points 3 --max-tokens 1024"),
+    ("evaluate ruler", "--samples 1 --tasks niah_single_1"),
+    ("evaluate longppl", "--block-size 256"),
+    ("evaluate tasks stdlib", "--limit 2"),
+    ("evaluate baselines", "--methods streaming --max-tokens 8192"),
     ("calibrate", "--context 1k"),
 )
 LEARNING = re.compile(r"((?:head_gates|learn_gates)\(.*)\)")  # calls in Python that get few steps

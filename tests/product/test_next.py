@@ -17,7 +17,8 @@ from spkv_nas.artifacts.head_scores import HeadScores
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.init.command import InitOptions
-from spkv_nas.stages.options import ProbeOptions, ScoreOptions
+from spkv_nas.stages.options import ProbeOptions
+from spkv_nas.stages.score.command import ScoreOptions
 
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 MOST_COMMANDS = 20

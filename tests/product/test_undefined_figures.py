@@ -181,7 +181,18 @@ class TestErrors:
     def test_baselines_blame_the_limit_for_one_document(
         self, checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        command = ("baselines", "--model", checkpoint, "--data", text, "--block-size", "32", "-w", tmp_path / "w")
+        command = (
+            "evaluate",
+            "baselines",
+            "--model",
+            checkpoint,
+            "--data",
+            text,
+            "--block-size",
+            "32",
+            "-w",
+            tmp_path / "w",
+        )
         message = fails(capsys, *command, "--max-tokens", "32")
         assert "--max-tokens 32 leaves are of one document" in message
         assert "give a larger --max-tokens" in message

@@ -16,16 +16,19 @@ from paths import ROOT
 
 from spkv_nas.artifacts.result_tables import BASELINES, LONGPPL, RULER, TASKS, ResultTable
 from spkv_nas.base.errors import UserError
-from spkv_nas.cli import show, show_evaluation
 from spkv_nas.report import page as report_page
 from spkv_nas.report.benchmark_sections import SECTIONS, read_judged
 from spkv_nas.report.inputs import ReportInputs
 from spkv_nas.report.page import write_report
 from spkv_nas.report.section import Row, Section
-from spkv_nas.stages.baselines import BaselinesResult
-from spkv_nas.stages.longppl import LongPPLResult
-from spkv_nas.stages.ruler import RulerResult
-from spkv_nas.stages.tasks import TasksResult
+from spkv_nas.stages.evaluate.baselines import output as baselines
+from spkv_nas.stages.evaluate.baselines.stage import BaselinesResult
+from spkv_nas.stages.evaluate.longppl import output as longppl
+from spkv_nas.stages.evaluate.longppl.stage import LongPPLResult
+from spkv_nas.stages.evaluate.ruler import output as ruler
+from spkv_nas.stages.evaluate.ruler.stage import RulerResult
+from spkv_nas.stages.evaluate.tasks import output as tasks
+from spkv_nas.stages.evaluate.tasks.stage import TasksResult
 
 COMMITTED = ROOT / "reports" / "stdlib-21x3"
 NAN = np.nan
@@ -81,10 +84,10 @@ def test_numbers_are_those_of_the_file_and_of_the_command(
     file = write_report(folder, ReportInputs(make_domain_table(), {}, judged=tuple(sections.values())))
     page = Page(file.read_text(encoding="utf-8"))
     results: Mapping[str, Any] = {
-        "baselines": (show.baselines, lambda rows: BaselinesResult("mine", rows, folder, 300, 300.0)),
-        "ruler": (show_evaluation.ruler, lambda rows: RulerResult("mine", rows, folder, folder)),
-        "tasks": (show_evaluation.tasks, lambda rows: TasksResult("mine", rows, folder, folder)),
-        "longppl": (show_evaluation.longppl, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
+        "baselines": (baselines.show, lambda rows: BaselinesResult("mine", rows, folder, 300, 300.0)),
+        "ruler": (ruler.show, lambda rows: RulerResult("mine", rows, folder, folder)),
+        "tasks": (tasks.show, lambda rows: TasksResult("mine", rows, folder, folder)),
+        "longppl": (longppl.show, lambda rows: LongPPLResult("mine", rows, {}, folder, folder)),
     }
     for kind in (kind for kind, _ in SECTIONS if kind.name in results):
         found = kind.read(folder)

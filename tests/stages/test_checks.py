@@ -13,6 +13,7 @@ from helpers import make_layouts, make_table
 
 from spkv_nas.cli.app import COMMANDS, NAMES
 from spkv_nas.stages import options
+from spkv_nas.stages.evaluate.registry import EVALUATIONS
 
 SCRIPT = """
 import contextlib, io, json, sys
@@ -60,22 +61,22 @@ MISTAKES: list[tuple[str, str]] = [
     ("probe --name a/b", "cannot name a file"),
     ("probe -w {}/text.txt", "cannot be written"),
     ("evaluate --tau 5", "--tau must lie in [0, 1]"),
-    ("evaluate --tau-sweep 0.9..0.1", "must rise"),
-    ("evaluate --ruler 4x", "context '4x' is not a number of tokens"),
-    ("evaluate --ruler 512 --ruler-tasks nothing", "unknown RULER task 'nothing'"),
-    ("evaluate --ruler 512 --qa {}/none.json", "questions not found"),
-    ("evaluate --ruler 512 --haystack {}/none", "text source not found"),
-    ("evaluate --ruler 512 --longppl", "one after the other"),
-    ("evaluate --alpha 1", "--alpha goes with --longppl"),
-    ("evaluate --longppl --evaluator {}/none", "the folder does not exist"),
-    ("evaluate --tasks paper --include {}/none", "folder of tasks not found"),
+    ("evaluate sweep --taus 0.9..0.1", "must rise"),
+    ("evaluate ruler --lengths 4x", "context '4x' is not a number of tokens"),
+    ("evaluate ruler --lengths 512 --tasks nothing", "unknown RULER task 'nothing'"),
+    ("evaluate ruler --lengths 512 --qa {}/none.json", "questions not found"),
+    ("evaluate ruler --lengths 512 --haystack {}/none", "text source not found"),
+    ("evaluate ruler", "Missing option '--lengths'"),
+    ("evaluate --alpha 1", "No such option: --alpha"),
+    ("evaluate longppl --evaluator {}/none", "the folder does not exist"),
+    ("evaluate tasks paper --include {}/none", "folder of tasks not found"),
     ("evaluate --dtype float8", "--dtype 'float8' is unknown"),
     ("score {}/none.yaml", "layout not found"),
     ("score --probe none", "no density table 'none'"),
-    ("baselines --methods best", "unknown method 'best'"),
-    ("baselines --density 120%", "--density must lie in (0, 1]"),
-    ("baselines --sinks few", "--sinks are numbers of tokens"),
-    ("baselines --tau 0.5", "--tau and --tau-sweep are those of --against"),
+    ("evaluate baselines --methods best", "unknown method 'best'"),
+    ("evaluate baselines --density 120%", "--density must lie in (0, 1]"),
+    ("evaluate baselines --sinks few", "--sinks are numbers of tokens"),
+    ("evaluate baselines --tau 0.5", "--tau and --taus apply to --against"),
     ("generate", "give a prompt, or --file with one"),
     ("generate x --tau 5", "--tau must lie in [0, 1]"),
     ("generate --file {}/none.txt", "prompt not found"),
@@ -162,7 +163,7 @@ def _options(command: str) -> type:
     for function in COMMANDS:
         if function.__name__.replace("_", "-") == command:
             return next(iter(get_type_hints(function).values()))
-    return options.DemoOptions if command == "demo" else object
+    return options.InWorkspace if command in ("demo", "evaluate") else object
 
 
 @pytest.mark.parametrize(("line", "message"), MISTAKES, ids=[line for line, _ in MISTAKES])
@@ -180,3 +181,5 @@ def test_every_command_that_loads_torch_has_a_mistake_here() -> None:
     quick = {"propose", "compare"}  # which need no torch at all
     tried = {" ".join(line.split()[:number]) for line, _ in MISTAKES for number in (1, 2)}
     assert {NAMES.get(function, function.__name__.replace("_", "-")) for function in COMMANDS} - tried == quick
+    tried_evaluations = {line.split()[1] for line, _ in MISTAKES if line.startswith("evaluate ")}
+    assert set(EVALUATIONS.names) - tried_evaluations == {"nll"}  # tried as plain evaluate

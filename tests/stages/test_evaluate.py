@@ -130,16 +130,17 @@ class TestName:
         assert "Checkpoints side by side" in page.texts["h2"]
         assert "densest (densest-0123456789abcdef)" in page.texts["th"]
 
-    def test_every_mode_takes_the_recipes_name(self, place: Path, text: Path) -> None:
+    def test_every_evaluation_takes_the_recipes_name(self, place: Path, text: Path) -> None:
         """A sweep and RULER too; --name is stronger, and a checkpoint without a run has its folder's name."""
         hybrid, _ = checkpoints(place)
         save(gated(), load(hybrid)[1], hybrid)  # gates, as a reference's run has them
         write_run(hybrid, "sp-kv")
-        evaluate(place, text, hybrid, "--tau-sweep", "0.3,0.6")
+        options = ["--model", hybrid, "--data", text, "--block-size", BLOCK, "--taus", "0.3,0.6", "--workspace", place]
+        main(["evaluate", "sweep", *map(str, options)])
         assert (place / "reports/mine/tau-sweep.csv").is_file()
-        evaluate(place, text, hybrid, "--tau-sweep", "0.3,0.6", "--name", "other")
+        main(["evaluate", "sweep", *map(str, options), "--name", "other"])
         assert (place / "reports/other/tau-sweep.csv").is_file()
-        ruler = ["--ruler", "400", "--ruler-tasks", "niah_single_1", "--samples", "1"]
-        main(["evaluate", "--model", str(hybrid), *ruler, "--workspace", str(place)])
+        ruler = ["--lengths", "400", "--tasks", "niah_single_1", "--samples", "1"]
+        main(["evaluate", "ruler", "--model", str(hybrid), *ruler, "--workspace", str(place)])
         assert RULER.read(place / "reports/mine") is not None
         assert {folder.name for folder in (place / "reports").iterdir()} == {"mine", "other"}

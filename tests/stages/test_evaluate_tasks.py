@@ -29,8 +29,8 @@ from spkv_nas.evaluation.tasks.run import Found
 from spkv_nas.evaluation.tasks.suite import Asked, load_suite
 from spkv_nas.evaluation.tasks.table import Results, tasks_table
 from spkv_nas.model.checkpoint import save
-from spkv_nas.stages.options import EvaluateOptions
-from spkv_nas.stages.tasks import tasks
+from spkv_nas.stages.evaluate.tasks.command import TasksOptions
+from spkv_nas.stages.evaluate.tasks.stage import tasks
 
 
 @pytest.fixture
@@ -179,8 +179,8 @@ class TestCommand:
         """The other one has another tokenizer: the questions are the same."""
         save(hybrid(), train_bpe(["another text entirely"] * 3, 270), tmp_path / "hybrid")
         place = tmp_path / "w"
-        options = ["--model", checkpoint, "--tasks", "choices,both,writing", "--include", folder, "--limit", "4"]
-        command = ["evaluate", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
+        options = ["choices,both", "writing", "--model", checkpoint, "--include", folder, "--limit", "4"]
+        command = ["evaluate", "tasks", *map(str, options), "--against", str(tmp_path / "hybrid"), "-w", str(place)]
         capsys.readouterr()
         main(command)
         shown = capsys.readouterr()
@@ -202,7 +202,7 @@ class TestCommand:
     @pytest.mark.slow
     def test_the_shipped_tasks_from_end_to_end(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """By the embedded reference, offline; nothing else is given."""
-        main(["evaluate", "--tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
+        main(["evaluate", "tasks", "stdlib_completions,stdlib_names", "--limit", "3", "-w", str(tmp_path)])
         rows = pd.read_csv(tmp_path / "reports" / "stdlib-21x3" / "tasks.csv")
         assert list(rows["metric"]) == ["acc", "exact_match", "first of each"]
         assert rows["density"].between(0.2, 0.4).all()
@@ -213,17 +213,14 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--tasks", "stdlib_completion"], "nearest: stdlib_completions"),
-            (["--tasks", "choices", "--include", "gone"], "folder of tasks not found: gone"),
-            (["--tasks", "choices", "--tau-sweep", "0.1..0.9"], "leave --tau-sweep out"),
-            (["--tasks", "choices", "--block-size", "64"], "leave --block-size out"),
-            (["--tasks", "choices", "--ruler", "512"], "give --ruler or --tasks"),
-            (["--tasks", "choices", "--samples", "3"], "--samples goes with --ruler LENGTHS"),
-            (["--limit", "5"], "--limit goes with --tasks NAMES"),
-            (["--allow-code"], "--allow-code goes with --tasks NAMES"),
-            (["--tasks", "choices", "--tau", "2"], "--tau must lie in [0, 1]"),
-            (["--tasks", "code"], "code runs the code that a model writes"),
-            (["--tasks", "long"], "long has up to 500 tokens generated, and the model has room for 128"),
+            (["stdlib_completion"], "nearest: stdlib_completions"),
+            (["choices", "--include", "gone"], "folder of tasks not found: gone"),
+            (["choices", "--block-size", "64"], "No such option: --block-size"),
+            (["choices", "--samples", "3"], "No such option: --samples"),
+            (["--limit", "5"], "Missing argument 'TASK'"),
+            (["choices", "--tau", "2"], "--tau must lie in [0, 1]"),
+            (["code"], "code runs the code that a model writes"),
+            (["long"], "long has up to 500 tokens generated, and the model has room for 128"),
         ],
     )
     def test_what_is_wrong(
@@ -233,16 +230,17 @@ class TestCommand:
         (folder / "code.yaml").write_text("task: code\nunsafe_code: true\n")
         long = WRITING.replace("task: writing", "task: long").replace("max_gen_toks: 9", "max_gen_toks: 500")
         (folder / "long.yaml").write_text(long.replace("FOLDER", str(folder)))
-        given = [] if "--include" in options or "--tasks" not in options else ["--include", folder]
-        given += [] if "--tasks" in options else ["--data", text]
-        assert message in fails(capsys, "evaluate", "--model", checkpoint, *given, *options, "-w", tmp_path / "w")
+        given = [] if "--include" in options else ["--include", folder]
+        assert message in fails(
+            capsys, "evaluate", "tasks", *options, "--model", checkpoint, *given, "-w", tmp_path / "w"
+        )
 
     def test_the_papers_tasks_are_named_with_their_data(self) -> None:
         """All sixteen, or the fourteen that run no code: here is the data of none."""
         heard = Heard()
         reporter = replace(heard.reporter, cautioned=heard.announced.append)
         with pytest.raises(UserError, match="no data for 14 of 14 tasks") as error:
-            tasks(EvaluateOptions(tasks="paper"), reporter)
+            tasks(TasksOptions(names=["paper"]), reporter)
         assert len(str(error.value).splitlines()) == 3
         assert "hellaswag (Rowan/hellaswag)" in str(error.value)
         assert "hf download --repo-type dataset" in str(error.value)

@@ -28,6 +28,8 @@ from spkv_nas.probing.head_gates import head_gates
 from spkv_nas.probing.priced import learn_gates
 from spkv_nas.probing.regression import regression
 from spkv_nas.stages import flags, options
+from spkv_nas.stages.evaluate import options as evaluation_options
+from spkv_nas.stages.evaluate.registry import EVALUATIONS
 from spkv_nas.stages.init.command import InitOptions
 from spkv_nas.stages.layout.convert.command import ConvertOptions
 from spkv_nas.stages.layout.diff.command import DiffOptions
@@ -38,11 +40,10 @@ from spkv_nas.stages.reproduce.palindrome.command import PalindromeOptions
 from spkv_nas.training.first_recipe import Draft
 from spkv_nas.training.palindrome.run import PalindromeSettings
 
-MODULES = [options]
+FUNCTIONS = [*COMMANDS, *LAYOUT_COMMANDS, *reproduce.COMMANDS, *(entry.run for entry in EVALUATIONS)]
+MODULES = [options, evaluation_options]
 MODULES += [
-    module
-    for function in (*COMMANDS, *LAYOUT_COMMANDS, *reproduce.COMMANDS)
-    if (module := sys.modules[function.__module__]).__name__.endswith(".command")
+    module for function in FUNCTIONS if (module := sys.modules[function.__module__]).__name__.endswith(".command")
 ]
 CLASSES = [
     one for module in MODULES for one in vars(module).values()
@@ -70,7 +71,7 @@ def test_every_field_is_a_flag_and_every_flag_is_taken() -> None:
 
 def test_a_name_means_one_thing() -> None:
     """Fields of one name, in whichever command, are of one flag, or of one that takes other values."""
-    allowed = {"budget": 2, "tau": 2, "device": 2, "short": 2}  # a range; a choice; several; layouts or tokens
+    allowed = {"budget": 2, "tau": 2, "device": 2}  # a range; a choice; several
     allowed |= {"recipe": 2, "file": 2, "layout": 2, "model": 2, "data": 2, "out": 2}  # by place or by name; a folder
     flags_of: dict[str, set[int]] = {}
     for one in CLASSES:
@@ -80,9 +81,10 @@ def test_a_name_means_one_thing() -> None:
 
 
 def test_commands_of_the_line_and_options_of_the_stages_are_the_same() -> None:
-    taken = {next(iter(get_type_hints(function).values())) for function in (*COMMANDS, *reproduce.COMMANDS)}
+    taken = {next(iter(get_type_hints(function).values())) for function in FUNCTIONS}
     mixins = {options.InWorkspace, options.OnDevice, options.InDtype, options.InPrecision, options.Trains}
-    mixins |= {options.SubjectOptions, options.ConstraintOptions}
+    mixins |= {options.SubjectOptions, options.ConstraintOptions, options.Measures}
+    mixins |= {evaluation_options.CheckpointOptions}
     nested = {options.DemoOptions, ShowLayoutsOptions}
     nested |= {DiffOptions, ConvertOptions}
     assert taken | nested == set(CLASSES) - mixins
@@ -128,11 +130,13 @@ class TestExpansion:
 
 def test_every_command_takes_its_options_and_says_what_they_mean() -> None:
     line = typer.main.get_command(app)
-    for function in COMMANDS:
-        name = NAMES.get(function, function.__name__.replace("_", "-"))
+    group = line.get_command(Context(line), "evaluate")
+    commands = [(line, NAMES.get(one, one.__name__.replace("_", "-")), one) for one in COMMANDS]
+    commands += [(group, entry.name, entry.run) for entry in EVALUATIONS]
+    for parent, name, function in commands:
         taken = next(iter(get_type_hints(function).values()))
         hints = get_type_hints(taken, include_extras=True)
-        parameters = {one.name: one for one in line.get_command(Context(line), name).params}
+        parameters = {one.name: one for one in parent.get_command(Context(parent), name).params}
         common = {"quiet", "verbose", "debug", *({"json"} if name not in PRINT_BY_THEMSELVES else set())}
         assert set(parameters) - {"help"} == set(hints) | common, name
         for one in fields(taken):

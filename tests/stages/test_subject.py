@@ -15,10 +15,12 @@ from spkv_nas.base.workspace import Workspace
 from spkv_nas.cli import main
 from spkv_nas.model.checkpoint import save
 from spkv_nas.stages.chosen import chosen_table
+from spkv_nas.stages.evaluate.nll.command import NLLOptions
 from spkv_nas.stages.names import model_name
-from spkv_nas.stages.options import EvaluateOptions, ProbeOptions, ScoreOptions, SubjectOptions
+from spkv_nas.stages.options import ProbeOptions, SubjectOptions
 from spkv_nas.stages.probe import probe
 from spkv_nas.stages.propose.command import ProposeOptions
+from spkv_nas.stages.score.command import ScoreOptions
 from spkv_nas.stages.subject import Subject
 
 
@@ -47,7 +49,7 @@ def test_an_embedded_model_on_other_text_leaves_the_demo_alone(text: Path, tmp_p
     assert [path.name for path in (tmp_path / "w" / "probes").iterdir()] == ["embedded-reference"]
 
 
-@pytest.mark.parametrize("options", [ProbeOptions, EvaluateOptions, ScoreOptions], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("options", [ProbeOptions, NLLOptions, ScoreOptions], ids=lambda one: one.__name__)
 class TestName:
     """Every command asks the same rule."""
 

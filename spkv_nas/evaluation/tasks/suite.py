@@ -219,6 +219,6 @@ def _no_data(index: Index, missing: Mapping[str, OSError], number: int) -> UserE
     ]
     return UserError(
         f"no data for {len(missing)} of {number} tasks: {', '.join(sets)}\n"
-        "where there is a network: hf download --repo-type dataset ID --local-dir FOLDER/ID; here: --data FOLDER\n"
+        "where there is a network: hf download --repo-type dataset ID --local-dir FOLDER/ID; here: --data-sets FOLDER\n"
         f"of {next(iter(missing))}: {first_line(next(iter(missing.values())))}"
     )

@@ -1,51 +1,36 @@
-"""Share code between the modes of ``evaluate``: their option checks, and loading checkpoints with hard gates."""
+"""Load the checkpoints that evaluations measure, with hard or open gates, and record which they were."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from spkv_nas.base.assets import EMBEDDED_PREFIX
 from spkv_nas.base.device import AUTO, dtype_name, measuring_device
 from spkv_nas.base.distributed import connect
 from spkv_nas.base.errors import UserError
 from spkv_nas.base.progress import Reporter
-from spkv_nas.evaluation.thresholds import check_tau
-from spkv_nas.stages.options import EvaluateOptions
+from spkv_nas.stages.names import result_name
+from spkv_nas.stages.options import REFERENCE, InDtype, SubjectOptions
+from spkv_nas.stages.subject import Subject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Loaded = tuple["PreTrainedModel", "PreTrainedTokenizerBase"]
 
-RULER, TASKS, LONGPPL = "--ruler LENGTHS", "--tasks NAMES", "--longppl"
-_TEXT = "held-out text"  # the default mode
-_GO_WITH = {  # modes that take an option; options not listed apply to all modes
-    "data": (_TEXT, TASKS, LONGPPL),
-    **dict.fromkeys(("max_tokens", "block_size"), (_TEXT, LONGPPL)),
-    **dict.fromkeys(("tau_sweep", "points"), (_TEXT,)),
-    **dict.fromkeys(("ruler_tasks", "samples", "haystack", "qa", "window", "seed"), (RULER,)),
-    **dict.fromkeys(("include", "limit", "allow_code"), (TASKS,)),
-    **dict.fromkeys(("evaluator", "short", "stride", "alpha", "beta"), (LONGPPL,)),
-}
-_REASONS = {**dict.fromkeys((RULER, TASKS), "asks questions of its own"), LONGPPL: "judges key tokens"}
 
+def evaluated(options: SubjectOptions) -> Subject:
+    """Return the checkpoint to evaluate with its text; results take the name of the checkpoint's recipe.
 
-def check_mode(options: EvaluateOptions) -> None:
-    """Raise ``UserError`` for options that exclude each other, or a threshold outside [0, 1]."""
-    requested = {RULER: options.ruler is not None, TASKS: options.tasks is not None, LONGPPL: options.longppl}
-    chosen = [mode for mode, is_requested in requested.items() if is_requested]
-    if len(chosen) > 1:
-        raise UserError(f"give {' or '.join(mode.split()[0] for mode in chosen)}, one after the other")
-    mode = chosen[0] if chosen else _TEXT
-    for name, modes in _GO_WITH.items():
-        if getattr(options, name) not in (None, False) and mode not in modes:
-            flag = f"--{name.replace('_', '-')}"
-            if _TEXT in modes:
-                raise UserError(f"{mode.split()[0]} {_REASONS[mode]}, at one threshold: leave {flag} out")
-            raise UserError(f"{flag} goes with {' or '.join(modes)}")
-    if options.against is not None and options.tau_sweep is not None:
-        raise UserError("--against compares at one threshold: leave --tau-sweep out")
-    check_tau(options.tau)
+    Raises:
+        UserError: a model that is not embedded has no text.
+    """
+    subject = Subject.of(options, REFERENCE, "evaluate on")
+    if options.name is not None or subject.source.startswith(EMBEDDED_PREFIX):
+        return subject
+    return replace(subject, name=result_name(subject.source))
 
 
 def check_pair(model: str, against: str | None) -> None:
@@ -59,7 +44,7 @@ def check_pair(model: str, against: str | None) -> None:
         )
 
 
-def load(options: EvaluateOptions, source: str, reporter: Reporter) -> Loaded:
+def load(options: InDtype, source: str, reporter: Reporter) -> Loaded:
     """Load a checkpoint and its tokenizer; joins torchrun's processes and must be called on all ranks."""
     from spkv_nas.model.checkpoint import load_on
     from spkv_nas.model.model_shape import check_tokens

@@ -33,13 +33,14 @@ from spkv_nas.model.checkpoint import load_on, model_origin
 from spkv_nas.model.config_section import gate_config
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.options import BaselinesOptions
+from spkv_nas.stages.evaluate.baselines.command import BaselinesOptions
+from spkv_nas.stages.options import DENSE
 from spkv_nas.stages.subject import Measured, Subject, measured_on
 
 
 @dataclass(frozen=True)
 class BaselinesResult:
-    """Result of ``baselines``.
+    """Result of ``evaluate baselines``.
 
     Attributes:
         name: name of the results.
@@ -66,10 +67,10 @@ def baselines(options: BaselinesOptions, reporter: Reporter = SILENT) -> Baselin
         parse_densities(options.densities),
         parse_sinks(options.sinks),
     )
-    sweep = check_sweep(options.tau, options.tau_sweep, options.points)
+    sweep = check_sweep(options.tau, options.taus, options.points)
     taus = sweep if options.tau is None else [options.tau]
     # Load the models and the text
-    subject = Subject.of_command(options)
+    subject = Subject.of(options, DENSE, "prune on")
     folder = options.folders.report_dir(subject.name)
     measured = subject.load(reporter, tokens=BASELINE_TOKENS, learns=True)
     check_prunable(measured.model, measured.blocks, options.max_tokens)

@@ -27,10 +27,10 @@ from spkv_nas.evaluation.ruler import Answers, Cell, answer, ruler_table
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.eval_modes import Loaded, hard, identity, load
-from spkv_nas.stages.eval_modes import origin as origin_of
+from spkv_nas.stages.evaluate.checkpoints import Loaded, hard, identity, load
+from spkv_nas.stages.evaluate.checkpoints import origin as origin_of
+from spkv_nas.stages.evaluate.ruler.command import RulerOptions
 from spkv_nas.stages.names import result_name
-from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,30 +46,28 @@ class RulerResult:
     samples: Path
 
 
-def ruler(options: EvaluateOptions, reporter: Reporter = SILENT) -> RulerResult:
+def ruler(options: RulerOptions, reporter: Reporter = SILENT) -> RulerResult:
     """Score a checkpoint on RULER at several lengths: ``reports/<name>/ruler.csv``, with answers in ``runs/``.
 
     A sample that does not fit in its length is skipped, if the task's first one does fit.
 
     Raises:
-        UserError: options exclude each other, a length is too short for a task, or something cannot be loaded.
+        UserError: a length is too short for a task, or something cannot be loaded.
     """
     from spkv_nas.model.windows import default_window, every_head_local
 
     quiet_transformers(reporter)
     check(options)
-    assert options.ruler is not None
     # Choose lengths, tasks and material
-    lengths = sorted({parse_context(text) for text in options.ruler.split(",")})
+    lengths = sorted({parse_context(text) for text in options.lengths.split(",")})
     material = Material.read(options.haystack or [], options.qa or [])
-    tasks = _tasks(options.ruler_tasks, material)
-    assert options.model is not None
+    tasks = _tasks(options.tasks, material)
     name = options.name or result_name(options.model)
     folder = options.folders.report_dir(name)
     # Load the checkpoint, and check that each task's first sample fits
     loaded = model, tokenizer = _load(options, options.model, lengths, reporter)
     sheets = [(task, length) for length in lengths for task in tasks]
-    seed, number = options.seed or 0, options.samples or RULER_SAMPLES
+    seed, number = options.seed, options.samples or RULER_SAMPLES
     make = _maker(seed, tokenizer, material)
     for sheet in sheets:  # raises if it does not fit, before hours of work
         make(*sheet, 0)
@@ -125,7 +123,7 @@ def _maker(
 
 
 def _against(
-    options: EvaluateOptions, exam: _Exam, loaded: Loaded, lengths: list[int], reporter: Reporter
+    options: RulerOptions, exam: _Exam, loaded: Loaded, lengths: list[int], reporter: Reporter
 ) -> tuple[Sequence[Answers | None], dict[str, Any] | None]:
     """Return the baseline's answers to each sheet and its origin; Nones without a baseline."""
     if options.against is None:
@@ -160,10 +158,10 @@ def _tasks(names: str | None, material: Material) -> list[str]:
     return tasks
 
 
-def _load(options: EvaluateOptions, source: str, lengths: list[int], reporter: Reporter) -> Loaded:
+def _load(options: RulerOptions, source: str, lengths: list[int], reporter: Reporter) -> Loaded:
     """Load a checkpoint and check that its positions reach the longest length."""
     model, tokenizer = load(options, source, reporter)
-    check_positions(model, lengths[-1], "--ruler length")
+    check_positions(model, lengths[-1], "--lengths")
     return model, tokenizer
 
 

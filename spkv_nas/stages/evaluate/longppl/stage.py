@@ -27,9 +27,9 @@ from spkv_nas.evaluation.micro_batch import check_positions
 from spkv_nas.evaluation.samples import read_samples, sample_file, write_samples
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.eval_modes import check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.evaluate.checkpoints import check_pair, hard, identity, load, origin, with_open_gates
+from spkv_nas.stages.evaluate.longppl.command import LongPPLOptions
 from spkv_nas.stages.names import model_name, result_name
-from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,15 +58,14 @@ class LongPPLResult:
     samples: Path
 
 
-def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLResult:
+def longppl(options: LongPPLOptions, reporter: Reporter = SILENT) -> LongPPLResult:
     """Measure LongPPL of a checkpoint and write ``reports/<name>/longppl.csv``; details by text go to ``runs/``.
 
     Raises:
-        UserError: options exclude each other, no text is long enough, or something cannot be loaded.
+        UserError: no text is long enough, or something cannot be loaded.
     """
     quiet_transformers(reporter)
     check(options)
-    assert options.model is not None
     name = options.name or result_name(options.model)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "longppl"
     check_pair(options.model, options.against)
@@ -93,7 +92,7 @@ def longppl(options: EvaluateOptions, reporter: Reporter = SILENT) -> LongPPLRes
     return LongPPLResult(name, rows, withheld, folder, samples)
 
 
-def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Criterion]:
+def _sizes(options: LongPPLOptions, sources: Sequence[str]) -> tuple[int, Criterion]:
     """Return (tokens per text, criterion of key tokens), by default from the maximum length of all models.
 
     Raises:
@@ -107,11 +106,11 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
         max_positions = (read_size(source).positions for source in sources)
         length = min([LONGPPL_LENGTH, *(positions for positions in max_positions if positions is not None)])
     # Short context and thresholds of key tokens
-    short = options.short or max(1, min(LONGPPL_SHORT, length // _PART))
+    short = options.short_context or max(1, min(LONGPPL_SHORT, length // _PART))
     if short >= length:
         raise UserError(
             f"a short context of {short} tokens leaves nothing of texts of {length}\n"
-            "give a smaller --short, or a larger --block-size"
+            "give a smaller --short-context, or a larger --block-size"
         )
     criterion = Criterion(
         short=short,
@@ -123,7 +122,7 @@ def _sizes(options: EvaluateOptions, sources: Sequence[str]) -> tuple[int, Crite
 
 
 def _keys(
-    options: EvaluateOptions, source: str, length: int, criterion: Criterion, samples: Path, reporter: Reporter
+    options: LongPPLOptions, source: str, length: int, criterion: Criterion, samples: Path, reporter: Reporter
 ) -> tuple[list[LongText], list[Spans], dict[str, Any]]:
     """Return the texts, the spans of their key tokens, and the evaluator's origin; finished spans are reused."""
     from spkv_nas.model.modes import evaluation_mode
@@ -145,7 +144,7 @@ def _keys(
 
 
 def _readings(
-    options: EvaluateOptions,
+    options: LongPPLOptions,
     source: str,
     tau: float | None,
     texts: list[LongText],
@@ -185,22 +184,23 @@ def _lines(file: Path, texts: list[LongText], line: Callable[[LongText, int], Li
     return on_main(partial(read_samples, file))
 
 
-def _texts(options: EvaluateOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
+def _texts(options: LongPPLOptions, tokenizer: PreTrainedTokenizerBase, length: int, short: int) -> list[LongText]:
     """Read the texts. Raises ``UserError`` if none is long enough."""
     if options.max_tokens is not None and options.max_tokens <= short:
         raise UserError(
             f"--max-tokens {options.max_tokens} leaves nothing beyond the short context of {short} tokens\n"
-            "give a larger one, or a smaller --short"
+            "give a larger one, or a smaller --short-context"
         )
     texts = stretches(_documents(options, length), tokenizer, length, short, options.max_tokens)
     if not texts:
         raise UserError(
-            f"no document has more than {short} tokens, the short context: give longer text, or a smaller --short"
+            f"no document has more than {short} tokens, the short context\n"
+            "give longer text, or a smaller --short-context"
         )
     return texts
 
 
-def _documents(options: EvaluateOptions, length: int) -> Iterator[Document]:
+def _documents(options: LongPPLOptions, length: int) -> Iterator[Document]:
     """Return the user's documents, or the embedded models' held-out ones.
 
     The latter are sorted by hash, so that the first ones are a random sample.

@@ -17,9 +17,9 @@ from spkv_nas.base.progress import SILENT, Bar, Reporter
 from spkv_nas.base.version import environment
 from spkv_nas.model.transformers_logging import quiet_transformers
 from spkv_nas.stages.checks import check
-from spkv_nas.stages.eval_modes import hard, identity, load, origin
+from spkv_nas.stages.evaluate.checkpoints import hard, identity, load, origin
+from spkv_nas.stages.evaluate.tasks.command import TasksOptions
 from spkv_nas.stages.names import result_name
-from spkv_nas.stages.options import EvaluateOptions
 
 if TYPE_CHECKING:
     from spkv_nas.evaluation.tasks.run import Found
@@ -43,13 +43,13 @@ class TasksResult:
     samples: Path
 
 
-def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
+def tasks(options: TasksOptions, reporter: Reporter = SILENT) -> TasksResult:
     """Evaluate a checkpoint on downstream tasks.
 
     Metrics are written to ``reports/<name>/tasks.csv``, every sample to ``runs/<name>/tasks/``.
 
     Raises:
-        UserError: options exclude each other, a task is unknown, lacks data or does not fit the context, or something
+        UserError: a task is unknown, lacks data or does not fit the context, or something
             cannot be loaded.
     """
     check(options)
@@ -57,17 +57,15 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
     from spkv_nas.evaluation.tasks.table import Results, tasks_table
 
     _quiet(reporter)
-    assert options.model is not None
-    assert options.tasks is not None
     name = options.name or result_name(options.model)
     folder, samples = options.folders.report_dir(name), options.folders.run_dir(name) / "tasks"
     # Run the tasks on every checkpoint
     reporter.announce("reading tasks and their data")
     with code_allowed(options.allow_code):
         suite = load_suite(
-            options.tasks,
+            ",".join(options.names),
             options.include or [],
-            options.data or [],
+            options.data_sets or [],
             allow_code=options.allow_code,
             caution=reporter.caution,
         )
@@ -90,7 +88,7 @@ def tasks(options: EvaluateOptions, reporter: Reporter = SILENT) -> TasksResult:
 
 
 def _run_tasks(
-    options: EvaluateOptions, source: str, tau: float | None, suite: Sequence[Asked], samples: Path, reporter: Reporter
+    options: TasksOptions, source: str, tau: float | None, suite: Sequence[Asked], samples: Path, reporter: Reporter
 ) -> tuple[list[list[Found]], dict[str, Any]]:
     """Run every task on one checkpoint, reusing finished ones; return results by requested name, and the origin."""
     from spkv_nas.evaluation.tasks.language_model import CheckpointLM

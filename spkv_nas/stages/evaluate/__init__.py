@@ -1,0 +1,1 @@
+"""Evaluate a checkpoint: the subcommands of ``evaluate``, one folder each."""

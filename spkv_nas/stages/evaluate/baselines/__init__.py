@@ -1,0 +1,1 @@
+"""Compare with training-free cache pruning: command ``evaluate baselines``."""

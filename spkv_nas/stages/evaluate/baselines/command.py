@@ -1,0 +1,89 @@
+"""Declare ``evaluate baselines``: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.artifacts import defaults
+from spkv_nas.artifacts.baselines import EXACT, METHODS, PROTOCOLS
+from spkv_nas.base.errors import UserError
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MOST_WINDOW
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages import flags
+from spkv_nas.stages.evaluate.evaluation import Evaluation
+from spkv_nas.stages.evaluate.options import CHECKPOINT_TAU
+from spkv_nas.stages.options import DENSE, SubjectOptions
+from spkv_nas.stages.result import Result
+
+Methods = Annotated[
+    str | None, Flag("Comma-separated methods that choose the keys to keep.", metavar="NAMES", values=METHODS)
+]
+Densities = Annotated[
+    str, Flag("Comma-separated shares to keep of the keys outside the window.", ("--density",), "N%|LIST")
+]
+Sinks = Annotated[
+    str, Flag("Comma-separated numbers of sinks: first keys of a block that are always kept.", metavar="N|LIST")
+]
+Chunk = Annotated[int | None, Flag("Tokens read between two evictions.", low=1, high=MOST_WINDOW)]
+ReadingProtocol = Annotated[
+    str,
+    Flag(
+        "exact: every query sees exactly --window recent keys. kvpress: the --window keys before its chunk, and its "
+        "chunk up to itself.",
+        metavar="|".join(PROTOCOLS), values=PROTOCOLS,
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselinesOptions(SubjectOptions):
+    """Options of the ``evaluate baselines`` command."""
+
+    model: flags.Model = DENSE
+    max_tokens: flags.OptionalMaxTokens = default(None, f"{defaults.BASELINE_TOKENS:,}, spread")
+    methods: Methods = default(None, "all")
+    densities: Densities = "20%,15%"
+    window: flags.OptionalWindow = default(None, "that of --against, or a sixteenth of a block, at most 128")
+    sinks: Sinks = "0,4"
+    chunk: Chunk = default(None, f"{defaults.BASELINE_CHUNK}, at most the window")
+    protocol: ReadingProtocol = EXACT
+    against: flags.Against = default(note="An SP-KV checkpoint, with gates.")
+    tau: flags.Tau = default(None, CHECKPOINT_TAU, note="Applies to --against.")
+    taus: flags.OptionalTaus = default(note="Applies to --against.")
+    points: flags.Points = default(None, str(defaults.TAU_POINTS))
+    seed: flags.Seed = default(0, note="Draws random keys and initializes kvzap's networks.")
+
+
+def check(options: BaselinesOptions) -> None:
+    """Check the lists of settings, the checkpoints and the text."""
+    from spkv_nas.evaluation.baselines.choices import parse_densities, parse_methods, parse_sinks
+    from spkv_nas.evaluation.thresholds import check_sweep
+    from spkv_nas.model.source import check_checkpoint
+    from spkv_nas.stages.subject import Subject
+
+    parse_methods(options.methods)
+    parse_densities(options.densities)
+    parse_sinks(options.sinks)
+    check_sweep(options.tau, options.taus, options.points)
+    if options.against is not None:
+        check_checkpoint(options.against)
+    elif options.tau is not None or options.taus is not None:
+        raise UserError("--tau and --taus apply to --against\nname an SP-KV checkpoint with --against")
+    Subject.of(options, DENSE, "prune on").check()
+
+
+def baselines(options: BaselinesOptions, reporter: Reporter) -> Result:
+    """Prune a dense model's KV cache by five training-free rules at equal density. Writes reports/NAME/baselines.csv.
+
+    streaming keeps only sinks and the window; random, kvzap, h2o and expected-attention also keep a share of the other
+    keys. With --against, an SP-KV checkpoint is measured on the same text. kvzap is fitted on other documents of the
+    text.
+    """
+    from spkv_nas.stages.evaluate.baselines import output, stage
+
+    return Result(stage.baselines(options, reporter), output.show)
+
+
+BASELINES = Evaluation("baselines", baselines)

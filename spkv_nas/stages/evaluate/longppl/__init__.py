@@ -1,0 +1,1 @@
+"""Measure LongPPL: command ``evaluate longppl``."""

@@ -1,0 +1,1 @@
+"""Measure held-out NLL: command ``evaluate nll``."""

@@ -1,0 +1,15 @@
+"""List the subcommands of ``evaluate``. Installed packages add theirs by the entry-point group of ``EVALUATIONS``."""
+
+from __future__ import annotations
+
+from spkv_nas.base.registry import Registry
+from spkv_nas.stages.evaluate.baselines.command import BASELINES
+from spkv_nas.stages.evaluate.evaluation import Evaluation
+from spkv_nas.stages.evaluate.longppl.command import LONGPPL
+from spkv_nas.stages.evaluate.nll.command import NLL
+from spkv_nas.stages.evaluate.ruler.command import RULER
+from spkv_nas.stages.evaluate.sweep.command import SWEEP
+from spkv_nas.stages.evaluate.tasks.command import TASKS
+
+EVALUATIONS = Registry("spkv_nas.evaluations", "evaluation", Evaluation, (NLL, SWEEP, RULER, LONGPPL, TASKS, BASELINES))
+DEFAULT = NLL.name  # evaluation of a plain ``spkv-nas evaluate``

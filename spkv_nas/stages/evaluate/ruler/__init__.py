@@ -1,0 +1,1 @@
+"""Score RULER's tasks: command ``evaluate ruler``."""

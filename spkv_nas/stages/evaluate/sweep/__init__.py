@@ -1,0 +1,1 @@
+"""Measure NLL against density at many thresholds: command ``evaluate sweep``."""

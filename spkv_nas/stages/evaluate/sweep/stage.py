@@ -1,0 +1,65 @@
+"""Measure a checkpoint at many thresholds, to ``reports/<name>/tau-sweep.csv``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.sweep import Evaluation, sweep_table, tau_sweep, write_sweep
+from spkv_nas.evaluation.thresholds import parse_taus
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.stages.checks import check
+from spkv_nas.stages.evaluate.checkpoints import evaluated
+from spkv_nas.stages.evaluate.sweep.command import SweepOptions
+from spkv_nas.stages.subject import measured_on
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Result of a sweep.
+
+    Attributes:
+        name: name of the results.
+        evaluation: evaluation with open gates.
+        rows: one row per threshold.
+        folder: folder of the table.
+    """
+
+    name: str
+    evaluation: Evaluation
+    rows: pd.DataFrame
+    folder: Path
+
+
+def sweep(options: SweepOptions, reporter: Reporter = SILENT) -> SweepResult:
+    """Measure NLL and density with open gates and at every threshold; must be called on all ranks."""
+    quiet_transformers(reporter)
+    check(options)
+    subject = evaluated(options)
+    folder = options.folders.report_dir(subject.name)
+    taus = parse_taus(options.taus, options.points)
+    # Measure
+    measured = subject.load(reporter)
+    with reporter.bar("evaluating") as progress:
+        evaluations = tau_sweep(
+            measured.model, measured.blocks, taus, batch_size=measured.batch_size, progress=progress
+        )
+    # Write the table
+    rows = sweep_table(evaluations)
+    origin = measured_on(subject, measured, evaluations[0].nll)
+    on_main(lambda: _write(folder, rows, origin))
+    return SweepResult(subject.name, evaluations[0], rows, folder)
+
+
+def _write(folder: Path, rows: pd.DataFrame, origin: dict[str, Any]) -> None:
+    """Write table, origin and figure."""
+    from spkv_nas.report.plot import save_chart
+    from spkv_nas.report.result_charts import tau_sweep_chart
+
+    write_sweep(folder, rows, origin)
+    save_chart(folder, tau_sweep_chart(rows))

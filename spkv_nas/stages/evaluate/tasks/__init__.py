@@ -1,0 +1,1 @@
+"""Run downstream tasks: command ``evaluate tasks``."""

@@ -1,0 +1,64 @@
+"""Declare ``evaluate tasks``: its options, their check, and its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from spkv_nas.base.flag import Flag, default
+from spkv_nas.base.limits import MOST_WHOLE
+from spkv_nas.base.progress import Reporter
+from spkv_nas.stages.evaluate.evaluation import Evaluation
+from spkv_nas.stages.evaluate.options import CheckpointOptions, check_checkpoints
+from spkv_nas.stages.result import Result
+
+Names = Annotated[
+    list[str],
+    Flag(
+        "lm-eval tasks; paper: the sixteen of the SP-KV paper; stdlib_completions is built in.", metavar="TASK",
+        argument=True,
+    ),
+]  # fmt: skip
+DataSets = Annotated[
+    list[str] | None, Flag("Folder with copies of data sets, by their ids; repeat for several.", metavar="FOLDER")
+]
+Include = Annotated[
+    list[str] | None,
+    Flag("Folder with YAML files of tasks, whose Python code runs; repeat for several.", metavar="FOLDER"),
+]
+Limit = Annotated[int | None, Flag("Evaluate only the first N samples of each task.", low=1, high=MOST_WHOLE)]
+AllowCode = Annotated[
+    bool, Flag("Let tasks such as mbpp run the code that the model writes, on this machine.", ("--allow-code",))
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TasksOptions(CheckpointOptions):
+    """Options of the ``evaluate tasks`` command."""
+
+    names: Names
+    data_sets: DataSets = default(None, "the hub or its cache")
+    include: Include = None
+    limit: Limit = default(None, "all")
+    allow_code: AllowCode = False
+
+
+def check(options: TasksOptions) -> None:
+    """Check the threshold, the checkpoints and the folders."""
+    from spkv_nas.stages.checks import check_exist
+
+    check_checkpoints(options)
+    check_exist(options.include or (), "folder of tasks")
+
+
+def tasks(options: TasksOptions, reporter: Reporter) -> Result:
+    """Run downstream tasks of lm-eval. Writes reports/NAME/tasks.csv.
+
+    With --against, another checkpoint answers the same samples. Samples are kept in runs/NAME/tasks/ and reused.
+    """
+    from spkv_nas.stages.evaluate.tasks import output, stage
+
+    return Result(stage.tasks(options, reporter), output.show)
+
+
+TASKS = Evaluation("tasks", tasks, distributed=True)

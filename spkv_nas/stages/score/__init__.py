@@ -1,0 +1,1 @@
+"""Score layouts on a checkpoint without training: command ``score``."""

@@ -1,0 +1,28 @@
+"""Print zero-shot scores of layouts for people."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+from rich.table import Table
+
+from spkv_nas.base.console import out, say_where
+from spkv_nas.stages.printing import about_errors, change
+from spkv_nas.stages.score.stage import ScoreResult
+
+
+def show(result: ScoreResult) -> None:
+    """Print the NLL of every layout."""
+    title = f"{escape(result.name)}: without training"
+    grid = Table("layout", "global heads", "coverage %", "NLL", "ΔNLL %", title=title)
+    for row in result.rows.itertuples():
+        coverage = f"{row.coverage_percent:.2f}" if row.coverage_percent == row.coverage_percent else "-"
+        grid.add_row(
+            escape(row.strategy),
+            str(row.num_global),
+            coverage,
+            f"{row.nll:.4f}",
+            change(row.delta_nll_percent, row.delta_nll_standard_error),
+        )
+    out.print(grid)
+    about_errors(result.num_documents, result.effective_documents)
+    say_where("scores", result.folder / "zero-shot.csv")

@@ -1,0 +1,75 @@
+"""Score layouts on a checkpoint without training, to ``reports/<name>/zero-shot.csv``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from spkv_nas.base.distributed import on_main
+from spkv_nas.base.progress import SILENT, Reporter
+from spkv_nas.evaluation.zero_shot import cache_folder, score_table, write_scores, zero_shot
+from spkv_nas.model.transformers_logging import quiet_transformers
+from spkv_nas.proposal.coverage import coverage
+from spkv_nas.stages.lookup import find_proposal, find_table
+from spkv_nas.stages.options import DENSE
+from spkv_nas.stages.score.command import ScoreOptions
+from spkv_nas.stages.subject import Subject, measured_on
+
+
+@dataclass(frozen=True)
+class ScoreResult:
+    """Result of ``score``.
+
+    Attributes:
+        name: name of the results.
+        rows: table of ``evaluation.zero_shot``.
+        folder: folder of the table.
+        num_documents: documents scored on.
+        effective_documents: number of equally long documents that would give the same standard error.
+    """
+
+    name: str
+    rows: pd.DataFrame
+    folder: Path
+    num_documents: int
+    effective_documents: float
+
+
+def score(options: ScoreOptions, reporter: Reporter = SILENT) -> ScoreResult:
+    """Measure the zero-shot NLL of layouts on a checkpoint and write ``reports/<name>/zero-shot.csv``."""
+    quiet_transformers(reporter)
+    # Read table and layouts
+    subject = Subject.of(options, DENSE, "score on")
+    workspace = options.folders
+    table = None if options.probe is None else find_table(workspace, options.probe)
+    family = subject.family if table is None else table.name
+    name = options.name or (subject.name if table is None else table.name)
+    proposal = find_proposal(workspace, options.name or family, options.layouts)
+    proposal.warn_of_windows()
+    covered = {}
+    if table is not None:
+        table_at_tau = proposal.table(table)
+        covered = {key: coverage(table_at_tau, layout) for key, layout in proposal.layouts.items()}
+    # Score full attention and every layout
+    workspace.check_writable()
+    measured = subject.load(reporter)
+    root = workspace.run_dir(name) / "zero-shot"
+    cache = on_main(lambda: cache_folder(root, measured.model, subject.source, measured.blocks))
+    full_attention, *scores = zero_shot(
+        measured.model,
+        [None, *proposal.layouts.values()],
+        measured.blocks,
+        cache=cache,
+        reporter=reporter,
+        batch_size=measured.batch_size,
+    )
+    # Write the table
+    rows = score_table(proposal.layouts, dict(zip(proposal.layouts, scores, strict=True)), full_attention, covered)
+    origin = measured_on(
+        subject, measured, full_attention, probe=None if table is None else table.name, windows=proposal.windows
+    )
+    folder = workspace.report_dir(name)
+    on_main(lambda: write_scores(folder, rows, origin))
+    return ScoreResult(name, rows, folder, full_attention.num_documents, full_attention.effective_documents)
